@@ -57,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     aten.add_argument("--ways", default="torch,rtkernels,flaggems,inductor", help="comma-separated")
     aten.add_argument("--limit", type=int, help="leave out shapes with more elements")
     aten.add_argument("--out", type=Path, default=Path("aten.json"), help="result file")
-    aten.add_argument("--quick", action="store_true", help="20 samples a measurement instead of 50")
+    aten.add_argument("--quick", action="store_true", help="a minute: fewer shapes, dtypes and calls")
+    aten.add_argument("--record", type=Path, metavar="FILE", help="measure nothing; take the default set from a result")
+    aten.add_argument("--seconds", type=float, help="begin no case after this time")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
@@ -156,6 +158,11 @@ def _aten(args: argparse.Namespace) -> int:
 
     import torch
 
+    if args.record is not None:
+        from bench.report import aten as chosen
+
+        chosen.record(args.record)
+        return 0
     from bench.measure import aten
 
     ways = tuple(way for way in args.ways.split(",") if way)
@@ -167,7 +174,7 @@ def _aten(args: argparse.Namespace) -> int:
         return 2
     if importlib.util.find_spec("flag_gems") is None:
         ways = tuple(way for way in ways if way != "flaggems")
-    aten.run(args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick)
+    aten.run(args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds)
     return 0
 
 

@@ -7,14 +7,15 @@
 Every way gets the same weights and tokens. A row has the time of a step (forward and backward), the host's share of it,
 peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against the same layer in
 fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile" (torch.compile of
-transformers' code), "ours" (patched), "ours_fused" (with fused_layers and our attention), "fp8" and "fp8_fused" (the
-same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
+transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router), "fp8" and "fp8_fused"
+(the same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import time
@@ -50,10 +51,8 @@ class Layer(NamedTuple):
     call: Callable[[Tensor], Tensor]
 
 
-PATCHES = {
-    "ours": {}, "ours_fused": {"fused_layers": True, "attention": True}, "fp8": {"fp8": True},
-    "fp8_fused": {"fp8": True, "fused_layers": True, "attention": True},
-}  # fmt: skip
+_FUSED = {"fused_layers": True, "attention": True, "router": True}
+PATCHES = {"ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}}
 
 
 def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Module:
@@ -62,7 +61,8 @@ def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Modul
 
     config = AutoConfig.for_model(kind, num_hidden_layers=1, vocab_size=128, use_cache=False, **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for p in model.parameters():  # as after some training: norms that are not ones, products of variance one
         with torch.no_grad():
             p.normal_(std=p.shape[-1] ** -0.5) if p.dim() > 1 else p.uniform_(0.5, 1.5)
@@ -159,7 +159,7 @@ def moe(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
 def head(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
     """Return a head with the loss of random labels."""
     torch.manual_seed(0)
-    linear = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False)
+    linear = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False, device=device)
     labels = torch.randint(0, sizes["vocabulary"], (sizes["batch"] * sizes["length"],)).to(device)
     linear.to(torch.bfloat16).to(device, dtype)
 
@@ -200,7 +200,7 @@ KINDS = {
     "moe": Kind(
         {"batch": 2, "length": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 64, "experts": 8, "top_k": 2},
-        ("eager", "transformers", "liger", "compile", "ours", "fp8"),
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
         moe,
     ),
 }  # fmt: skip
@@ -246,10 +246,11 @@ def _host_ms(call: Callable[[], Any]) -> float:
 
 def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Tensor], repeats: int) -> dict[str, Any]:
     """Return the row of one way."""
+    gc.collect()  # of the way before, whose modules may have cycles
     layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
     leaf, dy = inputs(sizes, device, torch.bfloat16)
     got = results(layer, leaf, dy)
-    errors = {name: relative(got[name].to(t.device), t) for name, t in wanted.items()}
+    errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
     del got
     row: dict[str, Any] = {
         "error_output": errors.pop("y"), "error_gradients": max(errors.values()), "worst": max(errors, key=errors.get),
@@ -263,8 +264,11 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
         row["peak_mib"] = round(peak_mib(call))
         row["host_ms"] = round(_host_ms(call), 3)
         timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
-        waits = kind == "moe" and way == "eager"  # reads the experts that were hit
-        row["forward_and_backward_ms"] = round((timer.measure_waiting if waits else timer.measure)([call]).us / 1000, 3)
+        if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
+            timing = timer.measure_waiting([call], min(repeats, 3))
+        else:
+            timing = timer.measure([call])
+        row["forward_and_backward_ms"] = round(timing.us / 1000, 3)
     else:
         started = time.perf_counter()
         call()
@@ -307,11 +311,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             except ImportError as error:
                 row[way] = {"absent": str(error)}
             print(_line(way, row[way]), flush=True)
+            made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
+            if args.out:  # way by way: what was measured stays if a later one fails
+                args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
             if device == "cuda":
                 torch.cuda.empty_cache()
-        made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
-    if args.out:
-        args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
     return made
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402
+from rtkernels.aten.measured import DEFAULT  # noqa: E402
 
 # Family, expectation (W: faster than torch's is realistic, P: as fast, S: leave it to torch), how many of the 184
 # names the line accounts for, overloads.
@@ -169,7 +171,7 @@ win P 0: _upsample_bicubic2d_aa
 
 # The other 17 names of the 184: no overrides there either.
 FUNCTIONS = {
-    "index": "family idx: `index.Tensor`",
+    "index": "family idx: `index.Tensor` with one tensor of indices",
     "apply_rotary_pos_emb": "`rtkernels.rope`",
     "concat_and_cache_mla": "by name: the MLA cache writers of the attention family",
     "conv1d": "cuDNN",
@@ -193,7 +195,7 @@ REASONS = {
     "_flash_attention_forward": "torch's attention backends; `rtkernels.attention` by name",
     "native_batch_norm": "cuDNN, in training",
     "native_batch_norm_backward": "cuDNN",
-    "rms_norm": "composite: would lose its gradient; its operators are taken, `rtkernels.rms_norm` is one kernel",
+    "rms_norm": "composite: `_fused_rms_norm`, which it reaches on CUDA devices, is taken",
     "log_sigmoid": "composite: `log_sigmoid_forward` is taken",
     "polar": "complex result",
     "quantile": "composite: `sort` is what costs",
@@ -203,27 +205,16 @@ REASONS = {
     "bitwise_right_shift": "no such overload in aten; `.Tensor`, `.Tensor_Scalar` and `.Scalar_Tensor` are taken",
     "floor_divide.Scalar": "composite over `floor_divide`",
     "floor_divide_.Scalar": "composite over `floor_divide_.Tensor`",
-    "native_group_norm": "not written yet",
-    "native_group_norm_backward": "not written yet",
-    "_weight_norm_interface": "not written yet",
-    "_weight_norm_interface_backward": "not written yet",
-    "nll_loss_forward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
-    "nll_loss_backward": "not written yet; `rtkernels.cross_entropy` is one kernel with the softmax",
-    "nll_loss2d_forward": "not written yet",
-    "nll_loss2d_backward": "not written yet",
     "scatter.src": "one kernel in torch, near parity; which of equal indices wins is free there",
     "scatter.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
     "scatter_.src": "one kernel in torch, near parity; which of equal indices wins is free there",
     "scatter_.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
-    "index_put": "torch's: it sorts where it accumulates",
-    "index_put_": "torch's: it sorts where it accumulates",
-    "isin.Tensor_Tensor": "torch's: it compares, or sorts by operators that are taken",
+    "index_put": "reaches `_index_put_impl_`, which is taken where it adds to rows",
+    "index_put_": "reaches `_index_put_impl_`, which is taken where it adds to rows",
     "isin.Tensor_Scalar": "torch's: one comparison",
     "isin.Scalar_Tensor": "torch's: one comparison",
     "multinomial": "torch's: it is made of `exponential_`, `argmax` and `topk`, which are taken",
-    "native_dropout_backward": "a product, as torch has it",
-    "avg_pool2d_backward": "not written yet",
-    "_upsample_bicubic2d_aa": "not written yet",
+    "_upsample_bicubic2d_aa": "resizes images for input, one kernel in torch: no part of a model's step",
     "max_pool2d_backward": "no backward of aten's; `max_pool2d_with_indices_backward` is",
 }
 COMPOSITES = {
@@ -251,11 +242,13 @@ block, `rtkernels.disable()` ends it. Names are overloads (`sum.dim_IntList`), o
 
 What a kernel does not cover (float64 and complex, more than six dimensions that do not merge, sparse tensors, invalid
 arguments) goes to torch's own kernel. Gradients are torch's formulas. Small tensors go to torch as well, because the
-time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes, which are not measured yet.
+time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes.
 
-{count} overloads can be taken; {default} of them are the default set of `enable()`, those expected to be faster than
-torch's. No time of this layer was measured on a GPU yet: the set is an expectation. Contiguous pointwise operators are
-not in it, since torch's are as fast as memory; `include="ew"` takes them all the same.
+{count} overloads can be taken; {default} of them are the default set of `enable()` (`rtkernels/aten/measured.py`): all
+of torch's samples agree on the GPU, and over FlagGems' core shapes the geometric mean of torch's time over ours is 1.05
+or more, host included ([measured](#measured)). The time of the host decides: where torch launches one kernel, ours is
+faster only from millions of elements on, so that most overloads are not in the set; `include="red"` and the like take
+them all the same, for captured graphs and large tensors.
 
 Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, and ours with them; `inductor` writes
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
@@ -269,6 +262,9 @@ tensors are taken too, by the emulator: that is how tests run without a GPU.
 | overloads | family | here |
 |---|---|---|
 """
+
+
+ONLY_ON_CUDA = {"_fused_rms_norm", "_fused_rms_norm_backward"}  # composites elsewhere
 
 
 def listed() -> list[tuple[str, str, int, list[str]]]:
@@ -297,11 +293,42 @@ def reason(name: str, family: str) -> str:
     return FAMILY_REASONS.get(family, "")
 
 
+MEASURED = """
+## Measured
+
+One run of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 and float32
+(`bench/results/aten/h200.json`); times of calls in a row, host included ("operator mode"). Torch's time over ours,
+geometric mean over the shapes: of our kernel at every size; with smaller calls given back to torch, which costs
+{extra:.0f} µs of that host's time each; and the elements from which on the kernel is then taken. In a fresh process
+`enable()` took {enable:.0f} ms there, `enable("all")` {everything:.0f} ms, all imports included.
+
+| overload | kernel at every size | from a threshold on | threshold |
+|---|---|---|---|
+"""
+
+
+def measured() -> list[str]:
+    """Return the section on times, losses included."""
+    result = chosen.load()
+    about, host = result["environment"], result["host"]
+    head = MEASURED.format(
+        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"],
+        everything=host["enable all ms"],
+    )  # fmt: skip
+    lines = head.rstrip().splitlines()
+    for name, (alone, best, size) in sorted(chosen.choice(result).items(), key=lambda item: -item[1][1]):
+        where = "never" if size == chosen.NEVER else f"{size}"
+        mark = ", default" if name in DEFAULT else ""
+        lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+    return [*lines, ""]
+
+
 def page() -> str:
     """Return the text of ``operators.md``."""
     rows = table.table()
     default = [name for name, row in rows.items() if row.default]
-    lines = INTRODUCTION.format(count=len(rows), default=len(default)).strip().splitlines()
+    known = set(rows) | ONLY_ON_CUDA
+    lines = INTRODUCTION.format(count=len(known), default=len(default)).strip().splitlines()
     for family, _, _, names in listed():
         taken = [name for name in names if name in rows]
         left = [name for name in names if name not in rows]
@@ -317,8 +344,9 @@ def page() -> str:
             here += "; default"
         lines.append(f"| {', '.join(names)} | {family} | {here} |")
     lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
-    more = sorted(set(rows) - {name for *_, names in listed() for name in names})
+    more = sorted(known - {name for *_, names in listed() for name in names})
     lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
+    lines += measured()
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Static
 import rtkernels
 
 
-def load(args: argparse.Namespace, device: str) -> torch.nn.Module:
+def load(args: argparse.Namespace) -> torch.nn.Module:
     """Return a patched model for inference."""
     dtype = torch.bfloat16
     if args.tiny:
@@ -30,7 +30,7 @@ def load(args: argparse.Namespace, device: str) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    model.to(device).eval()
+    model.to(args.device).eval()
     if args.fp8:
         rtkernels.models.serve_fp8(model)
     print(rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True))
@@ -71,16 +71,16 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
     parser.add_argument("--tokens", type=int, default=64, help="to generate")
     parser.add_argument("--fp8", action="store_true", help="weights as fp8 codes")
     parser.add_argument("--tiny", action="store_true", help="a small random model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     if not args.tiny and args.model is None:
         parser.error("expected a model, or --tiny")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(args, device)
+    model = load(args)
     if args.tiny:
-        prompt = torch.tensor([list(args.prompt.encode())], device=device)
+        prompt = torch.tensor([list(args.prompt.encode())], device=args.device)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(device)
+        prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
     started = time.perf_counter()
     found = generate(model, prompt, args.tokens)
     texts = [str(found[0].tolist())] if args.tiny else tokenizer.batch_decode(found)

@@ -49,9 +49,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--plain", action="store_true", help="do not patch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device = args.device
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=256, use_cache=False, **(TINY if args.tiny else SIZES))

@@ -8,7 +8,7 @@ at the border between two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +129,11 @@ class Policy:
         sizes: Of the model.
         weights: What ``make_weights`` gives.
         ops: ``TorchMath`` or ``OurMath``.
-        compiled: ``torch.compile`` each kind of layer.
+        compiled: None, or ``torch.compile`` each kind of layer, those of these names ("vision", "gemma", "expert") with
+            max-autotune.
     """
 
-    def __init__(self, sizes: Sizes, weights: dict[str, Any], ops: Any, compiled: bool = False) -> None:
+    def __init__(self, sizes: Sizes, weights: dict[str, Any], ops: Any, compiled: Sequence[str] | None = None) -> None:
         self.sizes, self.ops, self.table = sizes, ops, weights["table"]
         self.styles, self.last_styles = weights["styles"], weights["last_styles"]
         self.layers = {
@@ -141,11 +142,9 @@ class Policy:
         }
         self.ends = ops.prepare("ends", weights["ends"])
         self.vision_layer, self.gemma_layer, self.expert_layer = self._vision, self._gemma, self._expert
-        if compiled:
-            compiling = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
-            self.vision_layer = torch.compile(self._vision, **compiling)
-            self.gemma_layer = torch.compile(self._gemma, **compiling)
-            self.expert_layer = torch.compile(self._expert, **compiling)
+        for kind in ("vision", "gemma", "expert") if compiled is not None else ():
+            mode = "max-autotune-no-cudagraphs" if kind in compiled else None
+            setattr(self, f"{kind}_layer", torch.compile(getattr(self, f"_{kind}"), mode=mode, dynamic=False))
 
     def __call__(self, images: Tensor, prompt: Tensor, noise: Tensor) -> Tensor:
         """Return actions ``[horizon, action]``, float32.
@@ -320,20 +319,26 @@ class OurMath:
     Args:
         sizes: Of the model.
         device: Where it runs.
-        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight.
+        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight. Where codes would
+            need a launch of their own they are not worth it for the ten tokens of the expert: its `out` and `down` stay
+            in bfloat16. Inputs of the prefix' `down` leave the product before as codes with a scale for 128 of them.
         calibration: Knows the scales of inputs (fp8), or records what they must be (without).
     """
 
     def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
         self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
+        self.keys = torch.tensor([sizes.prefix + sizes.horizon], dtype=torch.int32, device=device)
         self.fp8, self.calibration = fp8, calibration
 
     def prepare(self, site: str, layer: Layer) -> Layer:
         """Return a layer with codes, scales and where its inputs are recorded."""
         made = {**layer, "site": site}
+        if site == "ends":  # rows of 3 * 14 * 14 elements are no multiples of 16 bytes, which products are fast with
+            made["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
         if not self.fp8 or site == "ends":
             return made
-        for name in [name for name in ("qkv", "out", "gate_up", "up", "down") if name in layer]:
+        names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
+        for name in [name for name in names if name in layer]:
             made[name], made[f"{name}_scale"] = rk.quantize_fp8(layer[name])
             made[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
         return made
@@ -358,26 +363,34 @@ class OurMath:
         self._seen(y, layer, feeds)
         return y, h, gate
 
-    def linear(self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True) -> Tensor:
-        bias = layer.get(f"{name}_bias") if bias else None
-        if x.dtype == FP8:
-            scales = layer[f"{name}_quant"].scale, layer[f"{name}_scale"]
-            return rk.scaled_mm(x, layer[name], *scales, bias=bias, act=act, out_dtype=torch.bfloat16)
-        return rk.scaled_mm(x, layer[name], bias=bias, act=act)
+    def linear(
+        self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True, scale: Tensor | None = None
+    ) -> Tensor:
+        options = {"bias": layer.get(f"{name}_bias") if bias else None, "act": act}
+        if x.dtype != FP8:
+            return rk.scaled_mm(x, layer[name], **options)
+        acc = "fast" if scale is None and len(x) > 64 else "auto"
+        scales = layer[f"{name}_quant"].scale if scale is None else scale, layer[f"{name}_scale"]
+        return rk.scaled_mm(x, layer[name], *scales, acc=acc, out_dtype=torch.bfloat16, **options)
 
     def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
         self._seen(x, layer, name)
-        return rk.quantize_fp8(x, layer[f"{name}_quant"].scale)[0] if self.fp8 else x
+        return rk.quantize_fp8(x, layer[f"{name}_quant"].scale)[0] if f"{name}_quant" in layer else x
 
     def gated(self, x: Tensor, layer: Layer) -> Tensor:
-        if self.fp8:
-            y = rk.glu(self.linear(x, layer, "gate_up"), act="gelu_tanh", quant=layer["down_quant"])
-        else:
+        if x.dtype != FP8:
             y = rk.gated_mm(x, layer["gate_up"], act="gelu_tanh")
             self._seen(y, layer, "down")
-        return self.linear(y, layer, "down")
+            return self.linear(y, layer, "down")
+        given = (x, layer["gate_up"], layer["gate_up_quant"].scale, layer["gate_up_scale"])
+        if "down_quant" in layer:
+            codes, scale = rk.gated_mm(*given, act="gelu_tanh", quant_out="1x128", acc="fast")
+            return self.linear(codes, layer, "down", scale=scale)
+        return self.linear(rk.gated_mm(*given, act="gelu_tanh", out_dtype=torch.bfloat16), layer, "down")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] < k.shape[1]:  # actions over all that was read: few queries, whose keys are shared out to blocks
+            return rk.attention_decode(q, k, v, self.keys, causal=False)
         return rk.attention(q, k, v)
 
     def new_cache(self, sizes: Sizes, like: Tensor) -> list[Any]:
@@ -391,7 +404,10 @@ class OurMath:
         used = first + len(qkv)
         return q, k[:, :used], v[:, :used], kept
 
-    patchify: Callable[..., Tensor] = staticmethod(rk.patchify)
+    def patchify(self, images: Tensor, patch: int) -> Tensor:
+        patches = rk.patchify(images, patch)
+        return F.pad(patches, (0, -patches.shape[-1] % 8))
+
     embedding: Callable[..., Tensor] = staticmethod(rk.embedding)
     euler_step: Callable[..., Tensor] = staticmethod(rk.euler_step)
 

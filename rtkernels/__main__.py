@@ -40,10 +40,10 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _count(least: int) -> Callable[[str], int]:
+def _count(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} up")
         return int(text)
 
     return parse

@@ -21,7 +21,13 @@ import torch
 from rtkernels.runtime.build import cache as build_cache
 
 _own_cache = pytest.StashKey[str]()
-SLOW_WORDS = ("emulate(", "order_of_threads", "thread_order", "torch.compile(", "torch.export", "compile_unit(")
+SLOW_WORDS = (
+    *("emulate(", "running_on(target)", "order_of_threads", "thread_order", "compile_unit("),
+    *("torch.compile(", "torch.export", "opcheck("),
+)
+PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
+# A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
+ONE_IN, ONE_PRODUCT_IN = 4, 8
 COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
 
 
@@ -40,18 +46,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``, ``--tenth`` and ``--sample``."""
+    """Add ``--full``, ``--part`` and ``--sample``."""
     parser.addoption(
         "--full",
         action="store_true",
         help="also run what is marked slow, all emulated cases on sm_80 and on sm_90, every variant for every target",
     )
     parser.addoption(
-        "--tenth",
+        "--part",
         type=int,
         default=0,
-        choices=range(10),
-        help="which tenth of the tests that take seconds a run of the whole suite takes",
+        metavar="N",
+        help="which part of the tests that take seconds a run of the whole suite takes (0 to 7)",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
@@ -66,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
         dropped = slow | _repeated(items)
-        dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--tenth"))
+        dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
@@ -107,16 +113,21 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
     return dropped
 
 
-def _left_to_others(items: list[pytest.Item], tenth: int) -> set[pytest.Item]:
-    """Return, of a run of the whole suite, nine of ten tests that take seconds, by a hash of their names.
+def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
+    """Return, of a run of the whole suite, most of the tests that take seconds, by a hash of their names.
 
-    The host compilation of a variant takes a second, of a matrix product several, and most cases differ in types and
-    shapes alone. A run of a family or two keeps all of its cases.
+    The host compilation of a variant takes a fifth of a second, of a matrix product one, and most cases differ in types
+    and shapes alone. A run of a family or two keeps all of its cases.
     """
     costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
         return set()
-    return {item for item in costly if zlib.crc32(item.nodeid.encode()) % 10 != tenth}
+    return {item for item in costly if not _in_part(item, part)}
+
+
+def _in_part(item: pytest.Item, part: int) -> bool:
+    step = ONE_PRODUCT_IN if item.nodeid.startswith(PRODUCTS) else ONE_IN
+    return zlib.crc32(item.nodeid.encode()) % step == part % step
 
 
 def _takes_seconds(item: pytest.Item) -> bool:
@@ -127,11 +138,9 @@ def _takes_seconds(item: pytest.Item) -> bool:
     if place is not None and str(place).startswith("sm_"):
         return True
     folder = item.nodeid.rpartition("/")[0]
-    if folder in ("tests/ops/gemm", "tests/ops/attention"):
+    if folder in PRODUCTS:
         return place is None and "errors" not in item.nodeid
-    if folder == "tests/emulator":
-        return False
-    return folder == "tests/emulator/planted" or _names_what_is_slow(item.function)
+    return not folder.startswith("tests/emulator") and _names_what_is_slow(item.function)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 ARMS = ("hf", "liger", "compile", "ours", "ours_fused", "ours_compile", "fp8")
-_PATCHES = {"ours_fused": {"fused_layers": True}, "fp8": {"fp8": True, "fused_layers": True}}
+_FUSED = {"fused_layers": True, "attention": True}
+_PATCHES = {"ours_fused": _FUSED, "fp8": {"fp8": True, **_FUSED}}
 _DENSE = {
     "num_hidden_layers": 24, "hidden_size": 1536, "intermediate_size": 4608, "num_attention_heads": 12,
     "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True,

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=int, default=256, help="tokens that are decoded")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
+    made.add_argument("--together", action="store_true", help="start all arms at once; they do not measure at once")
     made.add_argument("--out", type=Path, help="result file")
     made.add_argument("--one", help=argparse.SUPPRESS)
     return made
@@ -143,15 +144,16 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         prompt = _prompt(1, args, device)
         runner.prefill(prompt, runner.cache()).tolist()
         record["first_token_s"] = round(time.perf_counter() - started, 2)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for batch in map(int, args.prefill.split(",")):
-            ids = _prompt(batch, args, device)
-            ms = _median(lambda ids=ids: runner.prefill(ids, runner.cache()), device, args.repeats)
-            record["prefill"][str(batch)] = {"ms": ms, "tokens_per_s": round(batch * args.prompt / ms * 1000)}
-        for batch in map(int, args.decode.split(",")):
-            record["decode"][str(batch)] = _decoded(runner, batch, args, device)
-        record["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None
+        with processes.alone():
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for batch in map(int, args.prefill.split(",")):
+                ids = _prompt(batch, args, device)
+                ms = _median(lambda ids=ids: runner.prefill(ids, runner.cache()), device, args.repeats)
+                record["prefill"][str(batch)] = {"ms": ms, "tokens_per_s": round(batch * args.prompt / ms * 1000)}
+            for batch in map(int, args.decode.split(",")):
+                record["decode"][str(batch)] = _decoded(runner, batch, args, device)
+            record["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None
         if arm != "fp8":
             del runner
             record["tokens"] = _parity(arm, model(torch.float32), args, device)
@@ -239,14 +241,14 @@ def main(argv: list[str] | None = None) -> int:
     passed = sys.argv[1:] if argv is None else argv
     result: dict[str, Any] = {"kind": "infer", "model": args.model, "prompt": args.prompt, "new": args.new, "arms": {}}
     print(f"{'arm':12}{'prefill, tokens/s':>24}{'decode, ms/token':>24}{'peak':>12}{'first token':>13}")
-    for arm in args.arms.split(","):
-        result["arms"][arm] = record = processes.start("bench.e2e.infer", arm, passed)
+    for arm, record in processes.records("bench.e2e.infer", args.arms.split(","), passed, args.together):
+        result["arms"][arm] = record
         print(_line(arm, record), flush=True)
-    result["gates"] = gates(result["arms"])
+        result["gates"] = gates(result["arms"])
+        result["environment"] = result.get("environment") or meta.environment()
+        if args.out:  # what there is, in case that time runs out
+            args.out.write_text(json.dumps(result, indent=1))
     print(text(result["gates"]))
-    result["environment"] = meta.environment()
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

@@ -1,15 +1,19 @@
-"""An arm in a process of its own, and moments on the device."""
+"""Arms in processes of their own, and moments on the device."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
 
 def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
@@ -22,13 +26,46 @@ def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
     return 0
 
 
-def start(module: str, arm: str, argv: list[str]) -> dict[str, Any]:
-    """Run an arm by the same command line in a new process; return its record."""
+def records(module: str, arms: list[str], argv: list[str], together: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run each arm by the same command line in a new process; yield arms with their records.
+
+    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time;
+    what they measure inside of :func:`alone` is still one after the other, but not how long a start takes.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "record.json"
-        command = [sys.executable, "-m", module, *_without_out(argv), "--one", arm, "--out", str(out)]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        return json.loads(out.read_text()) if out.exists() else {"failed": ended.stderr[-2000:]}
+        environment = {_LOCK: str(Path(folder) / "lock"), **os.environ} if together else None
+        started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        for arm in arms if together else ():
+            started[arm] = _started(module, arm, argv, folder, environment)
+        for arm in arms:
+            process, out = started[arm] if together else _started(module, arm, argv, folder, environment)
+            process.wait()
+            yield arm, json.loads(out.read_text()) if out.exists() else {"failed": _errors(out).read_text()[-2000:]}
+
+
+def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str] | None) -> Any:
+    out = Path(folder) / f"{arm}.json"
+    command = [sys.executable, "-m", module, *_without_out(argv), "--one", arm, "--out", str(out)]
+    with _errors(out).open("w") as errors:  # no pipe: nobody reads while others are waited for
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors), out
+
+
+def _errors(out: Path) -> Path:
+    return out.with_suffix(".err")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process that was started together with this one measures something."""
+    path = os.environ.get(_LOCK)
+    if path is None:
+        yield
+        return
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _without_out(argv: list[str]) -> list[str]:

@@ -30,9 +30,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=16384, help="of a step")
     made.add_argument("--seq", type=int, default=2048)
     made.add_argument("--steps", type=int, default=30, help="measured ones")
-    made.add_argument("--warmup", type=int, default=5)
+    made.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
     made.add_argument("--seed", type=int, default=0, help="of the order of the data")
     made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
+    made.add_argument("--together", action="store_true", help="start all arms at once; their steps do not overlap")
     made.add_argument("--out", type=Path, help="result file")
     made.add_argument("--one", help=argparse.SUPPRESS)
     return made
@@ -55,23 +56,32 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     prepared, note = arms.prepare(arm, model, backend="aot_eager" if args.tiny and device == "cpu" else "inductor")
     loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
     batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in range(args.steps + args.warmup)]
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    losses, steps, backward, first = [], [], [], None
-    for i, ids in enumerate(batches):
+    losses: list[Any] = []
+
+    def train(ids: Any) -> list[Any]:
+        """Make a step; return moments before it, behind its backward pass and behind the optimizer's step."""
         marks = [processes.mark(device)]
         loss = loss_of(ids)
         loss.backward()
         marks.append(processes.mark(device))
         optimizer.step()
-        marks.append(processes.mark(device))
         losses.append(loss.detach())
-        if first is None:
-            processes.wait(device)
-            first = time.perf_counter() - started
-        if i >= args.warmup:
-            steps.append(marks)
-    processes.wait(device)
+        return [*marks, processes.mark(device)]
+
+    def first_step() -> float:
+        train(batches.pop(0))
+        processes.wait(device)
+        return time.perf_counter() - started
+
+    first = first_step() if "compile" in arm else None  # the host's business for a long time
+    if device == "cuda" and first is not None:
+        torch.cuda.empty_cache()
+    with processes.alone():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        first = first_step() if first is None else first
+        steps = [train(ids) for ids in batches][max(args.warmup, 1) - 1 :]
+        processes.wait(device)
     backward = [processes.between(a, b) for a, b, _ in steps]
     whole = [processes.between(a, c) for a, _, c in steps]
     median = statistics.median(whole)
@@ -111,15 +121,14 @@ def main(argv: list[str] | None = None) -> int:
     passed = sys.argv[1:] if argv is None else argv
     result: dict[str, Any] = {"kind": "train", "model": args.model, "arms": {}, "tokens": args.tokens, "seq": args.seq}
     print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}{'first':>8}{'last loss':>10}")
-    for arm in args.arms.split(","):
-        record = processes.start("bench.e2e.train", arm, passed)
+    for arm, record in processes.records("bench.e2e.train", args.arms.split(","), passed, args.together):
         result["arms"][arm] = record
         print(_line(arm, record), flush=True)
-    result["gates"] = gates.gates(args.model, result["arms"])
+        result["gates"] = gates.gates(args.model, result["arms"], starts=not args.together)
+        result["environment"] = result.get("environment") or meta.environment()
+        if args.out:  # what there is, in case that time runs out
+            args.out.write_text(json.dumps(result, indent=1))
     print(gates.text(result["gates"]))
-    result["environment"] = meta.environment()
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

@@ -15,9 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,7 @@ import torch
 
 import rtkernels
 from bench.measure.aten_cases import FAMILY_CASES
-from bench.measure.timing import Timer
+from bench.measure.timing import Timer, TimingError
 from rtkernels.aten import table
 
 SHAPES = {
@@ -142,12 +147,48 @@ def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.O
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
+# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for overloads that nobody
+# expects to be faster than torch's, three shapes of bfloat16.
+_QUICK_SHAPES = {
+    "red": [(64, 64), (256, 256), (1 << 20,), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
+    "ew": [(64, 64), (1024, 1024), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
+}
+_QUICK_OTHERS = [(64, 64), (4096, 4096), (1024, 65536)]
+
+
+def quick_cases(pattern: str = "") -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
+    """Yield the cases of a run of about a minute: candidates for the default set first, then the others."""
+    rows = [row for row in table.table().values() if re.search(pattern, f"{row.family} {row.name}")]
+    for row in sorted(rows, key=lambda row: not is_candidate(row)):
+        group = "concat" if row.name in ("cat", "stack") else SHAPES_OF.get(row.family, "generic")
+        candidate = is_candidate(row)
+        shapes = _QUICK_SHAPES.get(group, SHAPES[group]) if candidate else _QUICK_OTHERS
+        for shape in shapes:
+            if row.name in _TWO_DIMENSIONS and len(shape) != 2:
+                continue
+            for dtype in (torch.float32, torch.bfloat16) if candidate else (torch.bfloat16,):
+                yield row, shape, dtype
+
+
+def is_candidate(row: table.Overload) -> bool:
+    """Return True for an overload that may be faster than torch's: all but plain pointwise operators and copies."""
+    return row.family not in ("ew", "copy", "rng") or row.name in EXPECTED
+
+
+# Of the pointwise operators and copies those that torch does by several kernels, or by a slow one.
+EXPECTED = {"isinf", "isfinite", "isclose", "cat", "stack", "clone", "glu_backward", "triu", "tril", "native_dropout"}
+
 
 @contextlib.contextmanager
 def _way(name: str, row: table.Overload) -> Iterator[None]:
     if name == "rtkernels":
-        with rtkernels.use(row.name):
-            yield
+        limits = dict(table.MIN_ELEMENTS)  # which follow from what is measured here
+        table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
+        try:
+            with rtkernels.use(row.name):
+                yield
+        finally:
+            table.MIN_ELEMENTS.update(limits)
     elif name == "flaggems":
         import flag_gems
 
@@ -157,23 +198,34 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
         yield
 
 
-def _wall_us(call: Callable[[], Any], *, sync: bool, warm: int = 100, count: int = 100) -> float:
-    for _ in range(warm):
+def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, float]:
+    """Return µs per call with one synchronisation at the end, and without it; up to `most` calls in the budget."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    count = max(3, min(most, int(budget_us / ((time.perf_counter() - start) / 3 * 1e6))))
+    for _ in range(count // 4):
         call()
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):
         call()
-    if sync:
-        torch.cuda.synchronize()
-    took = (time.perf_counter() - start) / count * 1e6
+    submitted = time.perf_counter()
     torch.cuda.synchronize()
-    return took
+    return {
+        "operator": (time.perf_counter() - start) / count * 1e6,
+        "submit": (submitted - start) / count * 1e6,
+    }
 
 
 def measure_case(
-    row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...]
-) -> dict:
+    row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...],
+    quick: bool = False,
+) -> dict:  # fmt: skip
     """Return the three times of every way, in µs; a way that fails has its error instead."""
     given = arguments(row, shape, dtype, "cuda")
     if given is None:
@@ -191,11 +243,10 @@ def measure_case(
         try:
             rtkernels.aten.reset()
             with _way(way, row), torch.no_grad():
-                found[way] = {
-                    "kernel": timer.measure([call]).us,
-                    "operator": _wall_us(call, sync=True),
-                    "submit": _wall_us(call, sync=False),
-                }
+                found[way] = _wall_us(call, 60 if quick else 100, 3_000 if quick else 200_000)
+                if not quick:
+                    with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
+                        found[way]["kernel"] = timer.measure([call]).us
             if way == "rtkernels":
                 found[way]["why"] = next(
                     (r["why"] for r in rtkernels.report(as_rows=True) if r["overload"] == row.name), {}
@@ -205,31 +256,133 @@ def measure_case(
     return found
 
 
-def run(pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool) -> dict[str, Any]:
-    """Measure all cases, write them to a file after each operator, and return the file's content."""
+def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], threads: int = 16) -> None:
+    """Call every case that is not large one time, in threads: kernels are compiled there, several at a time."""
+
+    def one(case: tuple[table.Overload, tuple[int, ...], torch.dtype]) -> None:
+        row, shape, dtype = case
+        base, _, overload = row.name.partition(".")
+        with contextlib.suppress(Exception), torch.no_grad():  # the measurement says what failed
+            given = arguments(row, shape, dtype, "cuda")
+            if given is not None:
+                getattr(getattr(torch.ops.aten, base), overload or "default")(*given[0], **given[1])
+
+    limits = dict(table.MIN_ELEMENTS)
+    table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
+    try:
+        with rtkernels.use("all"), ThreadPoolExecutor(threads) as pool:
+            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 22]))
+    finally:
+        table.MIN_ELEMENTS.update(limits)
+    torch.cuda.synchronize()
+
+
+def run(
+    pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, seconds: float | None = None
+) -> dict[str, Any]:
+    """Measure all cases, write them to a file now and then, and return the file's content.
+
+    Args:
+        pattern: Regular expression on "family overload".
+        out: The file.
+        ways: Of ``WAYS``.
+        limit: Leave out shapes with more elements.
+        quick: The cases of ``quick_cases``, and few calls of each.
+        seconds: Begin no case after this time.
+    """
     from bench import meta
     from bench.measure.timing import CudaDevice
 
-    timer = Timer(CudaDevice(), iterations=20 if quick else 50)
-    result: dict[str, Any] = {"environment": meta.environment(), "cases": []}
-    for row, shape, dtype in cases(pattern, limit):
-        found = measure_case(row, shape, dtype, timer, ways)
+    begun = time.perf_counter()
+    timer = Timer(CudaDevice(), iterations=50)
+    result: dict[str, Any] = {
+        "environment": meta.environment(), "quick": quick, "complete": False, "host": host_times(), "cases": [],
+    }  # fmt: skip
+    listed = list(quick_cases(pattern) if quick else cases(pattern, limit))
+    others = [case for case in listed if not is_candidate(case[0])]
+    warmed: list[bool] = []
+    for row, shape, dtype in listed:
+        if quick and is_candidate(row) not in warmed:
+            warmed.append(is_candidate(row))
+            warm([case for case in listed if case not in others] if is_candidate(row) else others)
+            print(f"kernels compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+        if seconds is not None and time.perf_counter() - begun > seconds:
+            break
+        found = measure_case(row, shape, dtype, timer, ways, quick)
         if found:
             result["cases"].append(
                 {"overload": row.name, "family": row.family, "shape": shape,
                  "dtype": str(dtype).removeprefix("torch."), **found}
             )  # fmt: skip
             print(_line(result["cases"][-1]), flush=True)
-            out.write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
-        torch.cuda.empty_cache()
+            if not quick or len(result["cases"]) % 50 == 0:
+                save(result, out)
+        if math.prod(shape) > 1 << 26:
+            torch.cuda.empty_cache()
+    else:
+        result["complete"] = True
+    save(result, out)
     print(summary(result["cases"]))
     return result
 
 
+def save(result: dict[str, Any], out: Path) -> None:
+    """Write a result, a case a line, times to three digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.4g}")
+        return {k: short(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    head = json.dumps({k: v for k, v in result.items() if k != "cases"}, default=str)
+    lines = ",\n  ".join(json.dumps(short(case), default=str) for case in result["cases"])
+    out.write_text(f'{head[:-1]}, "cases": [\n  {lines}\n ]}}\n', encoding="utf-8")
+
+
+_ENABLE = (
+    "import time, torch, rtkernels; torch.cuda.init(); t = time.perf_counter(); "
+    "rtkernels.enable({}); print((time.perf_counter() - t) * 1e3)"
+)
+
+
+def host_times() -> dict[str, float]:
+    """Return µs of calls that are too small for us: torch's own, and through an override that gives them back; and
+    what ``enable`` takes in a fresh process, in ms.
+    """
+    x = torch.randn(64, 64, device="cuda")
+    calls = {
+        "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x, [1]),
+        "_softmax": lambda: torch.ops.aten._softmax.default(x, 1, False),
+        "abs": lambda: torch.ops.aten.abs.default(x),
+        "add.Tensor": lambda: torch.ops.aten.add.Tensor(x, x),
+    }
+    found: dict[str, float] = {}
+    for name, call in calls.items():
+        found[f"torch {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
+        with rtkernels.use(name):
+            found[f"given back {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
+        with _way("rtkernels", table.table()[name]):
+            found[f"rtkernels {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
+    with tempfile.TemporaryDirectory() as folder:  # for byte code, as an installed package has it
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for name, include in (("default", "None"), ("default", "None"), ("all", "'all'")):
+            command = [sys.executable, "-c", _ENABLE.format(include)]
+            printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False).stdout
+            found[f"enable {name} ms"] = float(printed or "nan")
+    return found
+
+
 def _line(case: dict[str, Any]) -> str:
     shape = "x".join(map(str, case["shape"]))
-    times = [f"{way} {case[way].get('kernel', float('nan')):.1f}/{case[way].get('operator', float('nan')):.1f}"
-             for way in WAYS if way in case]  # fmt: skip
+    times = []
+    for way in WAYS:
+        if way in case and "error" in case[way]:
+            times.append(f"{way} {case[way]['error']}")
+        elif way in case:
+            kernel = f"{case[way]['kernel']:.1f}/" if "kernel" in case[way] else ""
+            why = f" {case[way]['why']}" if case[way].get("why") else ""
+            times.append(f"{way} {kernel}{case[way]['operator']:.1f}{why}")
     return f"{case['overload']:<24} {shape:<16} {case['dtype']:<9} {'  '.join(times)} µs (kernel/operator)"
 
 

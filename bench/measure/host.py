@@ -1,6 +1,6 @@
 """Host rows: µs of host time per call, and what the first use of an op costs in a fresh process.
 
-``python -m bench.host OP`` is the child process that ``first_use`` starts; it prints one JSON object.
+``python -m bench.measure.host OP`` is the child process that ``first_use`` starts; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -15,80 +15,68 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.measure.host_calls import COLS, ROWS, calls
 from bench.meta import ROOT
 
-CHUNK = 200
+CHUNK = 100  # calls in a row: the launches of all of them fit into the launch queue
 ROUNDS = 25
-ROWS, COLS = 64, 1024
 
 Case = Callable[[], Any]
 
 
-def _public_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Case], list[Any], bool]]:
-    """Small call of each public op: name -> (function of tensors that gives a call, tensors, differentiable).
-
-    The call is made without another one around it, as that of ``x * 2`` is.
-    """
+def _differentiable_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[..., Case], list[Any]]]:
+    """Calls that are measured with gradients too, ours and torch's own of the same kind."""
     import torch
+    import torch.nn.functional as F
 
     def rand(*shape: int) -> Any:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-    x, w = rand(ROWS, COLS), rand(COLS)
-    one = torch.ones((), device=device)
+    x, w, b = rand(ROWS, COLS), rand(COLS), rand(COLS)
     return {
-        "rms_norm": (lambda x, w: lambda: rtk.rms_norm(x, w, eps=1e-6), [x, w], True),
-        "glu": (lambda x: lambda: rtk.glu(x), [rand(ROWS, 2 * COLS)], True),
-        "layer_norm": (lambda x, w, b: lambda: rtk.layer_norm(x, w, b), [x, w, rand(COLS)], True),
-        "softmax": (lambda x: lambda: rtk.softmax(x), [x], True),
-        "scaled_mm": (lambda a, b: lambda: rtk.scaled_mm(a, b), [x, rand(COLS, COLS)], True),
-        "quantize_fp8": (lambda x: lambda: rtk.quantize_fp8(x), [x], False),
-        "quantize_fp8_static": (lambda x, s: lambda: rtk.quantize_fp8(x, s), [x, one], False),
-        "quantize_fp8_row": (lambda x: lambda: rtk.quantize_fp8(x, granularity="row"), [x], False),
-        "quantize_fp8_group": (lambda x: lambda: rtk.quantize_fp8(x, granularity="group"), [x], False),
-        "dequantize_fp8": (lambda q, s: lambda: rtk.dequantize_fp8(q, s), [x.to(torch.float8_e4m3fn), one], False),
+        "torch F.rms_norm": (lambda x, w: lambda: F.rms_norm(x, (COLS,), w, 1e-6), [x, w]),
+        "rms_norm": (lambda x, w: lambda: rtk.rms_norm(x, w, eps=1e-6), [x, w]),
+        "torch F.layer_norm": (lambda x, w, b: lambda: F.layer_norm(x, (COLS,), w, b), [x, w, b]),
+        "layer_norm": (lambda x, w, b: lambda: rtk.layer_norm(x, w, b), [x, w, b]),
+        "torch softmax": (lambda x: lambda: torch.softmax(x, -1), [x]),
+        "softmax": (lambda x: lambda: rtk.softmax(x), [x]),
+        "glu": (lambda x: lambda: rtk.glu(x), [rand(ROWS, 2 * COLS)]),
+        "torch.mm": (lambda a, b: lambda: torch.mm(a, b), [x, rand(COLS, COLS)]),
+        "scaled_mm": (lambda a, b: lambda: rtk.scaled_mm(a, b), [x, rand(COLS, COLS)]),
     }
 
 
-def _modes(call: Callable[..., Case], args: list[Any], differentiable: bool) -> dict[str, Case]:
-    """The ways a call is made: without grad, in inference mode, with grad, forward and backward."""
+def _gradient_modes(call: Callable[..., Case], args: list[Any]) -> dict[str, Case]:
+    """The ways a differentiable call is made: in inference mode, with grad, forward and backward."""
     import torch
 
-    cases: dict[str, Case] = {"no_grad": call(*args), "inference": call(*args)}
-    if differentiable:
-        leaves = [a.clone().requires_grad_() for a in args]
-        gradient, forward = torch.randn_like(call(*args)()), call(*leaves)
+    leaves = [a.clone().requires_grad_() for a in args]
+    gradient, forward = torch.randn_like(call(*args)()), call(*leaves)
 
-        def forward_backward() -> Any:
-            return torch.autograd.grad(forward(), leaves, gradient)
+    def forward_backward() -> Any:
+        return torch.autograd.grad(forward(), leaves, gradient)
 
-        cases |= {"grad": forward, "grad_backward": forward_backward}
-    return cases
+    return {"inference": call(*args), "grad": forward, "grad_backward": forward_backward}
 
 
 def cases(device: str = "cuda") -> dict[str, Case | str]:
-    """Every host case by name; a text instead of a call says why it cannot be measured."""
+    """Every host case by name, all public functions among them; a text instead of a call says why there is none."""
     import torch
-    import torch.nn.functional as F
 
     import rtkernels as rtk
 
     x = torch.randn(ROWS, COLS, device=device, dtype=torch.bfloat16)
-    w = torch.randn(COLS, device=device, dtype=torch.bfloat16)
-    square = torch.randn(COLS, COLS, device=device, dtype=torch.bfloat16)
-    found: dict[str, Case | str] = {
-        "torch x*2": lambda: x * 2,
-        "torch F.rms_norm": lambda: F.rms_norm(x, (COLS,), w, 1e-6),
-        "torch.mm": lambda: torch.mm(x, square),
-    }
-    for mode, case in _modes(lambda x, w: lambda: F.rms_norm(x, (COLS,), w, 1e-6), [x, w], True).items():
-        if mode.startswith("grad"):
-            found[f"torch F.rms_norm {mode}"] = case
-    for name, (call, args, differentiable) in _public_calls(rtk, device).items():
+    found: dict[str, Case | str] = {"torch x*2": lambda: x * 2}
+    for name, (call, args) in _differentiable_calls(rtk, device).items():
+        if name.startswith("torch"):
+            found[name] = call(*args)
+        for mode, case in _gradient_modes(call, args).items():
+            found[f"{name} {mode}"] = case
+    for name, (_, made) in calls(rtk, device).items():
         try:
-            for mode, case in _modes(call, args, differentiable).items():
-                case()
-                found[f"{name} {mode}"] = case
+            case = made()
+            case()
+            found[f"{name} no_grad"] = case
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -108,7 +96,7 @@ def per_call(
     import torch
 
     taken: dict[str, list[float]] = {name: [] for name, case in found.items() if callable(case)}
-    for turn in range(rounds + 1):
+    for nth in range(rounds + 1):
         for name, samples in taken.items():
             case = found[name]
             sync()
@@ -117,7 +105,7 @@ def per_call(
                 for _ in range(chunk):
                     case()
                 spent = clock() - start
-            if turn:  # the first round warms up
+            if nth:  # the first round warms up
                 samples.append(spent / chunk * 1e6)
         sync()
     result: dict[str, Any] = {name: sorted(s)[len(s) // 2] for name, s in taken.items()}
@@ -129,7 +117,7 @@ def _child(op: str, cache: str, **env: str) -> dict[str, Any]:
     settings = ("RTKERNELS_CACHE", "RTKERNELS_NO_COMPILE", "RTKERNELS_EMULATE")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
     done = subprocess.run(
-        [sys.executable, "-m", "bench.host", op],
+        [sys.executable, "-m", "bench.measure.host", op],
         cwd=ROOT,
         env={**clean, "RTKERNELS_CACHE_DIR": cache, **env},
         capture_output=True,
@@ -211,19 +199,15 @@ def _wall(call: Case, sync: Callable[[], None], repeat: int) -> float:
 
 
 def measure(quick: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """All host rows of this machine's GPU."""
+    """All host rows of this machine's GPU; quick ones without fresh processes."""
     import torch
 
     log("host: µs per call")
-    calls = per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)
-    log("host: first use")
-    repeat = 1 if quick else 3
-    return {
-        "us_per_call": calls,
-        "lists_us": lists(),
-        "first_use": first_use(repeat=repeat),
-        "import_ms": import_ms(repeat + 2),
-    }
+    found = {"us_per_call": per_call(cases(), torch.cuda.synchronize, rounds=10 if quick else ROUNDS)}
+    if quick:
+        return found
+    log("host: lists and first use")
+    return {**found, "lists_us": lists(), "first_use": first_use(), "import_ms": import_ms()}
 
 
 def child(op: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
         else:
             accepted["rows"][at[key]] = {"run": run, **_short(row)}
     if result["host"] and "failed" not in result["host"]:
-        accepted["host"] = {"run": run, **result["host"]}
+        accepted["host"] = {**(accepted["host"] or {}), "run": run, **result["host"]}  # a quick run has no first use
     return refused
 
 

@@ -94,6 +94,8 @@ def host_table(host: dict[str, Any]) -> list[str]:
         else:
             body.append([name, f"{us:.2f}", f"{us / base:.2f}" if isinstance(base, float) else "-"])
     lines = table(["call", "host µs", "/ x*2"], body)
+    if "first_use" not in host:  # of a quick run
+        return lines
     lines += ["", *_first_use_table(host["first_use"]), ""]
     added = host["import_ms"]
     text = f"{added:.1f} ms" if isinstance(added, float) else added["error"]

@@ -9,38 +9,15 @@
 //
 // A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
 // stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
-#include "act/activations.cuh"
+#include "act/activate_any.cuh"
 #include "common/row_output.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
 inline constexpr i64 kSlope = 2, kSubtract = 4, kInterleaved = 8;
 inline constexpr i64 kXFp32 = 16, kAdd0Fp32 = 32, kAdd1Fp32 = 64, kMul0Fp32 = 128, kMul1Fp32 = 256, kBase0Fp32 = 512,
                      kBase1Fp32 = 1024;
-inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below
-
-template <typename Act, bool kFast, bool SLOPE, int N>
-RTK_DEVICE void activate(bool slope, float (&v)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const ValueSlope at = Act::template at<kFast>(v[i]);
-        v[i] = SLOPE && slope ? at.slope : at.value;
-    }
-}
-
-template <bool kFast, bool SLOPE, int N>
-RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
-    switch (act) {
-        case 0: activate<Silu, kFast, SLOPE>(slope, v); break;
-        case 1: activate<GeluTanh, kFast, SLOPE>(slope, v); break;
-        case 2: activate<GeluErf, kFast, SLOPE>(slope, v); break;
-        case 3: activate<Relu, kFast, SLOPE>(slope, v); break;
-        case 4: activate<Relu2, kFast, SLOPE>(slope, v); break;
-        case 5: activate<Sigmoid, kFast, SLOPE>(slope, v); break;
-        case kIdentity: break;
-        default: activate<SwigluOai, kFast, SLOPE>(slope, v); break;
-    }
-}
 
 // An operand's row for a row of the result.
 RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
@@ -65,6 +42,8 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
             i64 slice_cols, i64 flags, i64 quant, i64 act, double number, double floor, double alpha) {
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr bool kFast = sizeof(T) < 4;
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(slices);
@@ -127,29 +106,7 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
         for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not
     };
 
-    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
-#pragma unroll 1
-    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
-        float largest = 0.0f;
-        for (i64 first = begin; first < stop; first += group.threads * N) {
-            const i64 column = first + group.thread * N;
-            const int valid = static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
-            float y[N];
-            make_y(column, valid, y);
-            if (pass == 0) {
-                largest = fmaxf(largest, finite_amax(y));
-            } else {
-                output.store(row, column, valid, group.threads, y);
-            }
-        }
-        if (pass == 1) return;
-        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 0);
-        if (output.amax_only()) {
-            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-            return;
-        }
-        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
-    }
+    output.finish(group, scratch, 0, row, row < rows, end, begin, stop, amax, make_y);
 }
 
 }  // namespace rtk

@@ -64,19 +64,19 @@ __global__ void __launch_bounds__(kBlock, 2)
     clear_scales(places, row_blocks, cols, scale_t);
 }
 
-inline constexpr int kLate = 2;  // of the thread's rows of up, which do not fit into shared memory
+inline constexpr int kRegisterRows = 2;  // of the thread's rows of up, which do not fit into shared memory
 
 // The thread's gradients. dup takes the place of gate and dy in shared memory; dgate stays.
 template <typename T, bool WEIGHTED>
 RTK_DEVICE void gradients(const SquareSlots& gates, const SquareSlots& dys, const SquareSlots& ups,
-                          const Raw<16> (&late)[kLate], float weights, Square& dgate, float (&sums)[kSquare]) {
+                          const Raw<16> (&register_ups)[kRegisterRows], float weights, Square& dgate, float (&sums)[kSquare]) {
 #pragma unroll
     for (int r = 0; r < kSquare; ++r) {
         float d[8], u[8], w = 1.0f;
         if constexpr (WEIGHTED) w = row_weight(weights, r);
         unpack<T, 8>(gates.read(r), dgate[r]);
         unpack<T, 8>(dys.read(r), d);
-        unpack<T, 8>(r < kSquare - kLate ? ups.read(r) : late[r % kLate], u);
+        unpack<T, 8>(r < kSquare - kRegisterRows ? ups.read(r) : register_ups[r % kRegisterRows], u);
         sums[r] = 0.0f;
         float dup[8];
 #pragma unroll
@@ -108,16 +108,16 @@ __global__ void __launch_bounds__(kBlock, 2)
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(2 * cols), by_group != 0, pow2 != 0};
     const u32 width = static_cast<u32>(cols);
     const SquareSlots gates = {memory}, dys = {memory + kSquare * kLayer}, ups = {memory + 2 * kSquare * kLayer};
-    const TilePlaces places(memory + (3 * kSquare - kLate) * kLayer, counts, count_width, experts, rows, cols);
+    const TilePlaces places(memory + (3 * kSquare - kRegisterRows) * kLayer, counts, count_width, experts, rows, cols);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
     const TileWalk walk(places, places_kept);
     float weights = 1.0f;
-    Raw<16> late[kLate];
+    Raw<16> register_ups[kRegisterRows];
     const u32 strides[3] = {static_cast<u32>(gate_stride), static_cast<u32>(dy_stride), static_cast<u32>(up_stride)};
     auto first_up = [&] { return up != nullptr ? up : gate + cols; };
     auto fetch_gate_dy = [&](u32 nth) {
         if (walk.has(nth)) {
-            request<kSquare - kLate>(late, walk[nth], width, first_up(), strides[2]);
+            request<kSquare - kRegisterRows>(register_ups, walk[nth], width, first_up(), strides[2]);
             fetch<kSquare>(gates, walk[nth], width, gate, strides[0]);
             fetch<kSquare>(dys, walk[nth], width, dy, strides[1]);
         }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlock, 2)
     };
     auto fetch_up = [&](u32 nth) {
         if (walk.has(nth)) {
-            fetch<kSquare - kLate>(ups, walk[nth], width, first_up(), strides[2]);
+            fetch<kSquare - kRegisterRows>(ups, walk[nth], width, first_up(), strides[2]);
             if (weight != nullptr) weights = lane_weights(walk[nth], weight);
         }
         ptx::cp_async_commit();
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kBlock, 2)
         {
             float sums[kSquare];
             if (weight != nullptr) {
-                gradients<T, true>(gates, dys, ups, late, weights, v, sums);
+                gradients<T, true>(gates, dys, ups, register_ups, weights, v, sums);
                 if (partial != nullptr) {
                     const SquareSpot spot(static_cast<int>(place.rows), 0);
                     const int own = spot.lane % 16;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kBlock, 2)
                         partial[product(place.column / kSide, places.rows) + place.row + spot.row + own] = sum;
                 }
             } else {
-                gradients<T, false>(gates, dys, ups, late, weights, v, sums);
+                gradients<T, false>(gates, dys, ups, register_ups, weights, v, sums);
             }
         }
         fetch_up(nth + 1);

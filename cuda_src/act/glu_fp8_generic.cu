@@ -14,8 +14,8 @@ namespace rtk {
 // With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the magnitudes of the
 // largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
 // shape of `max_abs`.
-template <bool WIDE, bool MIXED>
-__global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
+template <bool FP32, bool MIXED>
+__global__ void __launch_bounds__(kThreads, FP32 ? 1 : 2)
     glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,
                 float* scale, e4m3* q_t, float* scale_t, void* dx, float* partial,
                 const float* factor, const float* max_abs, i64 rows, i64 cols, i64 dy_stride,
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
     const i64 covered = MIXED ? out_cols : cols;  // by the tiles of one pass
     const int passes = !MIXED && backward ? 2 : 1;
     const void* other = up != nullptr ? up : gate;  // without up, it follows gate in each row
-    const bool in_words = words != 0, out_words = covered % kWide == 0;
+    const bool in_words = words != 0, out_words = covered % kThreadColumns == 0;
     Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(out_cols), by_group != 0, pow2 != 0, max_abs};
     const TilePlaces places(memory + sizeof(float) * kSide * kSide, counts, count_width, experts, rows, covered);
     if (check && counts != nullptr && !adds_up(counts, count_width, experts, rows)) __trap();
@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                     return kind_of_pass;
                 };
                 float* to = reinterpret_cast<float*>(memory) + part.row * kSide + part.column;
-                Four<WIDE> next[3];
+                Four<FP32> next[3];
                 auto fetch = [&](int r) {
                     const int wanted = r < part.rows ? here : 0;
                     auto four = [&](const void* x, i64 stride, i64 begin, int some) {
                         const i64 element = (first + r) * stride + begin;
-                        return load_four<WIDE>(x, element, in_words, some, halves.split, halves.back);
+                        return load_four<FP32>(x, element, in_words, some, halves.split, halves.back);
                     };
                     next[0] = four(gate, gate_stride, halves.first, wanted);
                     next[1] = four(other, up_stride, other_first, wanted);
@@ -70,27 +70,27 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                 };
                 fetch(0);
 #pragma unroll 1
-                for (int r = 0; r < kHigh; ++r, to += kSide) {
-                    float g[kWide], u[kWide], d[kWide];
-                    convert_four<WIDE>(next[0], static_cast<int>(type), g);
-                    convert_four<WIDE>(next[1], static_cast<int>(type), u);
-                    convert_four<WIDE>(next[2], static_cast<int>(type), d);
-                    if (r + 1 < kHigh) fetch(r + 1);
+                for (int r = 0; r < kThreadRows; ++r, to += kSide) {
+                    float g[kThreadColumns], u[kThreadColumns], d[kThreadColumns];
+                    convert_four<FP32>(next[0], static_cast<int>(type), g);
+                    convert_four<FP32>(next[1], static_cast<int>(type), u);
+                    convert_four<FP32>(next[2], static_cast<int>(type), d);
+                    if (r + 1 < kThreadRows) fetch(r + 1);
                     const bool exists = r < part.rows;
                     const float w = exists ? load_weight(weight, static_cast<int>(weight_type), first + r) : 0.0f;
-                    float sum = apply_any<!WIDE>(static_cast<int>(act), kind, g, u, d, w);
+                    float sum = apply_any<!FP32>(static_cast<int>(act), kind, g, u, d, w);
 #pragma unroll
-                    for (int i = 0; i < kWide; ++i)
+                    for (int i = 0; i < kThreadColumns; ++i)
                         if (!exists || i >= here) g[i] = 0.0f;  // activations of 0 are not all 0
                     if (factor != nullptr && exists) {
                         const float by = factor[first + r];
 #pragma unroll
-                        for (int i = 0; i < kWide; ++i) g[i] *= by;
+                        for (int i = 0; i < kThreadColumns; ++i) g[i] *= by;
                     }
-                    *reinterpret_cast<Raw<16>*>(to) = pack<float, kWide>(g);
+                    *reinterpret_cast<Raw<16>*>(to) = pack<float, kThreadColumns>(g);
                     if (dx != nullptr && exists) {
                         const i64 element = (first + r) * out_cols + column;
-                        if constexpr (WIDE) {
+                        if constexpr (FP32) {
                             store_four(static_cast<float*>(dx) + element, out_words, here, g);
                         } else if (type == kBf16) {
                             store_four(static_cast<bf16*>(dx) + element, out_words, here, g);
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(kThreads, WIDE ? 1 : 2)
                 const Part part(place.rows);
                 const float* from = reinterpret_cast<float*>(memory) + part.row * kSide + part.column;
 #pragma unroll
-                for (int r = 0; r < kHigh; ++r)
-                    unpack<float, kWide>(*reinterpret_cast<const Raw<16>*>(from + r * kSide), v[r]);
+                for (int r = 0; r < kThreadRows; ++r)
+                    unpack<float, kThreadColumns>(*reinterpret_cast<const Raw<16>*>(from + r * kSide), v[r]);
             }
             quantize_tile(v, place, static_cast<u32>(tile_column), static_cast<u32>(columns), out_words, out, scratch);
         }

@@ -12,9 +12,9 @@ inline constexpr int kFour = 4;
 // The `type` arguments.
 inline constexpr int kBf16 = 0, kFp16 = 1, kFp32 = 2;
 
-// Four elements as they lie in memory. WIDE: fp32, otherwise one of the 16-bit types.
-template <bool WIDE>
-using Four = Raw<(WIDE ? 16 : 8)>;
+// Four elements as they lie in memory. FP32: fp32, otherwise one of the 16-bit types.
+template <bool FP32>
+using Four = Raw<(FP32 ? 16 : 8)>;
 
 // A thread's four columns of a row of the gradient of [gate | up], [2 * cols]. The first `split` are the gate's and the
 // others are up's; the inputs of the former begin at column `first`, those of the latter `back` elements before.
@@ -31,11 +31,11 @@ struct Halves {
 
 // Four elements of a row. `columns`: how many exist; the others are 0. `words`: in one access. Otherwise, those from
 // `split` on lie `back` elements before their place.
-template <bool WIDE>
-RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int columns, int split = kFour, i64 back = 0) {
-    constexpr int kBytes = WIDE ? 4 : 2, kPerWord = 4 / kBytes;
+template <bool FP32>
+RTK_DEVICE Four<FP32> load_four(const void* x, i64 element, bool words, int columns, int split = kFour, i64 back = 0) {
+    constexpr int kBytes = FP32 ? 4 : 2, kPerWord = 4 / kBytes;
     const u8* p = static_cast<const u8*>(x) + element * kBytes;
-    Four<WIDE> raw;
+    Four<FP32> raw;
     clear(raw);
     if (words) {
         if (columns > 0) raw = ptx::ld_keep<kFour * kBytes>(p);
@@ -50,9 +50,9 @@ RTK_DEVICE Four<WIDE> load_four(const void* x, i64 element, bool words, int colu
     return raw;
 }
 
-template <bool WIDE>
-RTK_DEVICE void convert_four(const Four<WIDE>& raw, int type, float (&v)[kFour]) {
-    if constexpr (WIDE) {
+template <bool FP32>
+RTK_DEVICE void convert_four(const Four<FP32>& raw, int type, float (&v)[kFour]) {
+    if constexpr (FP32) {
         unpack<float, kFour>(raw, v);
     } else if (type == kBf16) {
         unpack<bf16, kFour>(raw, v);

@@ -137,9 +137,9 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const Quantized out = {q, scale, q_t, scale_t, static_cast<u32>(2 * cols), by_group != 0, pow2 != 0};
     const Gates gates(memory, barriers);
     const Ups ups(memory + Gates::kBytes, barriers + Gates::kBarriers);
-    // With even turns alone, the first slot is the only one.
+    // If all uses have even numbers, the first slot is the only one.
     const bool two = !EXPERTS || counter == nullptr;
-    auto own_turn = [&](u32 nth) { return two ? nth : 2 * nth; };
+    auto gate_use = [&](u32 nth) { return two ? nth : 2 * nth; };
     if (threadIdx.x == kPatchFetcher) {
         gates.init_first(), ups.init_first();
         if constexpr (!EXPERTS) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     const StreamWalk walk(places, out, static_cast<u32>(cols), kept, known, counter);
     if (threadIdx.x >= kPatchWorkers) {
         help(shared, walk, out.pow2, [&](const PatchOutput& place, u32 nth) {
-            if (nth > 0 || EXPERTS) gates.fetch(place, own_turn(nth), gate, dy), ups.fetch(place, nth, up);
+            if (nth > 0 || EXPERTS) gates.fetch(place, gate_use(nth), gate, dy), ups.fetch(place, nth, up);
         });
     } else {
         float weights = 1.0f;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
 #pragma unroll 1
         for (u32 nth = 0; walk[nth].rows != 0; ++nth) {
             const PatchOutput& place = walk.at(nth);
-            const ptx::SharedAddress own_gate = gates.wait(own_turn(nth)), own_dy = own_gate + Gates::kBoxBytes;
+            const ptx::SharedAddress own_gate = gates.wait(gate_use(nth)), own_dy = own_gate + Gates::kBoxBytes;
             const ptx::SharedAddress own_up = ups.wait(nth);
             Patch v[2];  // the gradients of the gate and of up
             float sums[kPatchRows];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
             } else {
                 patch_gradients<T, false>(own_gate, own_dy, own_up, weights, v, sums);
             }
-            gates.release(own_turn(nth)), ups.release(nth);
+            gates.release(gate_use(nth)), ups.release(nth);
             if (weight != nullptr) {
                 if (partial != nullptr) {
                     const int lane = patch_lane(), row = patch_row() + lane % 16;

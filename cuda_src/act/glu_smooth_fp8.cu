@@ -20,7 +20,7 @@ RTK_DEVICE void raise(float* max_abs, float v) {
 // [rows, 2 * cols]; dx (of the inputs' type) is it as it is, dweight (of the weight's type) that of the weight, and
 // `max_abs` takes the largest |gradient * factor| of each column, `factor` having one number per row. q, dx, dweight and
 // most may be null; `max_abs` must hold zeros.
-template <bool WIDE>
+template <bool FP32>
 __global__ void __launch_bounds__(256)
     glu_fp8_smooth(const void* dy, const void* gate, const void* up, const void* weight, const void* counts,
                    const float* smooth, const float* factor, e4m3* q, float* scale, void* dx, void* dweight,
@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(256)
                 for (i64 column = lane * kFour; column < cols; column += kWarp * kFour) {
                     const int here = static_cast<int>(min(cols - column, static_cast<i64>(kFour)));
                     float v[kFour], u[kFour], d[kFour];
-                    const Four<WIDE> raw[3] = {
-                        load_four<WIDE>(gate, row * gate_stride + column, in_words, here),
-                        load_four<WIDE>(other, row * up_stride + other_first + column, in_words, here),
-                        load_four<WIDE>(dy, row * dy_stride + column, in_words, dy == nullptr ? 0 : here)};
-                    convert_four<WIDE>(raw[0], static_cast<int>(type), v);
-                    convert_four<WIDE>(raw[1], static_cast<int>(type), u);
-                    convert_four<WIDE>(raw[2], static_cast<int>(type), d);
-                    const float part = apply_any<!WIDE>(static_cast<int>(act), [&](int) { return kind; }, v, u, d,
+                    const Four<FP32> raw[3] = {
+                        load_four<FP32>(gate, row * gate_stride + column, in_words, here),
+                        load_four<FP32>(other, row * up_stride + other_first + column, in_words, here),
+                        load_four<FP32>(dy, row * dy_stride + column, in_words, dy == nullptr ? 0 : here)};
+                    convert_four<FP32>(raw[0], static_cast<int>(type), v);
+                    convert_four<FP32>(raw[1], static_cast<int>(type), u);
+                    convert_four<FP32>(raw[2], static_cast<int>(type), d);
+                    const float part = apply_any<!FP32>(static_cast<int>(act), [&](int) { return kind; }, v, u, d,
                                                         dy == nullptr ? 1.0f : w);
                     const i64 place = half * cols + column;
                     if (pass == 0) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(256)
                         }
                         if (dx != nullptr) {
                             const i64 element = row * width + place;
-                            if constexpr (WIDE) {
+                            if constexpr (FP32) {
                                 store_four(static_cast<float*>(dx) + element, out_words, here, v);
                             } else if (type == kBf16) {
                                 store_four(static_cast<bf16*>(dx) + element, out_words, here, v);

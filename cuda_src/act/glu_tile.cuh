@@ -18,10 +18,10 @@ namespace rtk {
 
 inline constexpr int kSide = kTileSide;
 inline constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-inline constexpr int kHigh = kSide / kWarps;           // rows of a warp, and of a thread
-inline constexpr int kWide = kSide / kWarp;            // columns of a thread
+inline constexpr int kThreadRows = kSide / kWarps;           // rows of a warp, and of a thread
+inline constexpr int kThreadColumns = kSide / kWarp;            // columns of a thread
 
-using Values = float[kHigh][kWide];
+using Values = float[kThreadRows][kThreadColumns];
 
 // The tiles of one block: blockIdx.x, blockIdx.x + gridDim.x, ... Their places are worked out 32 at a time, one per
 // lane, and kept in shared memory, where reading them again costs less than registers.
@@ -40,8 +40,8 @@ struct TileWalk {
     RTK_DEVICE bool has(u32 nth) const { return blockIdx.x + nth * gridDim.x < all.count(); }
     RTK_DEVICE const TilePlace& operator[](u32 nth) const { return kept[nth % kKept]; }
 
-    // To be called at the beginning of each turn; from one call to the next, the block must meet at a barrier. Then all
-    // threads are done with the turn before the last one, whose place is the last to be replaced.
+    // To be called at the beginning of each tile; from one call to the next, the block must meet at a barrier. Then all
+    // threads are done with the tile before the last one, whose place is the last to be replaced.
     RTK_DEVICE void keep_up(u32 nth) const {
         if (nth % kWarp == 1 && nth > 1 && threadIdx.x < kWarp) find(nth - 1 + kWarp + threadIdx.x);
     }
@@ -59,7 +59,7 @@ struct Part {
     RTK_DEVICE explicit Part(u32 rows_of_tile) {
         const u32 thread = this_thread();
         warp = static_cast<int>(thread / kWarp), lane = static_cast<int>(thread % kWarp);
-        row = warp * kHigh, column = lane * kWide;
+        row = warp * kThreadRows, column = lane * kThreadColumns;
         rows = static_cast<int>(rows_of_tile) - row;
     }
 };
@@ -70,7 +70,7 @@ struct TileScratch512 {
     __align__(16) float inverse[kSide];
 
     RTK_DEVICE u8* unit(int column, int rows_above) {
-        return codes + column * kSide + (((rows_above / 8) ^ (column / kWide % 16)) * 8);
+        return codes + column * kSide + (((rows_above / 8) ^ (column / kThreadColumns % 16)) * 8);
     }
 };
 
@@ -82,20 +82,20 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
     const u32 thread = this_thread();
     const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows);
     if ((mixed & 15) == 0) {
-        constexpr int kPieces = kSide / 16, kStep = kThreads / kPieces;
-        const int piece = static_cast<int>(thread % kPieces), first = static_cast<int>(thread / kPieces);
-        e4m3* to = settled(q + product(first, pitch) + piece * 16);
+        constexpr int kVectors = kSide / 16, kStep = kThreads / kVectors;
+        const int vector = static_cast<int>(thread % kVectors), first = static_cast<int>(thread / kVectors);
+        e4m3* to = settled(q + product(first, pitch) + vector * 16);
 #pragma unroll
         for (int step = 0; step < kSide; step += kStep, to += product(kStep, pitch)) {
             const int column = first + step;
-            // A piece is two units, which the exclusive or swaps if its last bit is set.
-            const int nth = column / kWide % 16;
+            // A vector is two units, which the exclusive or swaps if its last bit is set.
+            const int nth = column / kThreadColumns % 16;
             const Raw<16> raw =
-                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((piece ^ (nth / 2)) * 16));
+                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((vector ^ (nth / 2)) * 16));
             const bool swap = nth % 2 != 0;
             const Raw<16> codes = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
                                    swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
-            if (column < columns && piece * 16 < rows) ptx::st<16>(to, codes);
+            if (column < columns && vector * 16 < rows) ptx::st<16>(to, codes);
         }
         return;
     }
@@ -127,14 +127,14 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
 
 // Maxima of the thread's rows and columns.
 template <typename Larger>
-RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kHigh], float (&columns)[kWide], const Larger& larger) {
+RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kThreadRows], float (&columns)[kThreadColumns], const Larger& larger) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) columns[i] = 0.0f;
+    for (int i = 0; i < kThreadColumns; ++i) columns[i] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kHigh; ++r) {
+    for (int r = 0; r < kThreadRows; ++r) {
         rows[r] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) {
+        for (int i = 0; i < kThreadColumns; ++i) {
             rows[r] = larger(rows[r], v[r][i]);
             columns[i] = larger(columns[i], v[r][i]);
         }
@@ -146,7 +146,7 @@ RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kHigh], float (&colum
 // stored together. Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
 RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 column, u32 columns, bool words,
                               const Quantized& out, TileScratch512& scratch) {
-    float rows[kHigh], max_abs[kWide];
+    float rows[kThreadRows], max_abs[kThreadColumns];
     find_maxima(v, rows, max_abs, [](float a, float b) { return fmaxf(a, fabsf(b)); });
     constexpr float kLargest = 3.40282347e38f;
     if (fmaxf(fmaxf(max_abs[0], max_abs[1]), fmaxf(max_abs[2], max_abs[3])) > kLargest)
@@ -157,7 +157,7 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
             __float_as_uint(max_abs[0]), __float_as_uint(max_abs[1]), __float_as_uint(max_abs[2]), __float_as_uint(max_abs[3])};
     }
     __syncthreads();
-    // Four warps work out the scales of the columns while the others are ahead with the rows.
+    // Four warps work out the scales of the columns while the others begin with the rows.
     if (out.q_t != nullptr && threadIdx.x < kSide) {
         const u32 c = this_thread();
         float m = scratch.max_abs[0][c];
@@ -175,9 +175,9 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
     if (out.q != nullptr) {
         const Part part(place.rows);
         const int lane = part.lane;
-        const float own = fp8_scale<e4m3>(scattered<kHigh, kWarp>(rows, lane, fmaxf), out.pow2);
+        const float own = fp8_scale<e4m3>(scattered<kThreadRows, kWarp>(rows, lane, fmaxf), out.pow2);
         const u32 first = place.row + part.row;
-        if (lane < kHigh && lane < part.rows) {
+        if (lane < kThreadRows && lane < part.rows) {
             const u32 groups = (out.cols + (kSide - 1)) / kSide, group = column / kSide, m = first + lane;
             const u64 by_group = product(place.start, groups - 1) + product(group, place.count) + m;
             out.scale[out.by_group ? by_group : product(m, groups) + group] = own;
@@ -186,14 +186,14 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
         const int rows_here = static_cast<u32>(part.column) < columns ? part.rows : 0;
         e4m3* q = settled(out.q + product(first, out.cols) + (column + part.column));
 #pragma unroll
-        for (int r = 0; r < kHigh; ++r, q += out.cols) {
+        for (int r = 0; r < kThreadRows; ++r, q += out.cols) {
             const float inverse = __shfl_sync(0xffffffffu, inverses, r);
             const Raw<4> codes = quantized<e4m3>(v[r], inverse);
             if (words) {
                 if (r < rows_here) ptx::st<4>(q, codes);
             } else {
 #pragma unroll
-                for (int i = 0; i < kWide; ++i)
+                for (int i = 0; i < kThreadColumns; ++i)
                     if (r < part.rows && static_cast<u32>(part.column + i) < columns)
                         ptx::st<1>(q + i, Raw<1>{(codes.w[0] >> (8 * i)) & 0xffu});
             }
@@ -206,10 +206,10 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
         const Raw<16> inverse = *reinterpret_cast<const Raw<16>*>(&scratch.inverse[part.column]);
         u8* to = scratch.unit(part.column, part.row);
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) {
-            float down[kHigh];
+        for (int i = 0; i < kThreadColumns; ++i) {
+            float down[kThreadRows];
 #pragma unroll
-            for (int r = 0; r < kHigh; ++r) down[r] = v[r][i];
+            for (int r = 0; r < kThreadRows; ++r) down[r] = v[r][i];
             *reinterpret_cast<Raw<8>*>(to + i * kSide) = quantized<e4m3>(down, __uint_as_float(inverse.w[i]));
         }
     }

@@ -12,6 +12,7 @@
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
+#include "attention/mma_walk.cuh"
 #include "attention/scores.cuh"
 #include "common/reduce.cuh"
 
@@ -91,50 +92,41 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     u8* const k_tiles = g_tile + kGBytes;
     u8* const v_tiles = k_tiles + 2 * kKBytes;
 
-    // What a block knows of its walk, in shared memory: registers are for sums.
     __shared__ __align__(16) struct {
         const T *k, *v;
-        Sequence sequence;
-        Interval all;  // keys that all queries of the block see
-        int batch, head, i0;
+        QueryBlock block;
     } walk;
-    int begin = 0, end = 0;  // tiles of keys
+    int begin, end;  // tiles of keys
     float log_sum[2], delta[2];
     {
-        const HeadTile own(tiles, section, pairs, heads);
-        const int i0 = (static_cast<int>(tiles) - 1 - own.number) * BM, head = own.head, batch = own.batch;
-        const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
-        if (i0 >= sequence.lq) return;
-        const Mask mask(sequence, left, right);
-        const Interval any = mask.keys_any(i0, i0 + BM);
-        if (!any.empty()) begin = any.first / BN, end = (any.end + BN - 1) / BN;
+        const QueryBlock own = query_block<BM, BN>(tiles, section, pairs, heads, lq, lkv, cu_q, cu_k, lengths, left, right,
+                                                   kv_limit != nullptr);
+        if (!own.exists()) return;
+        begin = own.begin, end = own.end;
+        const int i0 = own.i0, rows = own.sequence.lq - i0;
         if (threadIdx.x == 0) {
-            const i64 head_kv = head / static_cast<int>(group);
-            walk.k = k + batch * k_batch + static_cast<i64>(sequence.k_row) * k_row + head_kv * k_head;
-            walk.v = v + batch * v_batch + static_cast<i64>(sequence.k_row) * v_row + head_kv * v_head;
-            walk.sequence = sequence;
-            walk.all = kv_limit == nullptr ? mask.keys_all(i0, i0 + BM) : Interval{0, 0};
-            walk.batch = batch, walk.head = head, walk.i0 = i0;
+            walk.k = k + own.first_key(k_batch, k_row, k_head, group);
+            walk.v = v + own.first_key(v_batch, v_row, v_head, group);
+            walk.block = own;
         }
         __syncthreads();
         if (begin < end) {
-            const i64 first = sequence.q_row + static_cast<i64>(i0);
-            q += batch * q_batch + first * q_row + head * q_head;
-            dout += batch * dout_batch + first * dout_row + head * dout_head;
-            QTile::template fetch<BM, kBackwardThreads>(q_tile, q, q_row, sequence.lq - i0, static_cast<int>(d_qk) / 8);
-            VTile::template fetch<BM, kBackwardThreads>(g_tile, dout, dout_row, sequence.lq - i0, static_cast<int>(d_v) / 8);
+            QTile::template fetch<BM, kBackwardThreads>(q_tile, q + own.first_query(q_batch, q_row, q_head), q_row, rows,
+                                                        static_cast<int>(d_qk) / 8);
+            VTile::template fetch<BM, kBackwardThreads>(g_tile, dout + own.first_query(dout_batch, dout_row, dout_head), dout_row,
+                                                        rows, static_cast<int>(d_v) / 8);
         }
         const WarpRows mine(16);
-        stats += batch * lse_batch + head * lse_head + sequence.q_row;
+        stats += own.batch * lse_batch + own.head * lse_head + own.sequence.q_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = i0 + mine.row + mine.lane / 4 + 8 * r;
-            log_sum[r] = i < sequence.lq ? stats[i] : -negative_infinity();
-            delta[r] = i < sequence.lq ? stats[count + i] : 0.0f;
+            log_sum[r] = i < own.sequence.lq ? stats[i] : -negative_infinity();
+            delta[r] = i < own.sequence.lq ? stats[count + i] : 0.0f;
         }
     }
     auto fetch = [&](int tile) {
-        const int j0 = tile * BN, rows = walk.sequence.keys - j0, stage = tile & 1;
+        const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
         QTile::template fetch<BN, kBackwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * k_row, k_row, rows,
                                                     static_cast<int>(d_qk) / 8);
         VTile::template fetch<BN, kBackwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * v_row, v_row, rows,
@@ -163,14 +155,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
             rows_by_rows<T, QTile, DQK / 16>(s, q_tile, mine.row, k_tile, key, mine.lane);
             rows_by_rows<T, VTile, DV / 16>(dp, g_tile, mine.row, v_tile, key, mine.lane);
             const int j0 = tile * BN + key + mine.lane % 4 * 2;
-            const bool whole = walk.all.first <= tile * BN + key && tile * BN + key + kPart <= walk.all.end;
+            const bool whole = walk.block.sees_whole(tile * BN + key, kPart);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int i = walk.i0 + mine.row + mine.lane / 4 + 8 * r;
-                int first = 0, end_here = i < walk.sequence.lq ? kPart : 0;  // keys of this part that count, from j0 on
+                const int i = walk.block.i0 + mine.row + mine.lane / 4 + 8 * r;
+                int first = 0, end_here = i < walk.block.sequence.lq ? kPart : 0;  // keys of this part that count, from j0 on
                 if (!whole) {
-                    const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
-                    const SeenKeys seen{Mask(walk.sequence, left, right), limits};
+                    const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.block.batch * limit_batch;
+                    const SeenKeys seen{Mask(walk.block.sequence, left, right), limits};
                     first = seen.lo(i) - j0, end_here = min(end_here, seen.hi(i) - j0);
                 }
                 if (plain) {
@@ -181,7 +173,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                             grad_of_product(s[n][2 * r + c], dp[n][2 * r + c], log_sum[r], delta[r], rule,
                                             8 * n + c >= first && 8 * n + c < end_here);
                 } else {
-                    const i64 offset = walk.batch * bias_batch + walk.head * bias_head;
+                    const i64 offset = walk.block.batch * bias_batch + walk.block.head * bias_head;
                     const BiasRows added(bias, bias_type, offset, bias_row, bias_column);
 #pragma unroll
                     for (int n = 0; n < kKeyTiles; ++n)
@@ -201,8 +193,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
         }
     }
     const WarpRows mine(16);
-    dq += walk.batch * dq_batch + (walk.sequence.q_row + static_cast<i64>(walk.i0)) * dq_row + walk.head * dq_head;
-    store_rows<T>(dq, dq_row, sums, rule.scale(), mine.row, walk.sequence.lq - walk.i0, static_cast<int>(d_qk), mine.lane);
+    const QueryBlock& own = walk.block;
+    store_rows<T>(dq + own.first_query(dq_batch, dq_row, dq_head), dq_row, sums, rule.scale(), mine.row, own.sequence.lq - own.i0,
+                  static_cast<int>(d_qk), mine.lane);
 }
 
 // dK and dV (PARTS: 1 and 2, 3 for both) of 64 keys of a head, 16 for each warp, summed over the query heads of the group and,

@@ -11,16 +11,13 @@
 // rows of a tile of keys are fetched in that order. The sums over a row do not depend on it.
 //
 // Tiles, stages and the grid are those of attention_mma_fwd.cu: four warps of 32 (16) queries, 64 keys, two stages.
-#include "attention/grads.cuh"
-#include "attention/masks.cuh"
+#include "attention/coded_softmax.cuh"
 #include "attention/mma_tile.cuh"
-#include "attention/scores.cuh"
+#include "attention/mma_walk.cuh"
 
 namespace rtk {
 
 inline constexpr int kQuantThreads = 128, kQuantKeys = 64;
-inline constexpr int kInt8 = 0, kE4m3 = 1;                         // of q and k
-inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;
 
 // Which key of a tile is column 8n + 2t + c of the scores, and which one lies in a row of the tile in shared memory.
 template <bool CODES>
@@ -31,77 +28,34 @@ struct KeyOrder {
     }
 };
 
+// Operands and sums of the two products.
 template <int QK>
-struct ScoreSum {
-    using type = i32;
+struct ScoreProduct {
+    using Operand = CodesS8;
+    using Sum = i32;
 };
 template <>
-struct ScoreSum<kE4m3> {
-    using type = float;
+struct ScoreProduct<kE4m3> {
+    using Operand = e4m3;
+    using Sum = float;
 };
-
-RTK_DEVICE void mma_codes(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const u32 b[2] = {b0, b1};
-    ptx::mma_m16n8k32_s8(d, a, b);
-}
-#if RTK_HAS_FP8_CVT
-RTK_DEVICE void mma_codes(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const u32 b[2] = {b0, b1};
-    ptx::mma_m16n8k32_e4m3(d, a, b);
-}
-#endif
-RTK_DEVICE void mma_powers(i32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    const u32 b[2] = {b0, b1};
-    ptx::mma_m16n8k32_u8_s8(d, a, b);
-}
-
-// Scores (in log2) of a tile become powers, the largest so far of each row counting 2^code_log2; correction[r] is for what was
-// summed before. Unlike LazySoftmax, no power is larger: codes would saturate.
-template <bool ROUNDED, int N>
-RTK_DEVICE void add_coded(SoftmaxState& state, float (&s)[N][4], float code_log2, float (&correction)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float largest = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
-#pragma unroll
-        for (int n = 1; n < N; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-        const float now = fmaxf(state.top[r], quad_max(largest));
-        const float from = now == negative_infinity() ? 0.0f : now;
-        correction[r] = ptx::ex2(state.top[r] - from);
-        state.top[r] = now;
-        float part = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& value = s[n][2 * r + c];
-                value = ptx::ex2(value - from + code_log2);
-                if constexpr (ROUNDED) value = rintf(value);
-                part += value;
-            }
-        state.sum[r] = state.sum[r] * correction[r] + part;
-    }
-}
-
-// Four powers as codes.
 template <int PV>
-RTK_DEVICE u32 four_codes(float a, float b, float c, float d) {
-    if constexpr (PV == kValuesE4m3) {
-        return to_fp8x2<e4m3>(a, b) | to_fp8x2<e4m3>(c, d) << 16;
-    } else {
-        return static_cast<u32>(__float2int_rn(a)) | static_cast<u32>(__float2int_rn(b)) << 8 |
-               static_cast<u32>(__float2int_rn(c)) << 16 | static_cast<u32>(__float2int_rn(d)) << 24;
-    }
-}
+struct ValueProduct {
+    using Operand = CodesU8S8;
+    using Sum = i32;
+};
+template <>
+struct ValueProduct<kValuesE4m3> : ScoreProduct<kE4m3> {};
 
 template <typename T, int QK, int PV, int D>
 __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16) || D > 64 ? 2 : 3)
     attention_mma_quant(const u8* q, const u8* k, const u8* v, const float* scale_q, const float* scale_k, const float* scale_v,
-                        const i32* lengths, const i32* cu_q, const i32* cu_k, T* out, float* lse, i64 pairs, i64 heads,
+                        const i32* lengths, const i32* cu_q, const i32* cu_k, void* out, float* lse, i64 pairs, i64 heads,
                         i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
                         i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
                         i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 sq_batch, i64 sq_head, i64 sq_shift,
                         i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left,
-                        i64 right, double scale) {
+                        i64 right, i64 out_fp16, double scale) {
     constexpr bool kCodes = PV != kValues16;
     constexpr int MT = QK == kInt8 && !kCodes ? 2 : 1, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
     using QTile = MmaTile<D / 2>;                    // two codes in the place of a 16-bit element
@@ -117,45 +71,38 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
     __shared__ __align__(16) struct {
         const u8 *k, *v;
         const float *scale_k, *scale_v;
-        Sequence sequence;
-        Interval all;  // keys that all queries of the block see
-        int batch, head, i0;
+        QueryBlock block;
     } walk;
     __shared__ float row_factors[BM];
-    int begin = 0, end = 0;  // tiles of keys
+    int begin, end;  // tiles of keys
     {
-        const HeadTile own(tiles, section, pairs, heads);
-        const int i0 = (static_cast<int>(tiles) - 1 - own.number) * BM, head = own.head, batch = own.batch;
-        const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
-        if (i0 >= sequence.lq) return;
-        const Mask mask(sequence, left, right);
-        const Interval any = mask.keys_any(i0, i0 + BM);
-        if (!any.empty()) begin = any.first / BN, end = (any.end + BN - 1) / BN;
+        const QueryBlock own =
+            query_block<BM, BN>(tiles, section, pairs, heads, lq, lkv, cu_q, cu_k, lengths, left, right, false);
+        if (!own.exists()) return;
+        begin = own.begin, end = own.end;
         if (threadIdx.x == 0) {
-            const i64 head_kv = head / static_cast<int>(group);
-            walk.k = k + batch * k_batch + static_cast<i64>(sequence.k_row) * k_row + head_kv * k_head;
             // 16-bit values have strides in elements, and rows of packed sequences; codes have one sequence after the other.
-            walk.v = kCodes ? v + batch * v_batch + head_kv * v_head
-                            : v + 2 * (batch * v_batch + static_cast<i64>(sequence.k_row) * v_row + head_kv * v_head);
-            walk.scale_k = scale_k + batch * sk_batch + head_kv * sk_head + sequence.k_row;
-            walk.scale_v = scale_v + batch * sv_batch + head_kv * sv_head;
-            walk.sequence = sequence;
-            walk.batch = batch, walk.head = head, walk.i0 = i0;
-            walk.all = mask.keys_all(i0, i0 + BM);
+            const i64 head_kv = own.head / static_cast<int>(group);
+            walk.k = k + own.first_key(k_batch, k_row, k_head, group);
+            walk.v = v + (kCodes ? own.batch * v_batch + head_kv * v_head : 2 * own.first_key(v_batch, v_row, v_head, group));
+            walk.scale_k = scale_k + own.first_key(sk_batch, 1, sk_head, group);
+            walk.scale_v = scale_v + own.batch * sv_batch + head_kv * sv_head;
+            walk.block = own;
         }
         __syncthreads();
         if (begin < end) {
-            q += batch * q_batch + (sequence.q_row + static_cast<i64>(i0)) * q_row + head * q_head;
-            QTile::template fetch<BM, kQuantThreads>(q_tile, reinterpret_cast<const u16*>(q), q_row / 2, sequence.lq - i0,
-                                                     static_cast<int>(d_qk) / 16);
+            q += own.first_query(q_batch, q_row, q_head);
+            QTile::template fetch<BM, kQuantThreads>(q_tile, reinterpret_cast<const u16*>(q), q_row / 2,
+                                                     own.sequence.lq - own.i0, static_cast<int>(d_qk) / 16);
         }
-        const int i = i0 + static_cast<int>(threadIdx.x);
-        scale_q += batch * sq_batch + head * sq_head + sequence.q_row;
+        const int i = own.i0 + static_cast<int>(threadIdx.x);
+        scale_q += own.batch * sq_batch + own.head * sq_head + own.sequence.q_row;
         if (threadIdx.x < BM)  // read behind the barrier of the first tile
-            row_factors[threadIdx.x] = i < sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
+            row_factors[threadIdx.x] =
+                i < own.sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
     }
     auto fetch = [&](int tile) {
-        const int j0 = tile * BN, rows = walk.sequence.keys - j0, stage = tile & 1;
+        const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
         const int thread = static_cast<int>(this_thread());
         {
             constexpr int kVectors = QTile::kVectors, kStep = kQuantThreads / kVectors;
@@ -191,8 +138,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
     for (int m = 0; m < MT; ++m) clear_sums(sums[m]);
     LazySoftmax softmax[MT];
-    constexpr float kCode = PV == kValuesE4m3 ? 448.0f : 255.0f;
-    constexpr float kCodeLog2 = PV == kValuesE4m3 ? 8.807354922057604f : 7.994353436858858f;
+    using Powers = PowerCodes<PV>;
 
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -202,34 +148,15 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         const u8* const k_tile = k_tiles + (tile & 1) * kKBytes;
         const u8* const v_tile = v_tiles + (tile & 1) * kVBytes;
 
-        typename ScoreSum<QK>::type products[MT][kKeyTiles][4];
+        typename ScoreProduct<QK>::Sum products[MT][kKeyTiles][4];
         const WarpRows qk(16 * MT);
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) products[m][n][e] = 0;
-#pragma unroll
-        for (int step = 0; step < D / 32; ++step) {
-            u32 a[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; ++m) QTile::left(a[m], q_tile, qk.row + 16 * m, step, qk.lane);
-#pragma unroll
-            for (int n = 0; n < kKeyTiles / 2; ++n) {
-                u32 b[4];
-                QTile::right(b, k_tile, 16 * n, step, qk.lane);
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    mma_codes(products[m][2 * n], a[m], b[0], b[1]);
-                    mma_codes(products[m][2 * n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
+        for (int m = 0; m < MT; ++m) clear_sums(products[m]);
+        rows_by_rows<typename ScoreProduct<QK>::Operand, QTile, D / 32>(products, q_tile, qk.row, k_tile, 0, qk.lane);
 
         const int j0 = tile * BN;
-        const bool whole = walk.all.first <= j0 && j0 + BN <= walk.all.end;
-        u32 p[MT][BN / (kCodes ? 32 : 16)][4];
+        const bool whole = walk.block.sees_whole(j0, BN);
+        u32 p[BN / (kCodes ? 32 : 16)][MT][4];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             const WarpRows mine(16 * MT);
@@ -245,10 +172,10 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
                     s[n][e] = static_cast<float>(products[m][n][e]) * row_factor[e / 2] * (e % 2 == 0 ? by.x : by.y);
             }
             if (!whole) {
-                const Mask mask(walk.sequence, left, right);
+                const Mask mask(walk.block.sequence, left, right);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int i = walk.i0 + mine.row + 16 * m + mine.lane / 4 + 8 * r;
+                    const int i = walk.block.i0 + mine.row + 16 * m + mine.lane / 4 + 8 * r;
                     const int first = mask.lo(i) - j0, last = mask.hi(i) - j0;
 #pragma unroll
                     for (int n = 0; n < kKeyTiles; ++n)
@@ -262,19 +189,20 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             float correction[2];
             bool rescale = true;
             if constexpr (kCodes) {
-                add_coded<PV == kValuesInt8>(softmax[m], s, kCodeLog2, correction);
+                const float one[2] = {1.0f, 1.0f};  // scores are in log2
+                Powers::add(softmax[m], reinterpret_cast<float(&)[4 * kKeyTiles]>(s), one, correction);
 #pragma unroll
                 for (int step = 0; step < BN / 32; ++step)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int n = 4 * step + i / 2 * 2, r = i % 2;
-                        p[m][step][i] =
-                            four_codes<PV>(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
+                        p[step][m][i] =
+                            Powers::pack(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
                     }
             } else {
                 rescale = softmax[m].add_lazily(s, 1.0f, correction);
 #pragma unroll
-                for (int step = 0; step < BN / 16; ++step) as_left<T>(p[m][step], s[2 * step], s[2 * step + 1]);
+                for (int step = 0; step < BN / 16; ++step) as_left<T>(p[step][m], s[2 * step], s[2 * step + 1]);
             }
             if (rescale) scale_rows(sums[m], correction);
         }
@@ -283,14 +211,10 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         if constexpr (kCodes) {
 #pragma unroll
             for (int n = 0; n < kOutTiles / 2; ++n) {
-                using Part = typename ScoreSum<PV == kValuesE4m3 ? kE4m3 : kInt8>::type;
-                Part part[MT][2][4];
+                using Product = ValueProduct<PV>;
+                typename Product::Sum part[MT][2][4];
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) part[m][h][e] = 0;
+                for (int m = 0; m < MT; ++m) clear_sums(part[m]);
 #pragma unroll
                 for (int step = 0; step < BN / 32; ++step) {
                     u32 b[4];
@@ -298,13 +222,8 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
                     for (int m = 0; m < MT; ++m)
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            if constexpr (PV == kValuesE4m3) {
-                                mma_codes(part[m][h], p[m][step], b[2 * h], b[2 * h + 1]);
-                            } else {
-                                mma_powers(part[m][h], p[m][step], b[2 * h], b[2 * h + 1]);
-                            }
-                        }
+                        for (int h = 0; h < 2; ++h)
+                            mma_step<typename Product::Operand>(part[m][h], p[step][m], b[2 * h], b[2 * h + 1]);
                 }
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
@@ -319,39 +238,31 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             }
         } else {
 #pragma unroll
-            for (int step = 0; step < BN / 16; ++step)
-#pragma unroll
-                for (int n = 0; n < kOutTiles / 2; ++n) {
-                    u32 b[4];
-                    VTile::right_transposed(b, v_tile, 16 * step, n, pv.lane);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) {
-                        mma_step<T>(sums[m][2 * n], p[m][step], b[0], b[1]);
-                        mma_step<T>(sums[m][2 * n + 1], p[m][step], b[2], b[3]);
-                    }
-                }
+            for (int step = 0; step < BN / 16; ++step) by_columns<T, VTile>(sums, p[step], v_tile, 16 * step, pv.lane);
         }
     }
 
     const WarpRows mine(16 * MT);
-    out += walk.batch * out_batch + (walk.sequence.q_row + static_cast<i64>(walk.i0)) * out_row + walk.head * out_head;
-    lse += walk.batch * lse_batch + walk.head * lse_head + walk.sequence.q_row;
+    const QueryBlock& own = walk.block;
+    const int rows = own.sequence.lq - own.i0;
+    const i64 first_out = own.first_query(out_batch, out_row, out_head);
+    lse += own.first_query(lse_batch, 1, lse_head);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         float times[2], logs[2];
         softmax[m].finish(1.0f, negative_infinity(), times, logs);
+        if constexpr (kCodes) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = mine.row + 16 * m + mine.lane / 4 + 8 * r;
-            if (walk.i0 + row >= walk.sequence.lq) continue;
-#pragma unroll
-            for (int n = 0; n < kOutTiles; ++n) {
-                const int column = 8 * n + mine.lane % 4 * 2;
-                const float pair_of[2] = {sums[m][n][2 * r] * times[r], sums[m][n][2 * r + 1] * times[r]};
-                if (column < d_v) store<T, 2>(out + row * out_row + column, pair_of);
-            }
-            if (mine.lane % 4 == 0) lse[walk.i0 + row] = logs[r] - (kCodes ? logf(kCode) : 0.0f);
+            for (int r = 0; r < 2; ++r) logs[r] -= logf(Powers::kLargest);
         }
+        if (kCodes && out_fp16 != 0) {
+            store_rows(static_cast<fp16*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
+                       mine.lane);
+        } else {
+            store_rows(static_cast<T*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
+                       mine.lane);
+        }
+        store_logs(lse, logs, mine.row + 16 * m, rows, mine.lane);
     }
 }
 

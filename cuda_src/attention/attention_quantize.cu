@@ -22,37 +22,59 @@ RTK_DEVICE float scale_of(float amax, float largest) {
     return !(amax <= 3.4028235e38f) ? __uint_as_float(0x7fc00000u) : amax == 0.0f ? 1.0f : amax / largest;
 }
 
-// Four values as codes. A scale that is NaN gives any codes: scores are NaN all the same.
+// Four values as codes; none is larger than the scale allows. A scale that is NaN gives any codes: scores are NaN all the same.
 RTK_DEVICE u32 coded(const float (&f)[4], float inverse, bool e4m3_codes) {
     if (e4m3_codes) return to_fp8x2<e4m3>(f[0] * inverse, f[1] * inverse) | to_fp8x2<e4m3>(f[2] * inverse, f[3] * inverse) << 16;
-    u32 word = 0u;
+    u32 bits[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        word |= (static_cast<u32>(min(max(__float2int_rn(f[i] * inverse), -127), 127)) & 0xffu) << (8 * i);
-    return word;
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(f[i] * inverse + 12582912.0f);  // 1.5 * 2^23: an integer in the last bits
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+}
+
+// The largest magnitude of a warp's values; NaN counts as larger than all numbers.
+RTK_DEVICE float warp_amax(const float (&f)[4]) {
+    u32 bits = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(f[i]) & 0x7fffffffu);
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
 }
 
 template <typename T>
 __global__ void __launch_bounds__(128)
     attention_key_sums(const T* k, float* sums, i64 rows, i64 width, i64 k_batch, i64 k_row, i64 k_head) {
-    __shared__ float parts[4][kWidest];
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    constexpr int kLanes = kWidest / 8, kSlots = 128 / kLanes, kInFlight = 8;  // threads of a row, rows at a time
+    __shared__ float parts[kSlots][kWidest];
+    const int column0 = static_cast<int>(threadIdx.x) % kLanes * 8, slot = static_cast<int>(threadIdx.x) / kLanes;
     const i64 first = static_cast<i64>(blockIdx.x) * kRowsOfSums, last = min(first + kRowsOfSums, rows);
-    k += blockIdx.z * k_batch + blockIdx.y * k_head + lane * 4;
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (lane * 4 < width)
-        for (i64 row = first + warp; row < last; row += 4) {
-            float f[4];
-            load_keep<T, 4>(k + row * k_row, f);
+    k += blockIdx.z * k_batch + blockIdx.y * k_head + column0;
+    float sum[8];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] += f[i];
+    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+    if (column0 < width)
+        for (i64 row = first + slot; row < last; row += kSlots * kInFlight) {
+            Raw<16> raw[kInFlight];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                raw[i] = Raw<16>{{0, 0, 0, 0}};
+                if (row + i * kSlots < last) raw[i] = load_raw<T, 8, false>(k + (row + i * kSlots) * k_row);
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                float f[8];
+                unpack<T, 8>(raw[i], f);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) sum[c] += f[c];
+            }
         }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) parts[warp][lane * 4 + i] = sum[i];
+    for (int i = 0; i < 8; ++i) parts[slot][column0 + i] = sum[i];
     __syncthreads();
     const int column = static_cast<int>(threadIdx.x);
     float* const to = sums + ((blockIdx.z * static_cast<i64>(gridDim.y) + blockIdx.y) * gridDim.x + blockIdx.x) * kWidest;
-    to[column] = ((parts[0][column] + parts[1][column]) + parts[2][column]) + parts[3][column];
+    float total = parts[0][column];
+#pragma unroll
+    for (int i = 1; i < kSlots; ++i) total += parts[i][column];
+    to[column] = total;
 }
 
 // `sums`: null, or parts of sums of columns of the `group`-th part of the heads, for `count` rows of k. `taken`: null for k; for q
@@ -67,65 +89,72 @@ __global__ void __launch_bounds__(128)
     __shared__ float of_warps[4];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
-    if (sums != nullptr) {
-        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
-        float sum = 0.0f;
-        for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
-        mean[threadIdx.x] = sum / static_cast<float>(count);
-    } else {
-        mean[threadIdx.x] = 0.0f;
-    }
-    __syncthreads();
     const i64 first = static_cast<i64>(blockIdx.x) * kRowsAtATime + warp * kOwn;
     const bool column_exists = lane * 4 < width;
     x += batch * x_batch + head * x_head + lane * 4;
     const float largest = e4m3_codes ? 448.0f : 127.0f;
-    float f[kOwn][4], amax_all = 0.0f;
+    Raw<8> raw[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {  // all of them on their way before anything is done with one
+        raw[i] = Raw<8>{{0, 0}};
+        if (column_exists && first + i < rows) raw[i] = load_raw<T, 4, false>(x + (first + i) * x_row);
+    }
+    float sum = 0.0f;
+    if (sums != nullptr) {
+        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
+#pragma unroll 16
+        for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
+        sum /= static_cast<float>(count);
+    }
+    mean[threadIdx.x] = sum;
+    __syncthreads();
+    float own_mean[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) own_mean[c] = mean[lane * 4 + c];
+    // Row i; of k less the mean, where it exists.
+    auto values_of = [&](int i, float(&f)[4]) {
+        unpack<T, 4>(raw[i], f);
+        if (taken == nullptr && first + i < rows) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) f[c] -= own_mean[c];
+        }
+    };
+    u32* const to = reinterpret_cast<u32*>(codes + ((batch * rows + first) * heads + head) * width) + lane;
+    float shared_scale = 0.0f;
+    if (blocks_of_rows) {
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            float f[4];
+            values_of(i, f);
+            amax = MaxMagnitude::apply(warp_amax(f), amax);
+        }
+        if (lane == 0) of_warps[warp] = amax;
+        __syncthreads();
+        amax = MaxMagnitude::apply(MaxMagnitude::apply(of_warps[0], of_warps[1]),
+                                   MaxMagnitude::apply(of_warps[2], of_warps[3]));
+        shared_scale = scale_of(amax, largest);
+        if (threadIdx.x == 0) scales[(batch * heads + head) * gridDim.x + blockIdx.x] = shared_scale;
+    }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) f[i][c] = 0.0f;
-        if (column_exists && first + i < rows) load_keep<T, 4>(x + (first + i) * x_row, f[i]);
+        float f[4];
+        values_of(i, f);
+        const i64 at = (batch * heads + head) * rows + first + i;
+        const bool exists = first + i < rows;
         if (taken != nullptr) {
             float dot = 0.0f;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) dot += f[i][c] * mean[lane * 4 + c];
-            dot = warp_reduce<Sum>(dot);
-            if (lane == 0 && first + i < rows)
-                taken[(batch * heads + head) * rows + first + i] = sums == nullptr ? 0.0f : dot * static_cast<float>(scale);
-        } else if (first + i < rows) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) f[i][c] -= mean[lane * 4 + c];
+            for (int c = 0; c < 4; ++c) dot += f[c] * own_mean[c];
+            if (sums != nullptr) dot = warp_reduce<Sum>(dot);
+            if (lane == 0 && exists) taken[at] = sums == nullptr ? 0.0f : dot * static_cast<float>(scale);
         }
-    }
-    u32* const to = reinterpret_cast<u32*>(codes + ((batch * rows + first) * heads + head) * width) + lane;
-    if (blocks_of_rows) {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) amax_all = MaxMagnitude::apply(fabsf(f[i][c]), amax_all);
-        amax_all = warp_reduce<MaxMagnitude>(amax_all);
-        if (lane == 0) of_warps[warp] = amax_all;
-        __syncthreads();
-        amax_all = MaxMagnitude::apply(MaxMagnitude::apply(of_warps[0], of_warps[1]),
-                                       MaxMagnitude::apply(of_warps[2], of_warps[3]));
-        const float by = scale_of(amax_all, largest);
-        if (threadIdx.x == 0) scales[(batch * heads + head) * gridDim.x + blockIdx.x] = by;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i)
-            if (column_exists && first + i < rows) to[i * (heads * width / 4)] = coded(f[i], 1.0f / by, e4m3_codes != 0);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        float amax = 0.0f;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) amax = MaxMagnitude::apply(fabsf(f[i][c]), amax);
-        amax = warp_reduce<MaxMagnitude>(amax);
-        if (first + i >= rows) continue;
-        const float by = scale_of(amax, largest);
-        if (lane == 0) scales[(batch * heads + head) * rows + first + i] = by;
-        if (column_exists) to[i * (heads * width / 4)] = coded(f[i], 1.0f / by, e4m3_codes != 0);
+        float by = shared_scale;
+        if (!blocks_of_rows) {
+            by = scale_of(warp_amax(f), largest);
+            if (lane == 0 && exists) scales[at] = by;
+        }
+        if (column_exists && exists) to[i * (heads * width / 4)] = coded(f, 1.0f / by, e4m3_codes != 0);
     }
 }
 

@@ -4,7 +4,8 @@
 //                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a
 //                       warp per row.
 // attention_bwd_dq      dq = scale * sums, rounded one time; 0 for queries that no tile of keys meets. A block per tile.
-// attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. A block per head.
+// attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. A block per head. Padded rows that belong to no
+//                       sequence were never written and are not read.
 #include "attention/sm90_bwd.cuh"
 
 namespace rtk {
@@ -79,15 +80,19 @@ __global__ void __launch_bounds__(256)
 
 template <typename T>
 __global__ void __launch_bounds__(256)
-    attention_bwd_sinks(const T* sinks, const float* lse_rows, const float* delta_rows, float* dsinks, i64 padded_rows) {
+    attention_bwd_sinks(const T* sinks, const float* lse_rows, const float* delta_rows, const i32* cu_q, float* dsinks,
+                        i64 batches, i64 lq, i64 padded_rows) {
     __shared__ float parts[8];
-    const i64 first = blockIdx.x * padded_rows;
     float sink[1];
     load_keep<T, 1>(sinks + blockIdx.x, sink);
     float sum = 0.0f;
-    for (i64 i = threadIdx.x; i < padded_rows; i += blockDim.x) {
-        const float lse = lse_rows[first + i];
-        if (lse < -negative_infinity()) sum -= ptx::ex2(sink[0] * kLog2e - lse) * delta_rows[first + i];
+    for (int batch = 0; batch < batches; ++batch) {
+        const Sequence sequence = sequence_at(batch, lq, 0, cu_q, nullptr, nullptr);
+        const i64 first = blockIdx.x * padded_rows + padded_row(batch, sequence, lq, cu_q != nullptr);
+        for (int i = threadIdx.x; i < sequence.lq; i += blockDim.x) {
+            const float lse = lse_rows[first + i];
+            if (lse < -negative_infinity()) sum -= ptx::ex2(sink[0] * kLog2e - lse) * delta_rows[first + i];
+        }
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);

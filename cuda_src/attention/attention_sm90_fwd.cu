@@ -100,18 +100,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 const ptx::SharedAddress to = v_tiles + v_state.stage * VTile::kBytes;
                 const int row = sequence.k_row + n * BN;
                 if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
-                    // Rows behind the last key are those of another sequence, or nobody's, and may be NaN, which a power
-                    // of 0 does not hide: this warp overwrites them before consumers see the tile.
-                    if (lane == 0) {
-                        ptx::mbarrier_arrive_expect(patch, VTile::kBytes);
-                        VTile::fetch(to, v_map, patch, row, kv_head, batch);
-                    }
-                    ptx::mbarrier_wait(patch, patched);
-                    patched ^= 1u;
-                    for (u32 at = (sequence.keys - n * BN) * kTileRow + lane * 16; at < VTile::kBoxBytes; at += kWarp * 16)
-                        for (int box = 0; box < VTile::kBoxes; ++box)
-                            ptx::st_shared_16(to + box * VTile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
-                    ptx::fence_async_shared();
+                    VTile::fetch_some(to, v_map, patch, patched, row, kv_head, batch, sequence.keys - n * BN);
                     v_pipe.commit_warp(v_state);
                 } else if (lane == 0) {
                     VTile::fetch(to, v_map, v_pipe.expect(v_state, VTile::kBytes), row, kv_head, batch);

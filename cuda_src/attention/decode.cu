@@ -97,13 +97,14 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     constexpr u32 kTileBytes = kChunk * Tile::kPitch;
     using M = typename MmaType<T, kByte>::type;
     extern __shared__ __align__(128) u8 shared[];
+    ptx::wait_for_previous();
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
     const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int rows = static_cast<int>(lq * group);
-    const Sequence sequence{0, 0, static_cast<int>(lq), min(static_cast<int>(lkv), max(lengths[batch], 0))};
+    const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
 
     // Chunks of keys of this split.

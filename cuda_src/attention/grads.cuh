@@ -1,38 +1,9 @@
-// Parts of the backward kernels: products between tiles, and a score's gradient.
+// A score's gradient, for the backward kernels.
 #pragma once
 #include "attention/mma_tile.cuh"
 #include "attention/scores.cuh"
 
 namespace rtk {
-
-// d += rows row.. + 15 of one tile by rows column.. + 8N - 1 of another, summed over STEPS steps of 16 columns.
-template <typename T, typename Tile, int STEPS, int N>
-RTK_DEVICE void rows_by_rows(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        u32 a[4];
-        Tile::left(a, left, row, step, lane);
-#pragma unroll
-        for (int n = 0; n < N / 2; ++n) {
-            u32 b[4];
-            Tile::right(b, right, column + 16 * n, step, lane);
-            mma_step<T>(d[2 * n], a, b[0], b[1]);
-            mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
-        }
-    }
-}
-
-// d += a by all columns of rows row.. + 15 of a tile, which are summed over.
-template <typename T, typename Tile, int N>
-RTK_DEVICE void by_columns(float (&d)[N][4], const u32 (&a)[4], const u8* tile, int row, int lane) {
-#pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
-        u32 b[4];
-        Tile::right_transposed(b, tile, row, n, lane);
-        mma_step<T>(d[2 * n], a, b[0], b[1]);
-        mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
-    }
-}
 
 // From a product of a query and a key and dp to p and ds (which the factor of products still misses), where products are
 // the scores. log_sum: lse of the query, in log2; not `counts`: masked.
@@ -54,22 +25,6 @@ RTK_DEVICE void grad_of_score(float& product, float& dp, float log_sum, float de
     const float p = counts ? ptx::ex2(score * kLog2e - log_sum) : 0.0f;
     product = p;
     dp = p * (dp - delta) * slope;
-}
-
-// Rows row.. + 15 of a result whose tile has `rows` rows; `times` multiplies sums.
-template <typename T, int N>
-RTK_DEVICE void store_rows(T* to, i64 stride, const float (&sums)[N][4], float times, int row, int rows, int width, int lane) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int here = row + lane / 4 + 8 * r;
-        if (here >= rows) continue;
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            const int column = 8 * n + lane % 4 * 2;
-            const float values[2] = {sums[n][2 * r] * times, sums[n][2 * r + 1] * times};
-            if (column < width) store<T, 2>(to + here * stride + column, values);
-        }
-    }
 }
 
 }  // namespace rtk

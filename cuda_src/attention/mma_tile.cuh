@@ -8,6 +8,7 @@
 #include "common/convert.cuh"
 #include "common/pressure.cuh"
 #include "common/types.cuh"
+#include "common/vec.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
 
@@ -98,12 +99,12 @@ struct WarpRows {
     }
 };
 
-template <int N>
-RTK_DEVICE void clear_sums(float (&sums)[N][4]) {
+template <typename Sum, int N>
+RTK_DEVICE void clear_sums(Sum (&sums)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[n][e] = 0.0f;
+        for (int e = 0; e < 4; ++e) sums[n][e] = 0;
 }
 
 // d *= by[r], row by row.
@@ -115,13 +116,105 @@ RTK_DEVICE void scale_rows(float (&d)[N][4], const float (&by)[2]) {
         for (int e = 0; e < 4; ++e) d[n][e] *= by[e / 2];
 }
 
-template <typename T>
-RTK_DEVICE void mma_step(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// Kinds of 8-bit operands of mma_step, besides e4m3.
+struct CodesS8 {};
+struct CodesU8S8 {};  // left unsigned, right signed
+
+template <typename T, typename Sum>
+RTK_DEVICE void mma_step(Sum (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 b[2] = {b0, b1};
     if constexpr (is_same<T, bf16>::value) {
         ptx::mma_m16n8k16_bf16(d, a, b);
-    } else {
+    } else if constexpr (is_same<T, fp16>::value) {
         ptx::mma_m16n8k16_f16(d, a, b);
+    } else if constexpr (is_same<T, CodesS8>::value) {
+        ptx::mma_m16n8k32_s8(d, a, b);
+    } else if constexpr (is_same<T, CodesU8S8>::value) {
+        ptx::mma_m16n8k32_u8_s8(d, a, b);
+    } else {
+        static_assert(is_same<T, e4m3>::value, "a type that products have");
+#if RTK_HAS_FP8_CVT
+        ptx::mma_m16n8k32_e4m3(d, a, b);
+#endif
+    }
+}
+
+// d[m] += rows row + 16m.. + 15 of one tile by rows column.. + 8N - 1 of another, summed over STEPS steps of 32 bytes.
+template <typename T, typename Tile, int STEPS, typename Sum, int M, int N>
+RTK_DEVICE void rows_by_rows(Sum (&d)[M][N][4], const u8* left, int row, const u8* right, int column, int lane) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) Tile::left(a[m], left, row + 16 * m, step, lane);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 b[4];
+            Tile::right(b, right, column + 16 * n, step, lane);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                mma_step<T>(d[m][2 * n], a[m], b[0], b[1]);
+                mma_step<T>(d[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// The same of one block of 16 rows.
+template <typename T, typename Tile, int STEPS, int N>
+RTK_DEVICE void rows_by_rows(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {
+    rows_by_rows<T, Tile, STEPS>(reinterpret_cast<float(&)[1][N][4]>(d), left, row, right, column, lane);
+}
+
+// d[m] += a[m] by all columns of rows row.. + 15 of a tile, which are summed over.
+template <typename T, typename Tile, int M, int N>
+RTK_DEVICE void by_columns(float (&d)[M][N][4], const u32 (&a)[M][4], const u8* tile, int row, int lane) {
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+        u32 b[4];
+        Tile::right_transposed(b, tile, row, n, lane);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            mma_step<T>(d[m][2 * n], a[m], b[0], b[1]);
+            mma_step<T>(d[m][2 * n + 1], a[m], b[2], b[3]);
+        }
+    }
+}
+
+template <typename T, typename Tile, int N>
+RTK_DEVICE void by_columns(float (&d)[N][4], const u32 (&a)[4], const u8* tile, int row, int lane) {
+    by_columns<T, Tile>(reinterpret_cast<float(&)[1][N][4]>(d), reinterpret_cast<const u32(&)[1][4]>(a), tile, row, lane);
+}
+
+// Rows row.. + 15 of a result whose tile has `rows` rows; times[r] multiplies sums.
+template <typename T, int N>
+RTK_DEVICE void store_rows(T* to, i64 stride, const float (&sums)[N][4], const float (&times)[2], int row, int rows, int width,
+                           int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int here = row + lane / 4 + 8 * r;
+        if (here >= rows) continue;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int column = 8 * n + lane % 4 * 2;
+            const float values[2] = {sums[n][2 * r] * times[r], sums[n][2 * r + 1] * times[r]};
+            if (column < width) store<T, 2>(to + here * stride + column, values);
+        }
+    }
+}
+
+template <typename T, int N>
+RTK_DEVICE void store_rows(T* to, i64 stride, const float (&sums)[N][4], float times, int row, int rows, int width, int lane) {
+    const float both[2] = {times, times};
+    store_rows<T>(to, stride, sums, both, row, rows, width, lane);
+}
+
+// The same of one number of each row.
+RTK_DEVICE void store_logs(float* to, const float (&logs)[2], int row, int rows, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int here = row + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && here < rows) to[here] = logs[r];
     }
 }
 

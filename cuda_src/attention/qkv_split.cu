@@ -11,6 +11,7 @@
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
 #include "common/row_elements.cuh"
+#include "ptx/pdl.cuh"
 
 namespace rtk {
 
@@ -23,6 +24,8 @@ __global__ void __launch_bounds__(256)
               i64 k_batch, i64 k_token, i64 k_head, i64 v_batch, i64 v_token, i64 v_head, i64 capacity, i64 pairs,
               i64 table_rows, i64 cos_row, i64 cos_column, i64 sin_row, i64 sin_column, i64 angle_type, i64 pos_step,
               i64 first_position, i64 lanes, i64 flags, double eps) {
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
     const int width = static_cast<int>(lanes), lane = static_cast<int>(threadIdx.x) & (width - 1);
     const u32 number = (blockIdx.x * blockDim.x + threadIdx.x) / static_cast<u32>(width);  // fewer than 2^31 threads
     const u32 heads = static_cast<u32>(q_heads + 2 * kv_heads);

@@ -27,6 +27,23 @@ struct Boxed {
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) ptx::tma_load_4d(to + i * kBoxBytes, map, full, 64 * i, row, head, batch);
     }
+
+    // By a warp, for a tile of the last keys of a sequence: asks for the tile, waits, and clears its rows from `rows` on, which are
+    // those of another sequence, or nobody's, and may be NaN, which a power of 0 does not hide. `patch` is a barrier for this alone,
+    // `parity` the one of its phase.
+    RTK_DEVICE static void fetch_some(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress patch, u32& parity, int row,
+                                      int head, int batch, int rows) {
+        const u32 lane = threadIdx.x % kWarp;
+        if (lane == 0) {
+            ptx::mbarrier_arrive_expect(patch, kBytes);
+            fetch(to, map, patch, row, head, batch);
+        }
+        ptx::mbarrier_wait(patch, parity);
+        parity ^= 1u;
+        for (u32 at = rows * kTileRow + lane * 16; at < kBoxBytes; at += kWarp * 16)
+            for (int box = 0; box < kBoxes; ++box) ptx::st_shared_16(to + box * kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
+        ptx::fence_async_shared();
+    }
 };
 
 // d = a b^T (+ d if `add`): 64 rows of a [RA, D], from the first byte `a` of their first row, and b [RB, D], summed over D.

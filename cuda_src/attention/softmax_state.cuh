@@ -54,6 +54,12 @@ struct SoftmaxState {
     // is to be multiplied by correction[r]. All lanes of a warp call.
     template <int N>
     RTK_DEVICE void add(float (&s)[N], float factor, float (&correction)[2]) {
+        const float both[2] = {factor, factor};
+        add(s, both, correction);
+    }
+    // The same with a factor for each row.
+    template <int N>
+    RTK_DEVICE void add(float (&s)[N], const float (&factor)[2], float (&correction)[2]) {
         static_assert(N % 4 == 0, "two rows of pairs");
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -61,8 +67,8 @@ struct SoftmaxState {
 #pragma unroll
             for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
             const float now = fmaxf(top[r], quad_max(largest));
-            const float from = now == negative_infinity() ? 0.0f : now * factor;
-            correction[r] = ptx::ex2(top[r] * factor - from);
+            const float from = now == negative_infinity() ? 0.0f : now * factor[r];
+            correction[r] = ptx::ex2(top[r] * factor[r] - from);
             top[r] = now;
             float part = 0.0f;
 #pragma unroll
@@ -70,7 +76,7 @@ struct SoftmaxState {
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float& value = s[4 * j + 2 * r + c];
-                    value = ptx::ex2(value * factor - from);
+                    value = ptx::ex2(value * factor[r] - from);
                     part += value;
                 }
             sum[r] = sum[r] * correction[r] + part;
@@ -80,10 +86,14 @@ struct SoftmaxState {
     // After the last tile: what the output is to be multiplied by, and log(sum of exp) in `lse`. `sink` is one more score,
     // scaled, in units of log2; -inf for none. All lanes of a warp call.
     RTK_DEVICE void finish(float factor, float sink, float (&times)[2], float (&lse)[2]) {
+        const float both[2] = {factor, factor};
+        finish(both, sink, times, lse);
+    }
+    RTK_DEVICE void finish(const float (&factor)[2], float sink, float (&times)[2], float (&lse)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float total = quad_sum(sum[r]);
-            const float scaled = top[r] == negative_infinity() ? top[r] : top[r] * factor;
+            const float scaled = top[r] == negative_infinity() ? top[r] : top[r] * factor[r];
             const float highest = fmaxf(scaled, sink);
             const float from = highest == negative_infinity() ? 0.0f : highest;
             const float correction = ptx::ex2(scaled - from);

@@ -1,13 +1,13 @@
 // Rows of one or more inputs on their way from global memory, several deep, by the copy engine (sm_90 and up): a persistent
 // block walks its rows, and while a group of whole warps works on one, the next ones come to shared memory. One thread asks
 // for whole rows, with the policy for L2 that the cp.async of a RowRing cannot have. Thread i of the group has the 16-byte
-// pieces i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that readers need
-// no mask.
+// vectors i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that
+// readers need no mask.
 //
 // First every stage is opened, and gets a fetch(...) by the thread that opened it; then comes a barrier of the block. Each
 // round is wait(), read(...), fetch(...) of the row that comes `stages` rows later, into the stage just read, and
-// next_row(). All threads of the group must have read their pieces before that fetch: between the two is a barrier of the
-// group, unless it is one warp.
+// next_row(). All threads of the group must have read their vectors before that fetch: between the two is a barrier of
+// the group, unless it is one warp.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -18,11 +18,11 @@ namespace rtk {
 
 template <int INPUTS, int CHUNKS>
 struct BulkRing {
-    static constexpr int kMost = 16;       // stages
+    static constexpr int kMaxStages = 16;
     static constexpr int kPast = 1 << 24;  // past the end of any row
     int stages;
-    ptx::SharedAddress full;  // barriers of this group's stages, kMost of them: the rows have come; then the stages
-    int place, apart, bytes;  // of this thread's first piece in a row (from kPast on: helpers); to the next; of the row
+    ptx::SharedAddress full;  // barriers of this group's stages, kMaxStages of them: the rows have come; then the stages
+    int place, apart, bytes;  // of this thread's first vector in a row (from kPast on: helpers); to the next; of the row
     int stage = 0;            // of the current row
     u32 phase = 0;            // of its barrier
 
@@ -36,12 +36,12 @@ struct BulkRing {
     }
 
     // From the barriers of one group to those of the next.
-    RTK_DEVICE int group_bytes() const { return 8 * kMost + stages * INPUTS * CHUNKS * apart; }
+    RTK_DEVICE int group_bytes() const { return 8 * kMaxStages + stages * INPUTS * CHUNKS * apart; }
 
-    // This thread's piece c is not past the end of the row.
+    // This thread's vector c is not past the end of the row.
     RTK_DEVICE bool has(int c) const { return place + c * apart < bytes; }
 
-    // Pieces past the end. Not for helpers.
+    // Vectors past the end become zero. Not for helpers.
     RTK_DEVICE void clear_rest() const {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -49,7 +49,7 @@ struct BulkRing {
             Raw<16> zero;
             clear(zero);
 #pragma unroll 1
-            for (int i = 0; i < stages * INPUTS; ++i) ptx::st_shared_16(piece(0, i, c), zero);
+            for (int i = 0; i < stages * INPUTS; ++i) ptx::st_shared_16(vector_at(0, i, c), zero);
         }
     }
 
@@ -65,19 +65,19 @@ struct BulkRing {
         ptx::mbarrier_arrive_expect(barrier, INPUTS * bytes);
 #pragma unroll
         for (int input = 0; input < INPUTS; ++input)
-            ptx::bulk_load(full + (8 * kMost + (s * INPUTS + input) * CHUNKS * apart), rows[input], bytes, barrier,
+            ptx::bulk_load(full + (8 * kMaxStages + (s * INPUTS + input) * CHUNKS * apart), rows[input], bytes, barrier,
                            ptx::l2_last());
     }
 
     RTK_DEVICE void wait() const { ptx::mbarrier_wait(full + 8 * stage, phase); }
-    RTK_DEVICE Raw<16> read(int input, int chunk) const { return ptx::ld_shared_16(piece(stage, input, chunk)); }
+    RTK_DEVICE Raw<16> read(int input, int chunk) const { return ptx::ld_shared_16(vector_at(stage, input, chunk)); }
     RTK_DEVICE void next_row() {
         if (++stage == stages) stage = 0, phase ^= 1;
     }
 
-    // Of this thread.
-    RTK_DEVICE ptx::SharedAddress piece(int s, int input, int chunk) const {
-        return full + (8 * kMost + ((s * INPUTS + input) * CHUNKS + chunk) * apart + place);
+    // Where a vector of this thread lies.
+    RTK_DEVICE ptx::SharedAddress vector_at(int s, int input, int chunk) const {
+        return full + (8 * kMaxStages + ((s * INPUTS + input) * CHUNKS + chunk) * apart + place);
     }
 };
 

@@ -142,16 +142,16 @@ struct RowLayout {
                     if (at < table.chunks) packed[k] = table.load<WIDTH>(at, quad);
                 }
                 if constexpr (WIDTH == 1) {  // two counts in a word
-                    u32 even = 0, odd = 0, even_before = 0, odd_before = 0;
+                    u32 bytes_0_2 = 0, bytes_1_3 = 0, bytes_0_2_before = 0, bytes_1_3_before = 0;
 #pragma unroll
                     for (int k = 0; k < kInFlight; ++k) {
                         const u32 two = packed[k].w[0] & 0x00ff00ffu, others = packed[k].w[0] >> 8 & 0x00ff00ffu;
-                        even += two, odd += others;
-                        if (chunk + k * groups < mine) even_before += two, odd_before += others;
+                        bytes_0_2 += two, bytes_1_3 += others;
+                        if (chunk + k * groups < mine) bytes_0_2_before += two, bytes_1_3_before += others;
                     }
-                    sum[0] += even & 0xffffu, sum[1] += odd & 0xffffu, sum[2] += even >> 16, sum[3] += odd >> 16;
-                    before[0] += even_before & 0xffffu, before[1] += odd_before & 0xffffu;
-                    before[2] += even_before >> 16, before[3] += odd_before >> 16;
+                    sum[0] += bytes_0_2 & 0xffffu, sum[1] += bytes_1_3 & 0xffffu, sum[2] += bytes_0_2 >> 16, sum[3] += bytes_1_3 >> 16;
+                    before[0] += bytes_0_2_before & 0xffffu, before[1] += bytes_1_3_before & 0xffffu;
+                    before[2] += bytes_0_2_before >> 16, before[3] += bytes_1_3_before >> 16;
                 } else {
 #pragma unroll
                     for (int k = 0; k < kInFlight; ++k)

@@ -58,6 +58,12 @@ RTK_DEVICE void store_bytes(u8* out, int valid, bool aligned16, int kind, const 
     }
 }
 
+// How many of the N columns from `column` on are before `end`.
+template <int N>
+RTK_DEVICE int count_at(i64 column, i64 end) {
+    return static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
+}
+
 template <typename T, int FORMAT, bool aligned16>
 struct RowOutput {
     static constexpr int N = kPerThread<T, FORMAT>;
@@ -122,6 +128,35 @@ struct RowOutput {
             if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, inverse);
         } else {
             store_fp4(row, column, valid, v);
+        }
+    }
+
+    // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
+    // of the tensor depends on it, and one that stores. make_y(column, valid, y) gives N values; `slot` of the scratch is free.
+    template <typename Scratch, typename MakeY>
+    RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
+                           i64 stop, u32* amax, MakeY make_y) {
+#pragma unroll 1
+        for (int pass = reads_twice() || amax_only() ? 0 : 1; pass < 2; ++pass) {
+            float largest = 0.0f;
+            for (i64 first = begin; first < stop; first += static_cast<i64>(group.threads) * N) {
+                const i64 column = first + group.thread * N;
+                const int valid = count_at<N>(column, end);
+                float y[N];
+                make_y(column, valid, y);
+                if (pass == 0) {
+                    largest = fmaxf(largest, finite_amax(y));
+                } else {
+                    store(row, column, valid, group.threads, y);
+                }
+            }
+            if (pass == 1) return;
+            largest = group_reduce<MaxNumber, false>(largest, group, scratch, slot);
+            if (amax_only()) {
+                if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
+                return;
+            }
+            take_row_scale(largest, row, group.thread == 0 && exists);
         }
     }
 

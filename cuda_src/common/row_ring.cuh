@@ -1,8 +1,8 @@
 // Rows of one or more inputs on their way from global memory, several deep. A persistent block walks its rows; each
-// thread copies its own 16-byte pieces of the next STAGES - 1 rows into shared memory while it works on the current
+// thread copies its own 16-byte vectors of the next STAGES - 1 rows into shared memory while it works on the current
 // one. Slots are private to the thread, so waiting for its own copies is enough and no barrier is needed.
 //
-// Pieces past the end of the row are zeroed once and never copied: readers need no mask.
+// Vectors past the end of the row are zeroed once and never copied: readers need no mask.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/cp_async.cuh"
@@ -31,7 +31,7 @@ struct RowRing {
             clear(*reinterpret_cast<Raw<16>*>(memory + (i * CHUNKS + chunk) * pitch + threadIdx.x * 16));
     }
 
-    // Starts the copy of one piece of the row being fetched.
+    // Starts the copy of one vector of the row being fetched.
     RTK_DEVICE void copy(int input, int chunk, const void* source) {
         ptx::cp_async_16(base + (write_offset + (input * CHUNKS + chunk) * pitch), source);
     }
@@ -42,10 +42,10 @@ struct RowRing {
         write_offset = advanced(write_offset);
     }
 
-    // After STAGES commits ahead of the current row: its pieces have arrived.
+    // After STAGES commits ahead of the current row: its vectors have arrived.
     RTK_DEVICE static void wait() { ptx::cp_async_wait<STAGES - 1>(); }
 
-    // One piece of the current row.
+    // One vector of the current row.
     template <typename T>
     RTK_DEVICE void read(int input, int chunk, float (&f)[16 / sizeof(T)]) const {
         unpack<T, 16 / sizeof(T)>(ptx::ld_shared_16(base + (read_offset + (input * CHUNKS + chunk) * pitch)), f);

@@ -51,29 +51,29 @@ RTK_DEVICE void clear(Raw<B>& raw) {
 
 // load_keep, still packed; up to 32 bytes, for a wide weight next to a narrow input.
 template <typename T, int N>
-struct WideRaw {
+struct RawParts {
     static constexpr int kParts = sizeof(T) * N > 16 ? 2 : 1;
     static constexpr int kBytes = sizeof(T) * N / kParts;
     Raw<kBytes> part[kParts];
 };
 
 template <typename T, int N>
-RTK_DEVICE void clear(WideRaw<T, N>& raw) {
+RTK_DEVICE void clear(RawParts<T, N>& raw) {
 #pragma unroll
     for (auto& part : raw.part) clear(part);
 }
 
 template <typename T, int N>
-RTK_DEVICE WideRaw<T, N> load_keep_raw(const T* p) {
-    WideRaw<T, N> raw;
+RTK_DEVICE RawParts<T, N> load_keep_raw(const T* p) {
+    RawParts<T, N> raw;
 #pragma unroll
     for (int i = 0; i < raw.kParts; ++i) raw.part[i] = ptx::ld_keep<raw.kBytes>(p + i * (N / raw.kParts));
     return raw;
 }
 
 template <typename T, int N>
-RTK_DEVICE void unpack_wide(const WideRaw<T, N>& raw, float (&f)[N]) {
-    constexpr int kEach = N / WideRaw<T, N>::kParts;
+RTK_DEVICE void unpack_parts(const RawParts<T, N>& raw, float (&f)[N]) {
+    constexpr int kEach = N / RawParts<T, N>::kParts;
 #pragma unroll
     for (int p = 0; p < raw.kParts; ++p) {
         float part[kEach];

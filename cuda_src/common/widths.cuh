@@ -17,7 +17,7 @@ struct stored<2> {
 
 // N elements still packed, up to 32 bytes.
 template <int BYTES, int N>
-using Packed = WideRaw<typename stored<BYTES>::type, N>;
+using Packed = RawParts<typename stored<BYTES>::type, N>;
 
 // Data read once; `kLast`: L2 gives it up last (ptx::ld_stream).
 template <int BYTES, int N, bool kLast = true>
@@ -32,7 +32,7 @@ RTK_DEVICE Packed<BYTES, N> load_packed(const u8* p) {
 template <int BYTES, int N>
 RTK_DEVICE void widen(const Packed<BYTES, N>& raw, bool half, float (&v)[N]) {
     if constexpr (BYTES == 4) {
-        unpack_wide<float, N>(raw, v);
+        unpack_parts<float, N>(raw, v);
     } else if (half) {
         unpack<fp16, N>(raw.part[0], v);
     } else {

@@ -58,55 +58,33 @@ struct Activation {
     }
 };
 
-// Plain loads: others may write elsewhere in this matrix.
-template <typename T>
-RTK_DEVICE void add_four(float (&v)[4], const T* p, int exist, bool aligned) {
-    float more[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (aligned && exist == 4) {
-        if constexpr (sizeof(T) == 4) {
-            const float4 four = *reinterpret_cast<const float4*>(p);
-            more[0] = four.x, more[1] = four.y, more[2] = four.z, more[3] = four.w;
-        } else {
-            const uint2 four = *reinterpret_cast<const uint2*>(p);
-            unpack<T, 4>(Raw<8>{{four.x, four.y}}, more);
-        }
+// N numbers of a matrix, added. Plain loads: others may write elsewhere in it.
+template <typename T, int N>
+RTK_DEVICE void add_numbers(float (&v)[N], const T* p) {
+    float more[N];
+    if constexpr (N == 4 && sizeof(T) == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(p);
+        more[0] = four.x, more[1] = four.y, more[2] = four.z, more[3] = four.w;
+    } else if constexpr (N == 4) {
+        const uint2 four = *reinterpret_cast<const uint2*>(p);
+        unpack<T, 4>(Raw<8>{{four.x, four.y}}, more);
+    } else if constexpr (sizeof(T) == 4) {
+        more[0] = *reinterpret_cast<const float*>(p);
     } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (i < exist) {
-                float one[1];
-                if constexpr (sizeof(T) == 4) {
-                    one[0] = *reinterpret_cast<const float*>(p + i);
-                } else {
-                    unpack<T, 1>(Raw<2>{{*reinterpret_cast<const u16*>(p + i)}}, one);
-                }
-                more[i] = one[0];
-            }
+        unpack<T, 1>(Raw<2>{{*reinterpret_cast<const u16*>(p)}}, more);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] += more[i];
+    for (int i = 0; i < N; ++i) v[i] += more[i];
 }
 
-RTK_DEVICE void add_four_of(u32 kind, float (&v)[4], const void* matrix, i64 at, int exist, bool aligned) {
+template <int N>
+RTK_DEVICE void add_numbers_of(u32 kind, float (&v)[N], const void* matrix, i64 at) {
     if (kind == kBf16) {
-        add_four(v, static_cast<const bf16*>(matrix) + at, exist, aligned);
+        add_numbers(v, static_cast<const bf16*>(matrix) + at);
     } else if (kind == kFp16) {
-        add_four(v, static_cast<const fp16*>(matrix) + at, exist, aligned);
+        add_numbers(v, static_cast<const fp16*>(matrix) + at);
     } else {
-        add_four(v, static_cast<const float*>(matrix) + at, exist, aligned);
-    }
-}
-
-template <typename T>
-RTK_DEVICE void store_four(const float (&v)[4], T* p, int exist, bool aligned) {
-    if (aligned && exist == 4) {
-        store<T, 4>(p, v);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float one[1] = {v[i]};
-            if (i < exist) store<T, 1>(p + i, one);
-        }
+        add_numbers(v, static_cast<const float*>(matrix) + at);
     }
 }
 
@@ -176,43 +154,66 @@ struct ResultPart {
     bool engine;
 };
 
+// N neighbours of a row, from a box: what is added to them, the activation, the old result. N is 4 where rows of all matrices are
+// aligned to four elements.
+template <int N>
+RTK_DEVICE void finish_numbers(const u32 (&raw)[N], const ResultPlace& place, const Activation& activate, i64 at, i64 added_at) {
+    const EpilogueFlags flags = place.flags;
+    if (flags.out() == kInt32) {
+        i32* p = static_cast<i32*>(place.out) + at;
+#pragma unroll
+        for (int c = 0; c < N; ++c) p[c] = static_cast<i32>(raw[c]) + (flags.accumulate() ? p[c] : 0);
+        return;
+    }
+    float v[N];
+#pragma unroll
+    for (int c = 0; c < N; ++c) v[c] = __uint_as_float(raw[c]);
+    if (place.add != nullptr) add_numbers_of(flags.add(), v, place.add, added_at);
+#pragma unroll
+    for (int c = 0; c < N; ++c) v[c] = activate(v[c]);
+    if (flags.accumulate()) add_numbers_of(flags.out(), v, place.out, at);
+    if (flags.out() == kBf16) {
+        store<bf16, N>(static_cast<bf16*>(place.out) + at, v);
+    } else if (flags.out() == kFp16) {
+        store<fp16, N>(static_cast<fp16*>(place.out) + at, v);
+    } else {
+        store<float, N>(static_cast<float*>(place.out) + at, v);
+    }
+}
+
 // Threads of a warpgroup finish a box of fp32 numbers [64, 32], whose first column is n.
 RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
-    const EpilogueFlags flags = place.flags;
-    const Activation activate(flags.act());
+    const Activation activate(place.flags.act());
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) % 128; i < 64 * 8; i += 128) {
         const int row = i / 8, vector = i % 8, exist = min(place.columns - n - 4 * vector, 4);
         if (row >= part.rows || exist <= 0) continue;
-        const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4)));
+        const u8* from = box + row * 128 + ((vector ^ (row & 7)) << 4);
         const i64 m = part.row + row, column = n + 4 * vector;
-        const i64 at = part.group * place.group_pitch + m * place.pitch + column;
-        if (flags.out() == kInt32) {
-            i32* p = static_cast<i32*>(place.out) + at;
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                if (c < exist) p[c] = static_cast<i32>(raw.w[c]) + (flags.accumulate() ? p[c] : 0);
-            continue;
-        }
-        float v[4];
-        unpack<float, 4>(raw, v);
-        if (place.add != nullptr)
-            add_four_of(flags.add(), v, place.add, m * place.add_pitch + column, exist, flags.aligned());
-#pragma unroll
-        for (int c = 0; c < 4; ++c) v[c] = activate(v[c]);
-        if (flags.accumulate()) add_four_of(flags.out(), v, place.out, at, exist, flags.aligned());
-        if (flags.out() == kBf16) {
-            store_four(v, static_cast<bf16*>(place.out) + at, exist, flags.aligned());
-        } else if (flags.out() == kFp16) {
-            store_four(v, static_cast<fp16*>(place.out) + at, exist, flags.aligned());
+        const i64 at = part.group * place.group_pitch + m * place.pitch + column, added_at = m * place.add_pitch + column;
+        if (place.flags.aligned() && exist == 4) {
+            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(from));
+            finish_numbers<4>(raw.w, place, activate, at, added_at);
         } else {
-            store_four(v, static_cast<float*>(place.out) + at, exist, flags.aligned());
+#pragma unroll 1
+            for (int c = 0; c < exist; ++c) {
+                const u32 one[1] = {*reinterpret_cast<const u32*>(from + 4 * c)};
+                finish_numbers<1>(one, place, activate, at + c, added_at + c);
+            }
         }
     }
 }
 
 RTK_DEVICE float as_float(float sum) { return sum; }
 RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bits)); }
+template <typename Sum>
+RTK_DEVICE Sum as_sum(float value) {
+    if constexpr (is_same<Sum, i32>::value) {
+        return static_cast<i32>(__float_as_uint(value));
+    } else {
+        return value;
+    }
+}
 
 // By a warpgroup: all its parts of a tile, WAVES of 64 rows; part_of(w) is where they lie. `columns` is [2, COLS] in shared memory:
 // factors, then biases (not read without FACTORS). One loop over boxes, in which the sums of a box are found by comparison: registers have no
@@ -235,8 +236,25 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                 for (Sum& sum : sums[w]) sum = static_cast<i32>(__float_as_uint(static_cast<float>(sum)));
         }
     }
-    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, for a box. All factors come first, for stores order
-    // what comes after them; and they are multiplied first, or the compiler multiplies sums before the loop and keeps both.
+    // In place, before the loop over boxes, whose two forms then only store.
+    if (FACTORS && flags.factors()) {
+        ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+#pragma unroll
+        for (int j = 0; j < COLS / 8; ++j) {
+            if (j % 4 == 0) __syncwarp();  // or the compiler loads more factors at first than it has registers for
+            const float2 factor = *reinterpret_cast<const float2*>(columns + 8 * j + 2 * t);
+            const float2 bias = *reinterpret_cast<const float2*>(columns + COLS + 8 * j + 2 * t);
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    Sum* const two = sums[w] + 4 * j + 2 * r;
+                    two[0] = as_sum<Sum>(as_float(two[0]) * (row_factor[w][r] * factor.x) + bias.x);
+                    two[1] = as_sum<Sum>(as_float(two[1]) * (row_factor[w][r] * factor.y) + bias.y);
+                }
+        }
+    }
+    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, for a box.
     auto finished = [&](int w, int first, auto& v) {
         constexpr int kCount = sizeof(v) / sizeof(v[0]);
 #pragma unroll
@@ -244,19 +262,6 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 v[j][r] = make_float2(as_float(sums[w][4 * (first + j) + 2 * r]), as_float(sums[w][4 * (first + j) + 2 * r + 1]));
-        if (!FACTORS || !flags.factors()) return;
-        float2 factor[kCount], bias[kCount];
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            factor[j] = *reinterpret_cast<const float2*>(columns + 8 * (first + j) + 2 * t);
-            bias[j] = *reinterpret_cast<const float2*>(columns + COLS + 8 * (first + j) + 2 * t);
-        }
-#pragma unroll
-        for (int j = 0; j < kCount; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                v[j][r] = make_float2(v[j][r].x * (row_factor[w][r] * factor[j].x) + bias[j].x,
-                                      v[j][r].y * (row_factor[w][r] * factor[j].y) + bias[j].y);
     };
     // Rows of the matrices that this lane names to stmatrix: those at columns 8j, those 8 rows below, then both at 8 (j + 1).
     const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;

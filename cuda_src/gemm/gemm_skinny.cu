@@ -50,7 +50,8 @@ struct SkinnyWarp {
     }
 
     // One stage. `fragments`: its activations; `group_shift`: 2^group_shift of k share a scale of the weights, if that is
-    // less than a stage; `period`: steps until sums are promoted, a power of two.
+    // less than a stage; `period`: steps until sums are promoted, a power of two, or 0 if no scale varies along k: the tensor
+    // cores then add up a whole tile.
     RTK_DEVICE void work(const Product& product, const CodeOptions& options, const u8* stage, const u8* fragments,
                          const u8* scales, int group_shift, int period, bool integer) {
         const u8* own_rows = stage + (rows + lane / 4) * kSkinnyRowBytes + lane % 4 * Weights::kBits;
@@ -79,7 +80,7 @@ struct SkinnyWarp {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) mma_pair<Math>(part[r][j + c], left[r][1], {right[c].z, right[c].w});
             }
-            if (i == kSteps - 1 || (i + 1) % period == 0)
+            if (period != 0 && (i == kSteps - 1 || (i + 1) % period == 0))
                 promote(product, scales, (half * kSteps + i) * 32 >> group_shift, Product::kDepth > 128 ? half : 0, integer);
         }
     }
@@ -122,6 +123,34 @@ struct SkinnyWarp {
         return integer ? __int_as_float(__float_as_int(x) + __float_as_int(y)) : x + y;
     }
 
+    // Sums of the tensor cores, times the scales of their group, to the totals.
+    RTK_DEVICE void promote(const Product& product, const u8* scales, int group_b, int group_a, bool integer) {
+        if (integer) {
+            take([&](float total, float part, int, int, int) {
+                return __int_as_float(__float_as_int(total) + __float2int_rn(part));
+            });
+            return;
+        }
+        const int words_b = product.scale_b.words;
+        float of_row[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
+        if (words_b != 0 && !folded) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    of_row[r][h] = skinny_group_scale(scales, rows + lane / 4 + 16 * r + 8 * h, group_b, product.scale_b.kind);
+        }
+        if (product.scale_a.words == 0) {
+            take([&](float total, float part, int r, int, int i) { return fmaf(part, of_row[r][i / 2], total); });
+            return;
+        }
+        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) +
+                                 group_a * Product::kTokens + lane % 4 * 2;
+        take([&](float total, float part, int r, int j, int i) {
+            return fmaf(part, of_row[r][i / 2] * of_tokens[8 * j + i % 2], total);
+        });
+    }
+
    private:
     // Weights of rows 16 r + 8 h + g of this warp, of both products of a step; `codes`: those of row g.
     RTK_DEVICE void decode(const CodeOptions& options, const u8* codes, const u8* scales, int step, int r, int h,
@@ -150,33 +179,6 @@ struct SkinnyWarp {
         u32 pair[4];
         Weights::pairs(raw, scale, options, pair);
         left[0][h] = pair[0], left[0][h + 2] = pair[1], left[1][h] = pair[2], left[1][h + 2] = pair[3];
-    }
-
-    RTK_DEVICE void promote(const Product& product, const u8* scales, int group_b, int group_a, bool integer) {
-        if (integer) {
-            take([&](float total, float part, int, int, int) {
-                return __int_as_float(__float_as_int(total) + __float2int_rn(part));
-            });
-            return;
-        }
-        const int words_b = product.scale_b.words;
-        float of_row[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
-        if (words_b != 0 && !folded) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    of_row[r][h] = skinny_group_scale(scales, rows + lane / 4 + 16 * r + 8 * h, group_b, product.scale_b.kind);
-        }
-        if (product.scale_a.words == 0) {
-            take([&](float total, float part, int r, int, int i) { return fmaf(part, of_row[r][i / 2], total); });
-            return;
-        }
-        const float* of_tokens = reinterpret_cast<const float*>(scales + words_b * (kSkinnyRows * 4)) +
-                                 group_a * Product::kTokens + lane % 4 * 2;
-        take([&](float total, float part, int r, int j, int i) {
-            return fmaf(part, of_row[r][i / 2] * of_tokens[8 * j + i % 2], total);
-        });
     }
 
     // total = function(total, part, rows, tile, place), and part is 0.
@@ -284,6 +286,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     warp.tiles = static_cast<int>((m + 7) / 8);
     warp.folded = (kind & 3) == kScalesUe4m3;
     warp.clear();
+    const int steps_together = integer || words_a != 0 || (words_b != 0 && !warp.folded) ? static_cast<int>(period) : 0;
     // The first times round only ask for stages; quantised activations are converted one time before they are used.
 #pragma unroll 1
     for (int done = 1 - ring; done < count; ++done) {
@@ -302,12 +305,12 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
         const u8* fragments = now + kSkinnyWeightBytes;
         if (++slot == ring) slot = 0;
         if (converted) fragments = ready + (done & 1) * ready_bytes;
-        warp.work(product, options, now, fragments, now + scales_at, static_cast<int>(group_shift), static_cast<int>(period),
-                  integer);
+        warp.work(product, options, now, fragments, now + scales_at, static_cast<int>(group_shift), steps_together, integer);
         ++stage;
         if (stage != k_stages && done + 1 != count) continue;
 
         // The block's share of this tile is done: both halves of the warps, then other blocks' shares.
+        if (steps_together == 0) warp.promote(product, now + scales_at, 0, 0, false);
         warp.settle_flags();
         if (warp.half == 1) warp.put(sums, false, integer);
         __syncthreads();

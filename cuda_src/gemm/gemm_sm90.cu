@@ -8,11 +8,11 @@
 // the next tile is multiplied.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
-// are exact. With SCALES they add over 128 of k from zero, and fp32 registers add up what came out, times its scales:
+// are exact. With SCALES they add over 128 bytes of k from zero, and fp32 registers add up what came out, times its scales:
 //   kNoScales        none in the loop
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
-//   kColumnScales    a factor per row and one per column: 1x128 with 1x128
+//   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
 // FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
 // gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
@@ -36,7 +36,7 @@ struct Totals<Sum, kNoScales> {
     using Type = Sum;
 };
 
-// Scale (i, j) of an operand covers `rows` rows (0: all) and 128 << depth_shift of k.
+// Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
 struct ScalePlace {
     const float* scale;
     i64 row_pitch, depth_pitch, group_pitch;
@@ -100,6 +100,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
+    // Two products of the same rows of a: those are read from shared memory one time.
+    constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS;
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
                                     group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
-                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
                         ptx::tma_load_3d(to, scale_a_map, full, tile.row, static_cast<i32>(block >> of_a.depth_shift), group_a);
                     if (columns_too)
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
-                    const u32 block = static_cast<u32>(tile.k + k) / 128;
+                    const u32 block = static_cast<u32>(tile.k + k) / 64;
                     pipeline.acquire(state);
                     copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
                                 scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
@@ -259,6 +261,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 for (float& sum : sums[w]) sum = 0.0f;
             if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
             Sum part[kUnitCols / 2];
+            u32 left[4][4];
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (tail != 0 && i == blocks - 1)
@@ -268,9 +271,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int unit = 0; unit < WAVES * kHalves; ++unit) {
                     const int w = unit / kHalves, half = unit % kHalves;
+                    if (kLeftInRegisters && half == 0)
+                        Operands::load_left(left, base + state.stage * Operands::kStageBytes,
+                                            static_cast<u32>(w * CONSUMERS + consumer));
                     ptx::wgmma_fence();
-                    Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                    if constexpr (kLeftInRegisters) {
+                        Operands::multiply_left(part, left, stages + state.stage * Operands::kStageBytes, kUnitCols * half);
+                    } else {
+                        Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                                           static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                    }
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, where the products are on their way
                         if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);

@@ -5,6 +5,7 @@
 #include "gemm/operand.cuh"
 #include "gemm/schedule_sm90.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/wgmma_types.cuh"
 
 namespace rtk {
@@ -63,6 +64,21 @@ struct TypedOperands {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             ptx::wgmma_typed<A, B, ACROSS_A, ACROSS_B>(sums, left + i * kNextA, right + i * kNextB, add || i != 0);
+    }
+
+    // The 64 rows `part` of a, all of a stage's k, in registers as wgmma takes them: read one time for several products.
+    RTK_DEVICE static void load_left(u32 (&left)[4][4], const u8* stage, u32 part) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane % 16;
+        const u8* own = stage + part * kAtom + row * kTileRow;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::ldmatrix_x4(left[i], own + ((2 * i + lane / 16 ^ (row & 7)) << 4));
+    }
+
+    RTK_DEVICE static void multiply_left(float (&sums)[64], const u32 (&left)[4][4], ptx::SharedAddress stage, u32 column) {
+        const u64 right = k_major_descriptor(stage + kABytes + column * kTileRow);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ptx::wgmma_left<A, B>(sums, left[i], right + i * kNextKMajor, i != 0);
     }
 
     // By all consumers, before they multiply: what lies behind the first `valid` of k becomes 0. It belongs to the next group,

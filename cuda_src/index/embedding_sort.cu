@@ -66,8 +66,8 @@ RTK_DEVICE void sort_pass(u32* keys, int count, int shift, SortScratch& scratch)
     __syncthreads();
     // Where each (digit, warp) begins: thread t adds up two warps of digit t / 16.
     const int digit = threadIdx.x / (kSortWarps / 2), pair = threadIdx.x % (kSortWarps / 2) * 2;
-    const u32 even = scratch.count[pair][digit], odd = scratch.count[pair + 1][digit];
-    u32 sum = even + odd;
+    const u32 first_count = scratch.count[pair][digit], second_count = scratch.count[pair + 1][digit];
+    u32 sum = first_count + second_count;
 #pragma unroll
     for (int offset = 1; offset < kWarp; offset *= 2) {
         const u32 left = __shfl_up_sync(kAllLanes, sum, offset);
@@ -75,9 +75,9 @@ RTK_DEVICE void sort_pass(u32* keys, int count, int shift, SortScratch& scratch)
     }
     if (lane == kWarp - 1) scratch.total[0][warp] = sum;
     __syncthreads();
-    const u32 start = BlockSum(scratch.total[0]).before + sum - even - odd;
+    const u32 start = BlockSum(scratch.total[0]).before + sum - first_count - second_count;
     scratch.count[pair][digit] = start;
-    scratch.count[pair + 1][digit] = start + even;
+    scratch.count[pair + 1][digit] = start + first_count;
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r)

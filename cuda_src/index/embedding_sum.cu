@@ -4,7 +4,7 @@
 //
 // A block owns a window of the list (a multiple of 32 entries) and a slice of the columns; a thread owns VEC columns.
 // Runs of equal rows that begin in the window belong to it if they end before the 32nd entry of the next one, which
-// skips them. Longer runs are cut at window edges: pieces go to `partial` as fp32, and the last block to arrive adds
+// skips them. Longer runs are cut at window edges: parts go to `partial` as fp32, and the last block to arrive adds
 // them up in order, in two levels (kGroup windows, then the sums of those), so that a row that owns all tokens takes
 // little longer than rows with a few each. Elements of dy have FROM bytes, those of grad TO bytes (common/widths.cuh).
 // Without ADDS, `accumulate` is 0: what grad holds takes a quarter of the registers.
@@ -46,9 +46,9 @@ struct SortedList {
     RTK_DEVICE i64 end(i64 w) const { return (w + 1) * window < tokens ? (w + 1) * window : tokens; }
 };
 
-// The pieces of a cut run: where they are, and who has arrived.
+// The parts of a cut run: where they are, and who has arrived.
 template <int TO, int VEC>
-struct Pieces {
+struct RunParts {
     float* partial;  // at this thread's columns
     i32* counters;   // of this slice
     i64 cols;
@@ -90,7 +90,7 @@ struct Pieces {
         return mine;
     }
 
-    // sum of the pieces of windows first, then every `step`-th up to `final`, starting with a multiple of it.
+    // sum of the parts of windows first, then every `step`-th up to `final`, starting with a multiple of it.
     RTK_DEVICE void add(int first, int final, int step, int run_start, float (&sum)[VEC]) const {
         constexpr int kInFlight = 4;
 #pragma unroll
@@ -113,9 +113,9 @@ struct Pieces {
     }
 };
 
-// Called by all threads of a block after its piece of the run of `row` is in place.
+// Called by all threads of a block after its part of the run of `row` is in place.
 template <int TO, int VEC>
-RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i32 row, int window, int windows) {
+RTK_DEVICE void combine(const RunParts<TO, VEC>& parts, const SortedList& list, i32 row, int window, int windows) {
     u32 before = 0, after = 0;
 #pragma unroll 4
     for (int w = threadIdx.x % kWarp; w < windows; w += kWarp) {
@@ -133,13 +133,13 @@ RTK_DEVICE void combine(const Pieces<TO, VEC>& pieces, const SortedList& list, i
     float sum[VEC];
 #pragma unroll 1
     for (int level = 0; level < (groups > 1 ? 2 : 1); ++level) {
-        if (level == 1) pieces.put(from, from == start, sum);
-        // Two runs may have pieces in a window that begins a group: one that ends there, and one that begins there.
+        if (level == 1) parts.put(from, from == start, sum);
+        // Two runs may have parts in a window that begins a group: one that ends there, and one that begins there.
         const int counter = level == 0 ? 2 * from + (from == start) : 2 * windows + start;
-        if (!pieces.last(counter, level == 0 ? to - from + 1 : groups)) return;
-        pieces.add(level == 0 ? from : start, level == 0 ? to : final, level == 0 ? 1 : kGroup, start, sum);
+        if (!parts.last(counter, level == 0 ? to - from + 1 : groups)) return;
+        parts.add(level == 0 ? from : start, level == 0 ? to : final, level == 0 ? 1 : kGroup, start, sum);
     }
-    pieces.finish(row, sum);
+    parts.finish(row, sum);
 }
 
 template <int FROM, int TO, int VEC, bool ADDS>
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(128, 4)
     const int window = static_cast<int>(blockIdx.x), windows = static_cast<int>(gridDim.x);
     const int lane = threadIdx.x % kWarp;
     const i64 column = (static_cast<i64>(blockIdx.y) * blockDim.x + threadIdx.x) * VEC;
-    const Pieces<TO, VEC> pieces{partial + column, counters + blockIdx.y, cols, grad + column * TO, grad_stride * TO,
+    const RunParts<TO, VEC> parts{partial + column, counters + blockIdx.y, cols, grad + column * TO, grad_stride * TO,
                                  static_cast<int>(gridDim.y), add, grad_half != 0, column < cols};
     const i64 start = window * window_size, end = list.end(window);
     // All that decides who owns which run, requested together.
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(128, 4)
 #pragma unroll
     for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
     bool open = false;       // a run has begun and not ended
-    bool head_cut = false;   // the piece of the first run is in its place
+    bool head_cut = false;   // the part of the first run is in its place
     const i64 stop = end + extra;
     for (i64 base = start; base < stop; base += kWarp) {
         const i64 at = base + lane;
@@ -208,10 +208,10 @@ __global__ void __launch_bounds__(128, 4)
                 const i64 token = entry_token(__shfl_sync(kEveryLane, entry, j));
                 rows[k] = __shfl_sync(kEveryLane, row, j);
                 factor[k] = __shfl_sync(kEveryLane, weight, j);
-                if (j < count && pieces.active) {
+                if (j < count && parts.active) {
                     raw[k] = load_packed<FROM, VEC, false>(dy + token * dy_stride);
                     if (add && ends >> j & 1u)
-                        old[ADDS ? k : 0] = load_packed<TO, VEC, false>(pieces.grad + rows[k] * pieces.grad_stride);
+                        old[ADDS ? k : 0] = load_packed<TO, VEC, false>(parts.grad + rows[k] * parts.grad_stride);
                 }
             }
 #pragma unroll
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(128, 4)
                 const int j = group + k;
                 if (j < count) {
                     float v[VEC];
-                    if (pieces.active) {
+                    if (parts.active) {
                         widen<FROM, VEC>(raw[k], dy_half != 0, v);
 #pragma unroll
                         for (int i = 0; i < VEC; ++i) sum[i] += v[i] * factor[k];
@@ -227,15 +227,15 @@ __global__ void __launch_bounds__(128, 4)
                     open = true;
                     if (ends >> j & 1u) {
                         if (cut) {
-                            pieces.put(window, false, sum);
+                            parts.put(window, false, sum);
                             head_cut = true;
-                        } else if (pieces.active) {
+                        } else if (parts.active) {
                             if (add) {
-                                widen<TO, VEC>(old[ADDS ? k : 0], pieces.half, v);
+                                widen<TO, VEC>(old[ADDS ? k : 0], parts.half, v);
 #pragma unroll
                                 for (int i = 0; i < VEC; ++i) sum[i] += v[i];
                             }
-                            write<TO, VEC>(pieces.grad + rows[k] * pieces.grad_stride, pieces.half, sum);
+                            write<TO, VEC>(parts.grad + rows[k] * parts.grad_stride, parts.half, sum);
                         }
 #pragma unroll
                         for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
@@ -245,12 +245,12 @@ __global__ void __launch_bounds__(128, 4)
             }
         }
     }
-    if (open) pieces.put(window, !cut, sum);
+    if (open) parts.put(window, !cut, sum);
     const bool tail_cut = open && !cut;
     head_cut = head_cut || (open && cut);
 #pragma unroll 1
-    for (int piece = head_cut ? 0 : 1; piece < (tail_cut ? 2 : 1); ++piece)
-        combine(pieces, list, piece == 0 ? first_row : last_row, window, windows);
+    for (int part = head_cut ? 0 : 1; part < (tail_cut ? 2 : 1); ++part)
+        combine(parts, list, part == 0 ? first_row : last_row, window, windows);
 }
 
 }  // namespace rtk

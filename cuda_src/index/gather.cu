@@ -2,15 +2,16 @@
 // all types. A thread moves BYTES at a time: an element, or 16 bytes of neighbours that share an index.
 //
 // The result is dense, of up to four dimensions (sizes in units of BYTES); strides of x (0 along `dim`) are in bytes, those
-// of the index in elements. Indices outside of 0 ... n - 1 stop the kernel, as torch's do. Grid: result / 256; 64-bit offsets.
+// of the index in elements. Indices outside of 0 ... n - 1 stop the kernel, as torch's do; with `from_end` negative ones count
+// from the end. Grid: result / 256; 64-bit offsets.
 #include "common/vec.cuh"
 
 namespace rtk {
 
 template <int BYTES>
 __global__ void __launch_bounds__(256)
-    gather_units(const u8* x, const void* index, u8* out, i64 units, i64 n, i64 x_dim, i64 index_int64, i64 size1,
-                 i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 x0, i64 x1, i64 x2, i64 x3, i64 index0,
+    gather_units(const u8* x, const void* index, u8* out, i64 units, i64 n, i64 x_dim, i64 index_int64, i64 from_end,
+                 i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 x0, i64 x1, i64 x2, i64 x3, i64 index0,
                  i64 index1, i64 index2, i64 index3) {
     const i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at >= units) return;
@@ -25,7 +26,8 @@ __global__ void __launch_bounds__(256)
         c3 = at - rest2 * size3, c2 = rest2 - rest1 * size2, c1 = rest1 - rest0 * size1, c0 = rest0;
     }
     const i64 from = c0 * index0 + c1 * index1 + c2 * index2 + c3 * index3;
-    const i64 i = index_int64 ? static_cast<const i64*>(index)[from] : static_cast<const i32*>(index)[from];
+    i64 i = index_int64 ? static_cast<const i64*>(index)[from] : static_cast<const i32*>(index)[from];
+    if (from_end && i < 0) i += n;
     if (static_cast<u64>(i) >= static_cast<u64>(n)) __trap();
     ptx::st<BYTES>(out + at * BYTES, ptx::ld_keep<BYTES>(x + c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3 + i * x_dim));
 }

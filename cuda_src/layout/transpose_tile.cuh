@@ -28,7 +28,7 @@ struct SingleElements {
 };
 
 // Words of four rows' bytes of four columns, to words of four columns' bytes of those rows.
-RTK_DEVICE void turn_bytes(u32& a, u32& b, u32& c, u32& d) {
+RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
     const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
     const u32 high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
     a = __byte_perm(ab, cd, 0x5410);
@@ -39,7 +39,7 @@ RTK_DEVICE void turn_bytes(u32& a, u32& b, u32& c, u32& d) {
 
 // Rows of a square to its columns, in place.
 template <int S>
-RTK_DEVICE void turn_square(Raw<16> (&raw)[16 / S]) {
+RTK_DEVICE void transpose_square(Raw<16> (&raw)[16 / S]) {
     constexpr int N = 16 / S, kPerWord = 4 / S;
     // Blocks of one word by as many rows as it has elements; afterwards raw[kPerWord * b + i].w[w] belongs to column
     // kPerWord * w + i and rows kPerWord * b ...
@@ -48,7 +48,7 @@ RTK_DEVICE void turn_square(Raw<16> (&raw)[16 / S]) {
 #pragma unroll
         for (int r = 0; r < N; r += kPerWord) {
             if constexpr (S == 1) {
-                turn_bytes(raw[r].w[w], raw[r + 1].w[w], raw[r + 2].w[w], raw[r + 3].w[w]);
+                transpose_bytes(raw[r].w[w], raw[r + 1].w[w], raw[r + 2].w[w], raw[r + 3].w[w]);
             } else if constexpr (S == 2) {
                 const u32 low = __byte_perm(raw[r].w[w], raw[r + 1].w[w], 0x5410);
                 raw[r + 1].w[w] = __byte_perm(raw[r].w[w], raw[r + 1].w[w], 0x7632);
@@ -94,7 +94,7 @@ RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out
             clear(raw[r]);
             if (r < here) raw[r] = ptx::ld_stream<16>(p);
         }
-        turn_square<S>(raw);
+        transpose_square<S>(raw);
         u8* unit = memory + (across * N * kDown + (down ^ (across % kDown))) * 16;
 #pragma unroll
         for (int i = 0; i < N; ++i) {

@@ -7,14 +7,14 @@ namespace rtk {
 // the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
 // elsewhere), sum of scores.
 //
-// A RowGroup owns a row and reads it once, BATCH pieces of 16 bytes per thread at a time; other warps work meanwhile. A
-// thread does not request piece by piece what it will need later: the hardware counts loads, and the compiler gives
+// A RowGroup owns a row and reads it once, BATCH 16-byte vectors per thread at a time; other warps work meanwhile. A
+// thread does not request vector by vector what it will need later: the hardware counts loads, and the compiler gives
 // all those of a loop one count, so that waiting for the oldest is waiting for the youngest.
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
                       i64 cols, i64 x_stride, i64 labels_int64, i64 ignore_index, i64 first, i64 vocabulary,
-                      i64 threads_per_row, i64 passing, double smoothing, double z_loss, double per_column,
+                      i64 threads_per_row, i64 evict_first, double smoothing, double z_loss, double per_column,
                       double softcap) {
     constexpr int VEC = 16 / sizeof(T), BATCH = 4;
     __shared__ GroupScratch<1> scratch[2];
@@ -23,12 +23,12 @@ __global__ void __launch_bounds__(512, 2)
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const bool exists = row < rows;
     const T* source = x + (exists ? row : 0) * x_stride;
-    const Pieces<T> pieces(source, static_cast<int>(cols));
+    const AlignedRow<T> aligned(source, static_cast<int>(cols));
     const int threads = group.threads, pitch = threads * VEC;
-    const T* next = source + pieces.head + group.thread * VEC;
-    int remaining = (exists ? pieces.vectors : 0) - group.thread;  // pieces from this thread's next one to the end
-    const int edge = pieces.edge(group.thread);
-    const u64 policy = ptx::l2_policy(passing != 0);
+    const T* next = source + aligned.head + group.thread * VEC;
+    int remaining = (exists ? aligned.vectors : 0) - group.thread;  // vectors from this thread's next one to the end
+    const int edge = aligned.edge(group.thread);
+    const u64 policy = ptx::l2_policy(evict_first != 0);
     auto load = [&](const T* p) { return load_raw<T, VEC>(p, policy); };
     Raw<16> raw[BATCH];
     load_batch(raw, next, pitch, remaining, threads, load);  // before the label is known: a row that counts must not wait
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(512, 2)
 }
 
 // dx from the saved top and level of each row and the gradient of its loss, dloss[row * dloss_stride] * factor[0]
-// (factor may be null). dx may be x. A block has CHUNKS pieces a thread of one row, or of several short ones.
+// (factor may be null). dx may be x. A block has CHUNKS vectors a thread of one row, or of several short ones.
 template <typename T>
 __global__ void __launch_bounds__(256, 4)
     cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
@@ -88,13 +88,13 @@ __global__ void __launch_bounds__(256, 4)
     if (row >= rows) return;
     x += row * x_stride;
     dx += row * dx_stride;
-    const Pieces<T> pieces(x, static_cast<int>(cols));
+    const AlignedRow<T> aligned(x, static_cast<int>(cols));
     const int start = segment * CHUNKS * group.threads + group.thread;
-    const i64 offset = pieces.head + static_cast<i64>(start) * VEC;
+    const i64 offset = aligned.head + static_cast<i64>(start) * VEC;
     Raw<16> raw[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (start + c * group.threads < pieces.vectors) raw[c] = load_raw<T, VEC, false>(x + offset + c * group.threads * VEC);
+        if (start + c * group.threads < aligned.vectors) raw[c] = load_raw<T, VEC, false>(x + offset + c * group.threads * VEC);
 
     const Labels all{labels, labels_int64 != 0, ignore_index, first, vocabulary};
     const int label = all.column(row, static_cast<int>(cols), report, false);
@@ -106,19 +106,19 @@ __global__ void __launch_bounds__(256, 4)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int vector = start + c * group.threads;
-        if (vector >= pieces.vectors) break;
+        if (vector >= aligned.vectors) break;
         T* out = dx + offset + c * group.threads * VEC;
         if (!counts) {
             store_zeros<T, VEC>(out);
             continue;
         }
-        const int at = label - pieces.head - vector * VEC;
+        const int at = label - aligned.head - vector * VEC;
         float z = 0.0f;
-        if (label >= 0 && at >= 0 && at < VEC) z = score_at(x, label, cap);  // before the piece is overwritten
-        gradient.template store_piece<VEC>(out, raw[c], cap);
+        if (label >= 0 && at >= 0 && at < VEC) z = score_at(x, label, cap);  // before the vector is overwritten
+        gradient.template store_vector<VEC>(out, raw[c], cap);
         if (label >= 0 && at >= 0 && at < VEC) gradient.store_one(dx + label, z, cap, gradient.target);
     }
-    const int edge = segment == 0 ? pieces.edge(group.thread) : -1;
+    const int edge = segment == 0 ? aligned.edge(group.thread) : -1;
     if (edge >= 0) {
         if (counts) {
             gradient.store_one(dx + edge, score_at(x, edge, cap), cap, edge == label ? gradient.target : 0.0f);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 // x *= dloss[row * dloss_stride], in place; rows whose factor is 1 are not touched, so that the usual call (all ones)
-// ends at once without the host knowing. Persistent blocks; a RowGroup owns a row at a time.
+// ends without work, and the host need not know. Persistent blocks; a RowGroup owns a row at a time.
 template <typename T>
 __global__ void __launch_bounds__(256)
     cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,
@@ -203,24 +203,24 @@ __global__ void __launch_bounds__(256)
         const float g = dloss[row * dloss_stride];
         if (g == 1.0f) continue;
         T* line = x + row * x_stride;
-        const Pieces<T> pieces(line, static_cast<int>(cols));
-        for (int start = group.thread; start < pieces.vectors; start += CHUNKS * group.threads) {
-            T* piece = line + pieces.head + static_cast<i64>(start) * VEC;
+        const AlignedRow<T> aligned(line, static_cast<int>(cols));
+        for (int start = group.thread; start < aligned.vectors; start += CHUNKS * group.threads) {
+            T* vectors_at = line + aligned.head + static_cast<i64>(start) * VEC;
             float v[CHUNKS][VEC];
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (start + c * group.threads < pieces.vectors)
-                    load_stream<T, VEC>(piece + c * group.threads * VEC, v[c]);
+                if (start + c * group.threads < aligned.vectors)
+                    load_stream<T, VEC>(vectors_at + c * group.threads * VEC, v[c]);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                if (start + c * group.threads < pieces.vectors) {
+                if (start + c * group.threads < aligned.vectors) {
 #pragma unroll
                     for (int k = 0; k < VEC; ++k) v[c][k] *= g;
-                    store<T, VEC>(piece + c * group.threads * VEC, v[c]);
+                    store<T, VEC>(vectors_at + c * group.threads * VEC, v[c]);
                 }
             }
         }
-        const int edge = pieces.edge(group.thread);
+        const int edge = aligned.edge(group.thread);
         if (edge >= 0) {
             float v[1];
             load_stream<T, 1>(line + edge, v);

@@ -62,8 +62,8 @@ struct Terms {
     RTK_DEVICE float loss(float top, float level, float target, float total) const {
         float value = level + (top - target);
         if (smoothing != 0.0f) {
-            const float even = smoothing * (level + top) - per_column * total;
-            value = (1.0f - smoothing) * value + even;
+            const float uniform = smoothing * (level + top) - per_column * total;
+            value = (1.0f - smoothing) * value + uniform;
         }
         const float lse = top + level;
         return z_loss == 0.0f ? value : value + z_loss * lse * lse;
@@ -86,11 +86,11 @@ struct Gradient {
           offset(g * terms.per_column),
           target(g * (1.0f - terms.smoothing)) {}
 
-    // Of one element, before the slope of the cap.
+    // The gradient of one element, before the slope of the cap.
     RTK_DEVICE float at(float z, float less) const { return exponential<kFast>(z - anchor) * scale - offset - less; }
 
     template <int N, typename C>
-    RTK_DEVICE Raw<sizeof(T) * N> piece(const Raw<sizeof(T) * N>& raw, const C& cap) const {
+    RTK_DEVICE Raw<sizeof(T) * N> vector(const Raw<sizeof(T) * N>& raw, const C& cap) const {
         float z[N];
         scores<T, N>(raw, cap, z);
         if (cap.active()) {
@@ -103,8 +103,8 @@ struct Gradient {
         return pack<T, N>(z);
     }
     template <int N, typename C>
-    RTK_DEVICE void store_piece(T* dx, const Raw<sizeof(T) * N>& raw, const C& cap) const {
-        ptx::st<sizeof(T) * N>(dx, piece<N>(raw, cap));
+    RTK_DEVICE void store_vector(T* dx, const Raw<sizeof(T) * N>& raw, const C& cap) const {
+        ptx::st<sizeof(T) * N>(dx, vector<N>(raw, cap));
     }
     template <typename C>
     RTK_DEVICE void store_one(T* dx, float z, const C& cap, float less) const {

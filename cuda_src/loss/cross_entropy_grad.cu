@@ -1,16 +1,16 @@
 // Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
 //
 // g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
-// dx may be x: a thread reads each of its pieces for the last time before it overwrites it, nobody else reads them, and
-// the label's score and the check for equal scores come before.
-#include "loss/cross_entropy_held.cuh"
-#include "loss/cross_entropy_team.cuh"
+// dx may be x: a thread reads each of its vectors for the last time before it overwrites it, nobody else reads them,
+// and the label's score and the check for equal scores come before.
+#include "loss/row_in_registers.cuh"
+#include "loss/row_cluster.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/prefetch.cuh"
 
 namespace rtk {
 
-// Rows that fit the registers of a group: thread i has the pieces i, i + threads, ... (CHUNKS of them).
+// Rows that fit the registers of a group: thread i has the vectors i, i + threads, ... (CHUNKS of them).
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_grad_short(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
@@ -25,21 +25,21 @@ __global__ void __launch_bounds__(512, 2)
     const bool exists = row < rows;
     const int columns = static_cast<int>(cols);
     const T* source = x + (exists ? row : 0) * x_stride;
-    RowInRegisters<T, CHUNKS> held(source, columns, exists, group.thread, group.threads);
+    RowInRegisters<T, CHUNKS> own_part(source, columns, exists, group.thread, group.threads);
     // Requested now, looked at when the row is there.
     const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = exists ? all.load(row) : ignore_index;
-    held.load_edge(source);
+    own_part.load_edge(source);
     const NoCap cap;
     const int label = all.column(name, row, columns, report, group.thread == 0);
     float target = -kInfinity;
     if (label >= 0) target = score_at(source, label, cap);
 
-    const float top = group_reduce<Max, false>(held.peak(), group, scratch[0], 0);
+    const float top = group_reduce<Max, false>(own_part.peak(), group, scratch[0], 0);
     const Base<T> base(top);
     float total = 0.0f;
-    if (not_zero(smoothing)) total = group_reduce<Sum, false>(held.total(), group, scratch[1], 0);
-    const float sum = group_reduce<Sum, false>(held.exponentials(base, top), group, scratch[0], 1);
+    if (not_zero(smoothing)) total = group_reduce<Sum, false>(own_part.total(), group, scratch[1], 0);
+    const float sum = group_reduce<Sum, false>(own_part.exponentials(base, top), group, scratch[0], 1);
     if (correct != nullptr) {
         const bool largest = label >= 0 && target == top;
         const float hit = first_of_its_score(source, largest ? label : 0, top, cap, group, scratch[1]);
@@ -53,41 +53,41 @@ __global__ void __launch_bounds__(512, 2)
     ptx::wait_for_previous();
     const float g = factor == nullptr ? 1.0f : factor[0];
     const Gradient<T> gradient(terms, g, top, level, ptx::rcp(sum));
-    held.store_gradient(dx + row * dx_stride, gradient, gradient.base_scale, label, target);
+    own_part.store_gradient(dx + row * dx_stride, gradient, gradient.base_scale, label, target);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kLongHeld = 6;  // for 9 a few registers are missing there
+inline constexpr int kLongInRegisters = 6;  // 9 do not fit its registers
 #else
-inline constexpr int kLongHeld = 9;
+inline constexpr int kLongInRegisters = 9;
 #endif
 
 // Long rows: persistent blocks, each alone or with the others of its cluster, hold one row on their multiprocessors: of
-// each thread's pieces, kHeld in registers, `slots` in shared memory; what is beyond is read again for the gradient,
-// soon, so that it comes from L2.
+// each thread's vectors, kInRegisters in registers, `slots` in shared memory; what is beyond is read again for the
+// gradient, soon, so that it comes from L2.
 //
 // Multiprocessors are not equally fast, so after its second row a block draws the next one from a counter that was 0.
 //
-// Memory is to be busy all the time: while the gradient of a row is written, piece by piece, the same piece of the next
-// row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot belongs to
-// one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kAhead pieces before, so that
-// the first pieces of a row come while the sums of the one before are added up, when nothing is free. No more of it:
-// what waits in L2 for more than a few microseconds is gone again (docs/decisions/common.md).
+// Memory is to be busy all the time: while the gradient of a row is written, vector by vector, the same vector of the
+// next row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot
+// belongs to one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kPrefetchVectors
+// vectors before, so that the first vectors of a row come while the sums of the one before are added up, when nothing
+// is free. No more of it: what waits in L2 for microseconds is gone (docs/decisions/common.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                            i64 labels_int64, i64 ignore_index, u32* drawn, i64 slots, i64 turn, i64 blocks, i64 team_threads,
-                            i64 teams, double smoothing, double z_loss, double per_column) {
-    constexpr int VEC = 16 / sizeof(T), kHeld = kLongHeld, kLag = 1, kBeyond = 3, kAhead = 2;
-    static_assert(kHeld % 3 == 0, "summed three at a time");
+                            i64 labels_int64, i64 ignore_index, u32* drawn, i64 slots, i64 prefetch_switch, i64 blocks, i64 cluster_threads,
+                            i64 clusters, double smoothing, double z_loss, double per_column) {
+    constexpr int VEC = 16 / sizeof(T), kInRegisters = kLongInRegisters, kLag = 1, kBeyond = 3, kPrefetchVectors = 2;
+    static_assert(kInRegisters % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];
     __shared__ Exchange<64> exchange[2];
     __shared__ int upcoming[2];  // the row after the one that is being read
     __shared__ float own_gradient;  // of the label, from and to the thread that has it: a register is dear
     ptx::launch_dependents();
-    const Team team(blocks, team_threads);
-    const int thread = team.thread, threads = team.threads, pitch = threads * VEC;
+    const RowCluster cluster(blocks, cluster_threads);
+    const int thread = cluster.thread, threads = cluster.threads, pitch = threads * VEC;
     const int columns = static_cast<int>(cols), used = static_cast<int>(slots);
     const int count = static_cast<int>(rows);  // rows this long are fewer than 2^31
     const ptx::SharedAddress base = ptx::shared_address(memory + threadIdx.x * 16);
@@ -95,50 +95,50 @@ __global__ void __launch_bounds__(640, 1)
     const NoCap cap;
     const bool totals = not_zero(smoothing);
 
-    // Of the row being read: this thread's first piece, and how many pieces there are from it to the end of the row (0
-    // if the row does not count and nothing is read).
+    // The row being read: this thread's first vector, and how many vectors there are from it to the end of the row
+    // (0 if the row does not count and nothing is read).
     const T* source;
     int remaining;
     Running<T> running;
-    // Of the row being written: the same, whether it counts or not; its label's column, if this thread has it.
+    // The row being written: the same, whether it counts or not; its label's column, if this thread has it.
     T* out = dx;
     int left = 0, own = -1;
     bool counts = false;
     Gradient<T> gradient(Terms(0.0, 0.0, 0.0), 0.0f, 0.0f, 0.0f, 0.0f);
-    // Of both.
-    Raw<16> raw[kHeld];
+    // Vectors of either row.
+    Raw<16> raw[kInRegisters];
 
-    auto write = [&](T* to, const Raw<16>& piece) {
+    auto write = [&](T* to, const Raw<16>& vector) {
         if (counts) {
-            ptx::st<16>(to, gradient.template piece<VEC>(piece, cap));
+            ptx::st<16>(to, gradient.template vector<VEC>(vector, cap));
         } else {
             store_zeros<T, VEC>(to);
         }
     };
 
-    int row = -1, next = static_cast<int>(team.row()), phase = 0;
-    int label = all.column(next, columns, report, team.leads());
-    if (threadIdx.x == 0) upcoming[0] = next + static_cast<int>(teams);
-    team.meet();  // before other blocks are written to, they must have started
+    int row = -1, next = static_cast<int>(cluster.row()), phase = 0;
+    int label = all.column(next, columns, report, cluster.leads());
+    if (threadIdx.x == 0) upcoming[0] = next + static_cast<int>(clusters);
+    cluster.meet();  // before other blocks are written to, they must have started
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
-        source = start + Pieces<T, 128>(start, columns).head + thread * VEC;
-        remaining = label >= 0 ? Pieces<T, 128>(start, columns).vectors - thread : 0;
+        source = start + AlignedRow<T, 128>(start, columns).head + thread * VEC;
+        remaining = label >= 0 ? AlignedRow<T, 128>(start, columns).vectors - thread : 0;
         running.reset();
         // Everything walks: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = remaining, to_write = left;
         // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
-        const T* fetched = from + kAhead * pitch;
-        int to_fetch = thread % 8 == 0 ? to_read - kAhead * threads : 0;
+        const T* fetched = from + kPrefetchVectors * pitch;
+        int to_fetch = thread % 8 == 0 ? to_read - kPrefetchVectors * threads : 0;
         auto fetch = [&] {
             if (to_fetch > 0) ptx::prefetch_l2(fetched);
             fetched += pitch;
             to_fetch -= threads;
         };
 #pragma unroll
-        for (int c = 0; c < kHeld; ++c) {
+        for (int c = 0; c < kInRegisters; ++c) {
             if (to_write > 0) write(out, raw[c]);
             fetch();
             if (to_read > 0) raw[c] = load_raw<T, VEC, false>(from);
@@ -168,18 +168,18 @@ __global__ void __launch_bounds__(640, 1)
                     pair[0] = ptx::ld_shared_16(slot);
                     if (to_write > threads) pair[1] = ptx::ld_shared_16(slot + slot_pitch);
 #pragma unroll
-                    for (int c = 0; c < 2; ++c) pair[c] = gradient.template piece<VEC>(pair[c], cap);
+                    for (int c = 0; c < 2; ++c) pair[c] = gradient.template vector<VEC>(pair[c], cap);
                 }
                 ptx::st<16>(out, pair[0]);
                 if (to_write > threads) ptx::st<16>(out + pitch, pair[1]);
             }
-            if (s == static_cast<int>(turn)) {
+            if (s == static_cast<int>(prefetch_switch)) {
                 Raw<4> index{{static_cast<u32>(upcoming[phase])}};
                 ptx::forget(index);  // or all of this is computed in every round, and then chosen or not
                 const int after = static_cast<int>(index.w[0]);
                 if (after < count) {
                     fetched = x + after * x_stride;
-                    const Pieces<T, 128> there(fetched, columns);
+                    const AlignedRow<T, 128> there(fetched, columns);
                     fetched += there.head + thread * VEC;
                     to_fetch = thread % 8 == 0 ? there.vectors - thread : 0;
                 }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(640, 1)
             if (s == 2 * (kLag - 1)) {
                 if (to_sum > 0) {
 #pragma unroll
-                    for (int c = 0; c < kHeld; c += 3) {
+                    for (int c = 0; c < kInRegisters; c += 3) {
                         Raw<16> three[3];
 #pragma unroll
                         for (int i = 0; i < 3; ++i) three[i] = raw[c + i];
@@ -203,14 +203,14 @@ __global__ void __launch_bounds__(640, 1)
                         for (int i = 0; i < 3; ++i) raw[c + i] = three[i];
                     }
                 }
-                to_sum -= kHeld * threads;
+                to_sum -= kInRegisters * threads;
             }
             if (s >= 2 * kLag) {
                 ptx::cp_async_wait<kLag>();
                 sum_pair();
             }
         }
-        if (own >= 0) {  // after the piece around it, which the same thread has written
+        if (own >= 0) {  // after the vector around it, which the same thread has written
             const float one[1] = {own_gradient};
             store<T, 1>(dx + row * dx_stride + own, one);
         }
@@ -222,14 +222,14 @@ __global__ void __launch_bounds__(640, 1)
         ptx::wait_for_previous();
         // Requested now, looked at when the sums are there.
         int then = 0;
-        if (team.leads()) then = 2 * static_cast<int>(teams) + static_cast<int>(atomicAdd(drawn, 1u));
+        if (cluster.leads()) then = 2 * static_cast<int>(clusters) + static_cast<int>(atomicAdd(drawn, 1u));
         const float g = factor == nullptr ? 1.0f : factor[0];
         const i64 next_label = next < count ? all.load(next) : ignore_index;
         Raw<sizeof(T)> target_raw;
         clear(target_raw);
         if (label >= 0) target_raw = load_raw<T, 1>(start + label);
-        const Pieces<T, 128> pieces(start, columns);
-        const int edge = pieces.edge(thread);
+        const AlignedRow<T, 128> aligned(start, columns);
+        const int edge = aligned.edge(thread);
         Raw<sizeof(T)> border_raw;
         clear(border_raw);
         if (label >= 0 && edge >= 0) border_raw = load_raw<T, 1>(start + edge);
@@ -250,27 +250,27 @@ __global__ void __launch_bounds__(640, 1)
         unpack<T, 1>(border_raw, border);
         if (counts && edge >= 0) running.add_edge(border[0], totals);
         phase ^= 1;
-        if (team.leads())
-            for (int i = 0; i < team.blocks; ++i)
+        if (cluster.leads())
+            for (int i = 0; i < cluster.blocks; ++i)
                 ptx::st_cluster(ptx::shared_address(upcoming + phase), i, __int_as_float(then));
         // Its barrier also orders the label's score before any store.
-        share_row(running, team, exchange[phase], totals);
+        share_row(running, cluster, exchange[phase], totals);
         float one_score[1];
         unpack<T, 1>(target_raw, one_score);
         const float target = one_score[0];
         if (correct != nullptr) {
             const bool largest = counts && target == running.top;
-            const float hit = team.first_of_its_score(start, largest ? label : 0, running.top, cap);
-            if (team.leads()) correct[row] = largest ? hit : 0.0f;
+            const float hit = cluster.first_of_its_score(start, largest ? label : 0, running.top, cap);
+            if (cluster.leads()) correct[row] = largest ? hit : 0.0f;
         }
         const Terms terms(smoothing, z_loss, per_column);
         const float level = logf(running.sum);
-        if (team.leads())
+        if (cluster.leads())
             RowResults{loss, stats, rows}.write(row, label, terms, running.top, level, target, running.total);
-        own = pieces.owner(label, threads) == thread ? label : -1;
+        own = aligned.owner(label, threads) == thread ? label : -1;
         gradient = Gradient<T>(terms, g, running.top, level, ptx::rcp(running.sum));
         if (own >= 0) own_gradient = gradient.at(target, gradient.target);
-        left = pieces.vectors - thread;
+        left = aligned.vectors - thread;
         out = dx + row * dx_stride;
         if (edge >= 0) {
             if (counts) {
@@ -279,13 +279,13 @@ __global__ void __launch_bounds__(640, 1)
                 store_zeros<T, 1>(out + edge);
             }
         }
-        out += pieces.head + thread * VEC;
+        out += aligned.head + thread * VEC;
         // What is beyond, from its end: what was read last is the likeliest to be in L2 still.
-        to_write = left - (kHeld + used) * threads;
+        to_write = left - (kInRegisters + used) * threads;
         if (to_write > 0) {
-            const int batches = (pieces.vectors - (kHeld + used) * threads - 1) / (kBeyond * threads);
+            const int batches = (aligned.vectors - (kInRegisters + used) * threads - 1) / (kBeyond * threads);
             from = source + batches * kBeyond * pitch;
-            T* to = out + (kHeld + used) * pitch + batches * kBeyond * pitch;
+            T* to = out + (kInRegisters + used) * pitch + batches * kBeyond * pitch;
             int here = to_write - batches * kBeyond * threads;
 #pragma unroll 1
             for (; here <= to_write; here += kBeyond * threads, from -= kBeyond * pitch, to -= kBeyond * pitch) {
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(640, 1)
                     if (here > c * threads) write(to + c * pitch, beyond[c]);
             }
         }
-        label = all.column(next_label, next, columns, report, team.leads());
+        label = all.column(next_label, next, columns, report, cluster.leads());
     }
 }
 

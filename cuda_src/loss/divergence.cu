@@ -3,10 +3,10 @@
 //   kProbability  target t = P:      t (log t - x)
 //   kLogarithm    target t = log P:  e^t (t - x)
 //   kMixed        target t = log P:  beta P (t - m) + (1 - beta) Q (x - m),  m = log M,  M = beta P + (1 - beta) Q
-// Where a probability is 0 its term and the gradient through it are 0, whatever the logarithm beside it is. Rows whose
+// Where a probability is 0 its term and the gradient through it are 0, whatever its logarithm is. Rows whose
 // label is `ignore` count as 0.
 //
-// Rows are worked on by groups of threads (RowGroup); a thread owns every threads-th piece of VEC columns. Elements
+// Rows are worked on by groups of threads (RowGroup); a thread owns every threads-th vector of VEC columns. Elements
 // have BYTES bytes (common/widths.cuh).
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -16,7 +16,7 @@
 namespace rtk {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; for 4 a few registers are missing here
+inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; 4 do not fit the registers
 #else
 inline constexpr int kForwardBlocks = 4;
 #endif
@@ -70,16 +70,16 @@ RTK_DEVICE bool counts(const void* labels, i64 labels_int64, i64 ignore, i64 row
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Sum of one row over this thread's pieces; also writes the terms if `each` is there, or the gradient times `scale` in x
-// (in the target with kTarget) if `out` is there.
+// Sum of one row over this thread's vectors; also writes the terms if `each` is there, or the gradient times `scale` in
+// x (in the target with kTarget) if `out` is there.
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {
-    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kAccessBytes = BYTES * VEC;
     constexpr bool kFast = BYTES == 2, kLast = MODE != kMixed;
-    const i64 pitch = group.threads * kPiece, end = cols * BYTES;
+    const i64 pitch = group.threads * kAccessBytes, end = cols * BYTES;
     float sum = 0.0f;
-    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+    for (i64 at = group.thread * kAccessBytes; at < end; at += kInFlight * pitch) {
         Packed<BYTES, VEC> a[kInFlight], b[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {
@@ -189,11 +189,11 @@ __global__ void __launch_bounds__(THREADS)
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* each, u8* out, i64 cols,
                                     const RowGroup& group, bool half, float beta, float scale) {
-    constexpr int kInFlight = VEC == 1 ? 4 : 2, kPiece = BYTES * VEC;
+    constexpr int kInFlight = VEC == 1 ? 4 : 2, kAccessBytes = BYTES * VEC;
     constexpr bool kFast = BYTES == 2;
     constexpr bool kNeedsX = kTarget || MODE == kMixed, kLast = MODE != kMixed;
-    const i64 pitch = group.threads * kPiece, end = cols * BYTES;
-    for (i64 at = group.thread * kPiece; at < end; at += kInFlight * pitch) {
+    const i64 pitch = group.threads * kAccessBytes, end = cols * BYTES;
+    for (i64 at = group.thread * kAccessBytes; at < end; at += kInFlight * pitch) {
         Packed<BYTES, VEC> a[kInFlight], b[kInFlight], c[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {

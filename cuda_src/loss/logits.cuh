@@ -1,5 +1,6 @@
-// Rows of logits: how they are cut into pieces, and what is found out about their scores (soft-capped logits) in one go,
-// the largest one, the sum of exponentials relative to it, so that nothing overflows, and the sum. All in fp32.
+// Rows of logits: how they are divided into 16-byte vectors, and what is found out about their scores (soft-capped
+// logits) in one go, the largest one, the sum of exponentials relative to it, so that nothing overflows, and the sum.
+// All in fp32.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -20,15 +21,15 @@ struct Max {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// A row of any alignment: columns [0, head) up to the first multiple of ALIGN bytes, `vectors` pieces of 16 bytes, and
-// the rest. Thread i of a group (of ALIGN threads at least) has edge(i), one column of head or rest, or -1.
-// Wide groups align to whole lines of 128 bytes.
+// A row of any alignment: columns [0, head) up to the first multiple of ALIGN bytes, then `vectors` vectors of 16
+// bytes, then the rest. Thread i of a group (of ALIGN threads at least) has edge(i), one column of head or rest, or -1.
+// Groups of many warps align to whole lines of 128 bytes.
 template <typename T, int ALIGN = 16>
-struct Pieces {
+struct AlignedRow {
     static constexpr int VEC = 16 / sizeof(T);
     int head, vectors, rest;
 
-    RTK_DEVICE Pieces(const T* row, int cols) {
+    RTK_DEVICE AlignedRow(const T* row, int cols) {
         constexpr u64 kPast = ALIGN - 1;
         head = static_cast<int>((0 - reinterpret_cast<u64>(row)) & kPast) / static_cast<int>(sizeof(T));
         head = head < cols ? head : cols;
@@ -118,14 +119,14 @@ struct Base {
         anchor = from * slope;
         correction = kFast ? ptx::ex2(fmaf(-from, slope, anchor)) : 1.0f;
     }
-    // Of logits, not of capped scores.
+    // The exponential of a logit, not of a capped score.
     RTK_DEVICE float at(float z) const {
         if constexpr (kFast) return ptx::ex2(fmaf(z, slope, -anchor));
         return expf(z - anchor);
     }
 };
 
-// Adds up the logits of those pieces for which c * threads < left.
+// Adds up the logits of those vectors for which c * threads < left.
 template <typename T, int B>
 RTK_DEVICE void add_total(const Raw<16> (&raw)[B], int left, int threads, float& total) {
     constexpr int VEC = 16 / sizeof(T);
@@ -139,26 +140,26 @@ RTK_DEVICE void add_total(const Raw<16> (&raw)[B], int left, int threads, float&
     }
 }
 
-// The largest of the logits in some pieces; NaN only if there is nothing else in some of its columns.
+// The largest of the logits in some vectors; NaN only if there is nothing else in some of its columns.
 template <typename T, int B>
 RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
     if constexpr (sizeof(T) == 2) {
         auto larger = [](u32 a, u32 b) {
             return is_same<T, bf16>::value ? ptx::max_bf16x2(a, b) : ptx::max_f16x2(a, b);
         };
-        Raw<4> most[4];
+        Raw<4> largest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            most[i].w[0] = raw[0].w[i];
+            largest[i].w[0] = raw[0].w[i];
 #pragma unroll
-            for (int c = 1; c < B; ++c) most[i].w[0] = larger(most[i].w[0], raw[c].w[i]);
+            for (int c = 1; c < B; ++c) largest[i].w[0] = larger(largest[i].w[0], raw[c].w[i]);
         }
 #pragma unroll
         for (int i = 2; i > 0; i /= 2)
 #pragma unroll
-            for (int k = 0; k < i; ++k) most[k].w[0] = larger(most[k].w[0], most[k + i].w[0]);
+            for (int k = 0; k < i; ++k) largest[k].w[0] = larger(largest[k].w[0], largest[k + i].w[0]);
         float pair[2];
-        unpack<T, 2>(most[0], pair);
+        unpack<T, 2>(largest[0], pair);
         return fmaxf(pair[0], pair[1]);
     } else {
         float peak = __uint_as_float(raw[0].w[0]);
@@ -168,7 +169,7 @@ RTK_DEVICE float peak_of(const Raw<16> (&raw)[B]) {
     }
 }
 
-// A piece of -inf, which adds nothing to a sum of exponentials.
+// A vector of -inf, which adds nothing to a sum of exponentials.
 template <typename T>
 RTK_DEVICE void clear_scores(Raw<16>& raw) {
 #pragma unroll
@@ -176,8 +177,8 @@ RTK_DEVICE void clear_scores(Raw<16>& raw) {
         word = is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
 }
 
-// Loads pieces at `from` and every `pitch` elements, each by `load`. Those for which c * threads < left is false do not
-// exist; they are cleared.
+// Loads vectors at `from` and every `pitch` elements, each by `load`. Those for which c * threads < left is false do
+// not exist; they are cleared.
 template <typename T, int B, typename Load>
 RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads, const Load& load) {
     if (left > (B - 1) * threads) {
@@ -231,7 +232,7 @@ struct Running {
             total += part;
         }
     }
-    // Several pieces of logits at once, without a cap: one maximum and one new base for all. Those for which
+    // Several vectors of logits together, without a cap: one maximum and one new base for all. Those for which
     // c * threads < left is false do not exist and are cleared.
     template <int B>
     RTK_DEVICE void add_batch(Raw<16> (&raw)[B], int left, int threads, bool totals) {

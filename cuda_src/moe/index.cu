@@ -135,8 +135,8 @@ RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
     const int warps = static_cast<int>(gridDim.x * blockDim.x) / kWarp;
     const int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
     const int sharing = max(warps / rows.experts, 1);
-    for (int piece = warp; piece < rows.experts * sharing; piece += warps) {
-        const int expert = piece / sharing, part = piece - expert * sharing;
+    for (int share = warp; share < rows.experts * sharing; share += warps) {
+        const int expert = share / sharing, part = share - expert * sharing;
         const u32 end = rows.first[expert + 1];
         for (u32 row = rows.first[expert] + rows.kept(expert) + part * kWarp + lane; row < end; row += sharing * kWarp)
             slots[row] = -1;

@@ -1,13 +1,13 @@
 // y[rows[t, j]] = x[t] for every choice j of token t, with its probability and its scales; zeros in the rows that no
 // choice fills. Moves bytes: one kernel for all types.
 //
-// A RowGroup of whole warps owns one token: it reads the row once, AHEAD units of BYTES in flight in a thread, and
+// A RowGroup of whole warps owns one token: it reads the row once, IN_FLIGHT units of BYTES in flight in a thread, and
 // writes it to every place it goes. The first `pad_blocks` blocks write the zeros. Grid: pad_blocks + tokens / groups per block.
 #include "moe/rows.cuh"
 
 namespace rtk {
 
-template <int BYTES, int AHEAD>
+template <int BYTES, int IN_FLIGHT>
 __global__ void __launch_bounds__(256)
     moe_permute(const u8* x, const i32* rows, const i32* slots, const float* scale, const u8* probs, const i32* experts,
                 u8* y, float* scale_out, u8* probs_out, i64 tokens, i64 top_k, i64 row_count, i64 units, i64 x_stride,
@@ -27,11 +27,11 @@ __global__ void __launch_bounds__(256)
     const u8* source = x + token * x_stride;
     const int count = static_cast<int>(top_k);
     Choices loaded;
-    for (i64 base = 0; base < units; base += AHEAD * group.threads) {
+    for (i64 base = 0; base < units; base += IN_FLIGHT * group.threads) {
         const i64 unit = base + group.thread;
-        Raw<BYTES> raw[AHEAD];
+        Raw<BYTES> raw[IN_FLIGHT];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
+        for (int k = 0; k < IN_FLIGHT; ++k) {
             const i64 at = unit + k * group.threads;
             clear(raw[k]);
             if (at < units) raw[k] = ptx::ld_stream<BYTES>(source + at * BYTES);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(256)
                 if (row < 0) continue;
                 u8* target = y + (row * units + unit) * BYTES;
 #pragma unroll
-                for (int k = 0; k < AHEAD; ++k)
+                for (int k = 0; k < IN_FLIGHT; ++k)
                     if (unit + k * group.threads < units)
                         ptx::st<BYTES>(target + k * group.threads * BYTES, raw[k]);
             }

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
         const i64 column = job.column + tile.column;
         Raw<16> raw[kTileRows];
         float times[kTileRows];
-        u32 filled = 0;  // bit r: row r has a token; the others are zeros, whatever the factors are
+        u32 rows_with_token = 0;  // bit r: row r has a token; the others are zeros, whatever the factors are
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) {
             const i64 row = job.first + job.above + tile.row + r;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
             if (r >= tile.rows_here) continue;
             const u32 slot = ptx::ld_keep<4>(slots + row).w[0];
             if (slot >= static_cast<u32>(choices)) continue;
-            filled |= 1u << r;
+            rows_with_token |= 1u << r;
             const i64 token = divided(slot, divisor);
             if (column < x_cols) raw[r] = load_raw<T, N>(x + token * x_stride + column);
             times[r] = scale == nullptr ? 1.0f : scale[token];
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 
         for (int i = 0; i < N; ++i)
             factor[i] = smooth != nullptr && i < tile.columns_here ? smooth[column + i] : 1.0f;
         auto value = [&](int r, int i) {
-            return (filled >> r & 1u) != 0 ? element<T>(raw[r], i) * factor[i] * times[r] : 0.0f;
+            return (rows_with_token >> r & 1u) != 0 ? element<T>(raw[r], i) * factor[i] * times[r] : 0.0f;
         };
         float* line = max_abs + job.expert * cols + job.column;
         if constexpr (CODES) {

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
         job.extent = {static_cast<i64>(expert.rows) - expert.above, cols - column};
         ExpertOutput<F8>{q, scale, q_t, scale_t, cols, column_tiles}.tile(expert, block, group, job.out);
     };
-    // What fills this thread's row of a tile: requested early, used late.
+    // What fills this thread's row of a tile: requested before the rows, used after them.
     auto request = [&](u32 index, const GatheredTile<T, F8>& job) {
         const int thread = self();
         i32 slot = -1;
@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     auto receive = [&](u32 index, i32 slot, const GatheredTile<T, F8>& job, u32* to) {
         const int thread = self();
         if (thread >= kTileSide || index >= tiles()) return;
-        const bool filled = static_cast<u32>(slot) < static_cast<u32>(choices);
-        const i32 token = filled ? static_cast<i32>(divided(static_cast<u32>(slot), divisor)) : -1;
-        to[thread] = filled ? static_cast<u32>(token) * static_cast<u32>(x_stride / N) : kNowhere;
+        const bool has_token = static_cast<u32>(slot) < static_cast<u32>(choices);
+        const i32 token = has_token ? static_cast<i32>(divided(static_cast<u32>(slot), divisor)) : -1;
+        to[thread] = has_token ? static_cast<u32>(token) * static_cast<u32>(x_stride / N) : kNowhere;
         if (probs_out == nullptr || !job.leads || thread >= job.extent.rows) return;
         const Probs table_of{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
-        const u8* place = filled ? table_of.place(token, slot - token * static_cast<i32>(top_k)) : nullptr;
+        const u8* place = has_token ? table_of.place(token, slot - token * static_cast<i32>(top_k)) : nullptr;
         store_prob_bits(probs_out + (job.row + thread) * table_of.bytes(), prob_kind,
                         place == nullptr ? 0u : table_of.bits(place));
     };

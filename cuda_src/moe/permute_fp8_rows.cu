@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // What there is one of per row: scale [groups, rows of the expert] by expert from those of the tokens, and probabilities.
 // Rows that no token fills get the scale `empty`, those behind the last expert 0. A thread has one row and reads its
-// token's scales four at a time. Runs after moe_permute_fp8_rows and may start before that one ends.
+// token's scales four at a time. It runs after moe_permute_fp8_rows and may start before that one ends.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_permute_fp8_scales(const float* token_scale, const i32* slots, const i32* offsets, const u8* probs,
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(THREADS)
     const u32 slot = row < row_count ? ptx::ld_keep<4>(slots + row).w[0] : 0u;
     const ExpertTable table(memory, offsets, 0, expert_count, row_count);
     if (row >= row_count) return;
-    const bool inside = row < table.entry[table.experts].row, filled = inside && slot < static_cast<u32>(choices);
-    const u32 token = filled ? divided(slot, divisor) : 0u;
+    const bool inside = row < table.entry[table.experts].row, has_token = inside && slot < static_cast<u32>(choices);
+    const u32 token = has_token ? divided(slot, divisor) : 0u;
     const float otherwise = inside ? static_cast<float>(empty) : 0.0f;
     float* to = scale + row * groups;
     i64 pitch = 1;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     if (probs_out != nullptr) {
         const Probs numbers{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
-        const u8* place = filled ? numbers.place(token, static_cast<int>(slot - token * static_cast<u32>(top_k))) : nullptr;
+        const u8* place = has_token ? numbers.place(token, static_cast<int>(slot - token * static_cast<u32>(top_k))) : nullptr;
         store_prob_bits(probs_out + row * numbers.bytes(), prob_kind, place == nullptr ? 0u : numbers.bits(place));
     }
     ptx::wait_for_previous();
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(THREADS)
         for (; g < count; g += 4) {
             const Raw<16> four = ptx::ld_keep<16>(from + g);
 #pragma unroll
-            for (int i = 0; i < 4; ++i, to += pitch) *to = filled ? __uint_as_float(four.w[i]) : otherwise;
+            for (int i = 0; i < 4; ++i, to += pitch) *to = has_token ? __uint_as_float(four.w[i]) : otherwise;
         }
     }
 #pragma unroll 1
-    for (; g < count; ++g, to += pitch) *to = filled ? __uint_as_float(ptx::ld_keep<4>(from + g).w[0]) : otherwise;
+    for (; g < count; ++g, to += pitch) *to = has_token ? __uint_as_float(ptx::ld_keep<4>(from + g).w[0]) : otherwise;
 }
 
 }  // namespace rtk

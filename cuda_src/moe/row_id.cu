@@ -8,7 +8,7 @@
 
 namespace rtk {
 
-inline constexpr int kTokens = 8, kMostGroups = 32;
+inline constexpr int kTokens = 8, kMaxGroups = 32;
 
 // Which part of a tile of tokens and experts a thread has. Blocks of a chunk (gridDim.y) share the experts.
 template <int VEC, int THREADS>
@@ -23,7 +23,7 @@ struct MapTile {
         first = min(static_cast<int>(blockIdx.y) * share, all);
         columns = min(first + share, all);
         width = max(min(columns - first, THREADS), 1);
-        groups = min(THREADS / width, kMostGroups);
+        groups = min(THREADS / width, kMaxGroups);
         group = static_cast<int>(threadIdx.x) / width;
         column = static_cast<int>(threadIdx.x) - group * width;
     }

@@ -82,7 +82,7 @@ struct Choices {
         if (row >= 0) place = probs.place(token, first + static_cast<int>(threadIdx.x) % kWarp);
         weight = place == nullptr ? 0.0f : probs.value(place);
     }
-    // Of the choice that lane c holds; the whole warp calls. c is known to the compiler: no register for it.
+    // Row and weight of the choice that lane c has; the whole warp calls. c is known to the compiler: no register for it.
     RTK_DEVICE i32 row_of(int c) const { return __shfl_sync(0xffffffffu, row, c); }
     RTK_DEVICE float weight_of(int c) const { return __shfl_sync(0xffffffffu, weight, c); }
     // The choices after the first `count`.

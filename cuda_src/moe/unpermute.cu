@@ -7,8 +7,9 @@
 
 namespace rtk {
 
-// Rows can be asked for when the choices are known: those of tokens as far ahead as run at the same time are asked of L2.
-inline constexpr i64 kTokensAhead = 1024;
+// Rows can be asked for when the choices are known: L2 is asked for those of the token that is as many tokens later as
+// are worked on at the same time.
+inline constexpr i64 kPrefetchTokens = 1024;
 
 // A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested
 // before the first is added. UNITS: accesses of each row in a thread; with more than one, top_k is at most CHOICES, so that
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(256, BLOCKS)
     const int count = static_cast<int>(top_k);
     const i32* own = rows + token * top_k;
     const Probs table{probs, experts, prob_kind, prob_columns, count};
-    if (group.thread == 0 && token + kTokensAhead < tokens) ptx::prefetch_l2(own + kTokensAhead * top_k);
+    if (group.thread == 0 && token + kPrefetchTokens < tokens) ptx::prefetch_l2(own + kPrefetchTokens * top_k);
     Choices loaded;
     const int end = static_cast<int>(vectors), step = group.threads;
     y += static_cast<i64>(group.thread) * kBytes;

@@ -25,8 +25,8 @@ struct Chunk {
         const i64 size = record[0];
         kinds = record[1];
         begin = (index - record[2]) << shift;
-        const i64 left = size - begin, most = 1ll << shift;
-        count = static_cast<int>(left < most ? left : most);
+        const i64 left = size - begin, chunk_size = 1ll << shift;
+        count = static_cast<int>(left < chunk_size ? left : chunk_size);
     }
     RTK_DEVICE int kind(int list) const { return static_cast<int>(kinds >> (2 * list)) & 3; }
     RTK_DEVICE bool aligned() const { return (kinds & kAligned) != 0; }
@@ -50,7 +50,7 @@ RTK_DEVICE void with_type(int kind, F f) {
 
 // N elements of T between memory and fp32; more than 16 bytes take several accesses.
 template <typename T, int N>
-RTK_DEVICE void load_wide(const T* p, float (&f)[N]) {
+RTK_DEVICE void load_parts(const T* p, float (&f)[N]) {
     constexpr int kEach = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
 #pragma unroll
     for (int i = 0; i < N; i += kEach) {

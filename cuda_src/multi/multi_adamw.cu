@@ -2,8 +2,8 @@
 // of the three types, and optionally a bf16 or fp16 copy of the new weights.
 //
 // Lists: 0 weights, 1 gradients, 2 first moments, 3 second moments, 4 step counts (one fp32 number each), 5 copies.
-// One block per chunk; a thread takes 4 elements at a time, of several places at once. adamw_advance runs first and adds 1 to every step count.
-// With *found_inf != 0 neither changes anything.
+// One block per chunk; a thread takes 4 elements at a time, at several places. adamw_advance runs first and adds 1 to
+// every step count. With *found_inf != 0 neither changes anything.
 #include "multi/list.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pdl.cuh"
@@ -40,10 +40,10 @@ RTK_DEVICE void update(const Adam& adam, float* w, const G* g, float* m, float* 
     float weight[kCount][N], gradient[kCount][N], first[kCount][N], second[kCount][N];
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-        load_wide<float, N>(w + k * kStep, weight[k]);
-        load_wide<G, N>(g + k * kStep, gradient[k]);
-        load_wide<float, N>(m + k * kStep, first[k]);
-        load_wide<float, N>(v + k * kStep, second[k]);
+        load_parts<float, N>(w + k * kStep, weight[k]);
+        load_parts<G, N>(g + k * kStep, gradient[k]);
+        load_parts<float, N>(m + k * kStep, first[k]);
+        load_parts<float, N>(v + k * kStep, second[k]);
     }
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {

@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     const i64 base = static_cast<i64>(blockIdx.x - 1) * kWarps;
     const int here = static_cast<int>(tensors - base < kWarps ? tensors - base : kWarps);
-    const i64 most = (1ll << shift) - 1;
+    const i64 chunk_mask = (1ll << shift) - 1;
     const int lane = me % kWarp, warp = me / kWarp;
     constexpr int kWidth = kMultiHeader + 1;
     if (warp < here) {
         const i64* record = table + (base + warp) * kWidth;
-        const i64 count = (record[0] + most) >> shift, first = record[2];
+        const i64 count = (record[0] + chunk_mask) >> shift, first = record[2];
         if (count < kMany) {
             const double sum = warp_combine<kKind>(strided<kKind>(partial, first + lane, first + count, kWarp));
             if (lane == 0) write_result<kKind>(out, 1 + base + warp, sum, raw != 0);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     for (int t = 0; t < here; ++t) {
         const i64* record = table + (base + t) * kWidth;
-        const i64 count = (record[0] + most) >> shift, first = record[2];
+        const i64 count = (record[0] + chunk_mask) >> shift, first = record[2];
         if (count < kMany) continue;
         const double sum = block_combine<kKind, kWarps>(
             strided<kKind>(partial, first + me, first + count, kFinishThreads), scratch);

@@ -1,9 +1,9 @@
 // out = in * factor over lists of tensors, in fp32 with one rounding. With one list in and out are the same tensors;
 // with two, list 0 is written and list 1 read, and the dtypes may differ (a cast is a factor of 1).
 //
-// factor = scale * *by, or, with `most` >= 0 and the norm of everything in *by, min(1, most / (norm + 1e-6)): clipping.
-// Nothing at all is touched where clipping changes nothing. Blocks stay and walk over the chunks, so that such a launch
-// is short.
+// factor = scale * *by, or, with `max_norm` >= 0 and the norm of everything in *by, min(1, max_norm / (norm + 1e-6)):
+// clipping. Nothing at all is touched where clipping changes nothing. Blocks stay and walk over the chunks, so that
+// such a launch is short.
 #include "multi/list.cuh"
 #include "ptx/pdl.cuh"
 
@@ -14,7 +14,7 @@ template <typename In, typename Out, int N, int kCount>
 RTK_DEVICE void scale_vectors(const In* in, Out* out, float factor) {
     float value[kCount][N];
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) load_wide<In, N>(in + k * kMultiThreads * N, value[k]);
+    for (int k = 0; k < kCount; ++k) load_parts<In, N>(in + k * kMultiThreads * N, value[k]);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
 #pragma unroll
@@ -26,11 +26,11 @@ RTK_DEVICE void scale_vectors(const In* in, Out* out, float factor) {
 template <int kInFlight>
 __global__ void __launch_bounds__(kMultiThreads)
     multi_scale(const i64* table, const float* by, i64 tensors, i64 lists, i64 shift, i64 chunks, double scale,
-                double most) {
+                double max_norm) {
     ptx::wait_for_previous();
     float factor = static_cast<float>(scale);
-    if (most >= 0.0) {
-        factor = static_cast<float>(most) / (*by + 1e-6f);
+    if (max_norm >= 0.0) {
+        factor = static_cast<float>(max_norm) / (*by + 1e-6f);
         if (factor >= 1.0f) return;
     } else if (by != nullptr) {
         factor *= *by;

@@ -11,8 +11,9 @@ namespace rtk {
 // dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
 // of less than 2^32 bytes. They are dealt to blocks, and by each of these to its groups, so that no block has two rows more
 // than another. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
-// for its pieces of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a lane of its
-// own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by their first thread.
+// for its vectors of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a
+// lane of its own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by
+// their first thread.
 //
 // PREDICATED: those first loads without branches. layer_norm gains by that, rms_norm does not.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED, bool PREDICATED = false>
@@ -123,7 +124,7 @@ struct BulkRows {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.piece(0, input, c), first_row[input][c]);
+            for (int input = 0; input < kInputs; ++input) ptx::st_shared_16(ring.vector_at(0, input, c), first_row[input][c]);
         }
         ptx::fence_async_shared();
     }

@@ -74,10 +74,10 @@ RTK_DEVICE void load_any_gain(const void* weight, bool weight_fp32, i64 column, 
     }
 }
 
-// The same in two steps: asked for as early as possible, unpacked where it is needed.
+// The same in two steps: asked for as soon as possible, unpacked where it is needed.
 template <typename T, int N>
 struct AskedGain {
-    WideRaw<float, N> raw;  // or N of T in its first part
+    RawParts<float, N> raw;  // or N of T in its first part
 
     // One address for both: loads of either kind into the same registers would wait for each other.
     RTK_DEVICE void ask(const void* weight, bool weight_fp32, i64 column) {
@@ -87,7 +87,7 @@ struct AskedGain {
     }
     RTK_DEVICE void get(bool weight_fp32, float offset, float (&gain)[N]) const {
         if (weight_fp32) {
-            unpack_wide<float, N>(raw, gain);
+            unpack_parts<float, N>(raw, gain);
         } else {
             unpack<T, N>(raw.part[0], gain);
         }

@@ -3,8 +3,9 @@
 
 namespace rtk {
 
-// Forward with the row in registers: thread k of a RowGroup owns the 16-byte pieces k, k + threads, ... (CHUNKS of them),
-// so cols <= CHUNKS * VEC * threads_per_row. Grid: over the rows. All three inputs are requested before the reduction.
+// Forward with the row in registers: thread k of a RowGroup owns the 16-byte vectors k, k + threads, ... (CHUNKS of
+// them), so cols <= CHUNKS * VEC * threads_per_row. Grid: over the rows. All three inputs are requested before the
+// reduction.
 template <typename T, typename W, int CHUNKS>
 __global__ void __launch_bounds__(512)
     group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size, i64 groups,
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(512)
     // One condition per load: those with a branch around them would wait for the first of x.
     const int weight_end = weight != nullptr ? end : 0;
     Raw<16> raw[CHUNKS], gates[CHUNKS];
-    WideRaw<W, VEC> weights[CHUNKS];
+    RawParts<W, VEC> weights[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(512)
             float v[VEC], t[VEC], w[VEC];
             unpack<T, VEC>(raw[c], v);
             unpack<T, VEC>(gates[c], t);
-            unpack_wide<W, VEC>(weights[c], w);
+            unpack_parts<W, VEC>(weights[c], w);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
                 v[i] *= (weight != nullptr ? rstd * w[i] : rstd) * gate_at<T>(t[i]).open;

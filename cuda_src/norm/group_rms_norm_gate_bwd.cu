@@ -15,20 +15,21 @@ namespace rtk {
 //
 // Persistent, for groups of at most CHUNKS * VEC * blockDim channels. RowGroups are counted through all blocks, however many
 // of them a block has: number u always has group u % groups of a token, so weights and their gradients stay in registers, of
-// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one piece: it asks for a
-// row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two pieces,
-// for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32 (`partial`; null when
-// not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice, else one row for each block,
-// of its sums in shared memory; of `cols` numbers if groups share the weight. The order is fixed by the grid, never by
-// timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112 registers leave room for a block of
-// column_sum; `early`: these may come and wait there. *_outer, *_inner and x_group are in bytes, less than 2^32 of them.
+// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one vector: it asks for
+// a row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two
+// vectors, for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32
+// (`partial`; null when not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice,
+// else one row for each block, of its sums in shared memory; of `cols` numbers if groups share the weight. The order is
+// fixed by the grid, never by timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
+// registers leave room for a block of column_sum; `overlaps_next`: these may come and wait there. *_outer, *_inner and
+// x_group are in bytes, less than 2^32 of them.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
                             i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
-                            i64 by_groups, i64 weight_fp32, i64 early, double eps) {
+                            i64 by_groups, i64 weight_fp32, i64 overlaps_next, double eps) {
     constexpr bool kRegisters = CHUNKS == 1;
     constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
     extern __shared__ __align__(16) u8 memory[];
@@ -90,10 +91,10 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
             for (Raw<16>& raw : in_flight[stage]) clear(raw);
             fetch(first + stage * step, stage);
         } else if (stage != kStages - 1) {  // the last one is fetched when work begins
-            const bool few = first + (kStages - 1) * step >= last;
+            const bool unused_stages = first + (kStages - 1) * step >= last;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
-                if (stage == 0 && (few || !has(c))) ring.zero(memory, c);
+                if (stage == 0 && (unused_stages || !has(c))) ring.zero(memory, c);
             fetch(first + stage * step, stage);
         }
     };
@@ -106,7 +107,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     }
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) begin(stage);
-    if (early) ptx::launch_dependents();
+    if (overlaps_next) ptx::launch_dependents();
     float epsilon = static_cast<float>(eps);
     ptx::keep(epsilon);
     const float inverse = 1.0f / static_cast<float>(cols);
@@ -180,16 +181,16 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if constexpr (!kRegisters) ring.next_row();
     };
     // Rows that share warps go on as long as one of the block has a token.
-    const u32 least = FORM >= kWarps ? first : divided(before, by_groups);
-    const u32 left = least < step ? static_cast<u32>(tokens) : 0;
+    const u32 lowest_token = FORM >= kWarps ? first : divided(before, by_groups);
+    const u32 left = lowest_token < step ? static_cast<u32>(tokens) : 0;
     u32 token = first;
-    while (token - first + least < left) {
+    while (token - first + lowest_token < left) {
 #pragma unroll
-        for (int stage = 0; stage < (kRegisters ? kStages : 1) && token - first + least < left; ++stage, token += step)
+        for (int stage = 0; stage < (kRegisters ? kStages : 1) && token - first + lowest_token < left; ++stage, token += step)
             work(token, stage);
     }
 
-    if (!early) ptx::launch_dependents();
+    if (!overlaps_next) ptx::launch_dependents();
     if (partial == nullptr) return;
     const int size = static_cast<int>(cols), count = static_cast<int>(groups);
     const bool shared = weight_group == 0;

@@ -9,7 +9,7 @@ namespace rtk {
 // How the threads of a row lie in warps.
 enum RowForm {
     kLanes,   // a power of two of at most 32 lanes
-    kPieces,  // a multiple of four lanes, some of which share their warp with other rows
+    kQuads,  // a multiple of four lanes, some of which share their warp with other rows
     kWarps,   // whole warps
     kTwoWarps,
     kFourWarps,
@@ -28,15 +28,14 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
 }
 
 // How many rows a thread has in registers, the one it works on included: three where some of 512 threads are idle or a row
-// has more than four warps (8192x5120, 4 groups: 107.6 instead of 110.0 us; 8192x8192: 167.1, 169.7), else two (8192x4096:
-// 87.4, 88.7).
-RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kPieces || form == kWarps ? 3 : 2; }
+// has more than four warps, else two (docs/decisions/norm.md, rows in registers).
+RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kQuads || form == kWarps ? 3 : 2; }
 
 // Sums of two numbers over the row of a thread, which has them all in the end. Blocks of at most 512 threads.
 template <int FORM>
 struct PairSums {
-    static constexpr int kSlots = FORM == kPieces ? 128 : 16;
-    float slot[3][kSlots][2];  // used by turns, so that one barrier for each pair is enough
+    static constexpr int kSlots = FORM == kQuads ? 128 : 16;
+    float slot[3][kSlots][2];  // used alternately, so that one barrier for each pair is enough
 
     // `phase` changes from call to call.
     RTK_DEVICE void sum(float& a, float& b, const RowGroup& group, int phase) {
@@ -49,7 +48,7 @@ struct PairSums {
         const bool odd = threadIdx.x & 1;  // even lanes carry a, odd ones b
         float mine = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 1);
 #pragma unroll
-        for (int offset = 2; offset < (FORM == kPieces ? 8 : kWarp); offset *= 2)
+        for (int offset = 2; offset < (FORM == kQuads ? 8 : kWarp); offset *= 2)
             if (offset < span) mine += __shfl_xor_sync(kAll, mine, offset);
         if constexpr (FORM == kLanes) {
             const float other = __shfl_xor_sync(kAll, mine, 1);
@@ -84,7 +83,7 @@ struct PairSums {
     // Rows that share warps meet at one barrier.
     RTK_DEVICE static void meet(const RowGroup& group) {
         int shift = 0;  // of the number of them
-        if constexpr (FORM == kPieces)
+        if constexpr (FORM == kQuads)
             for (int lanes = group.threads; lanes % kWarp != 0; lanes *= 2) ++shift;
         ptx::named_barrier_sync((group.index >> shift) + 1, group.threads << shift);
     }

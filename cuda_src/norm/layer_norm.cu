@@ -12,9 +12,10 @@
 
 namespace rtk {
 
-// Forward with the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them)
-// of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are requested at
-// the end: other blocks have left them in L1, and the registers they would need are better spent on more blocks.
+// Forward with the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of
+// them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are
+// requested at the end: other blocks have left them in L1, and the registers they would need are better spent on more
+// blocks.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
 __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
@@ -82,14 +83,14 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
             ptx::forget(raw[c]);
-            WideRaw<W, VEC> gains, biases;
+            RawParts<W, VEC> gains, biases;
             clear(gains), clear(biases);
             if (weighted) gains = load_keep_raw<W, VEC>(weight + c * pitch);
             if (biased) biases = load_keep_raw<W, VEC>(bias + c * pitch);
             float h[VEC], gain[VEC], shift[VEC];
             unpack<T, VEC>(raw[c], h);
-            unpack_wide<W, VEC>(gains, gain);
-            unpack_wide<W, VEC>(biases, shift);
+            unpack_parts<W, VEC>(gains, gain);
+            unpack_parts<W, VEC>(biases, shift);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * (gain[i] + base) + shift[i];
             store<T, VEC>(y + c * pitch, h);
@@ -99,26 +100,27 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
 
 // Threads on a multiprocessor that its registers must suffice for.
 template <typename T, typename W, int VECTORS>
-constexpr int even_resident() {
+constexpr int uniform_resident() {
     if (VECTORS > 2) return sizeof(W) > sizeof(T) || !RTK_HAS_TMA ? 768 : 1024;
     return sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280;
 }
 
-// Forward for rows of exactly VECTORS pieces of 16 bytes for each thread of a block, without a residual: nothing is masked,
-// and there is one barrier. Every warp works with the differences from the mean of its own columns, which are equally many
-// for all; the means are merged as differences from that of the first warp, which costs no digits either. Blocks have at most THREADS threads, with two pieces that many or one warp
-// less. Takes the arguments of layer_norm_fwd.
+// Forward for rows of exactly VECTORS 16-byte vectors for each thread of a block, without a residual: nothing is
+// masked, and there is one barrier. Every warp works with the differences from the mean of its own columns, which are
+// equally many for all; the means are merged as differences from that of the first warp, which costs no digits either.
+// Blocks have at most THREADS threads, with two vectors that many or one warp less. Takes the arguments of
+// layer_norm_fwd.
 template <typename T, typename W, int VECTORS, int THREADS>
-__global__ void __launch_bounds__(THREADS, even_resident<T, W, VECTORS>() / THREADS)
-    layer_norm_fwd_even(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,
+__global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / THREADS)
+    layer_norm_fwd_uniform(const T* x, const T*, const W* weight, const W* bias, T* y, T*, i64, i64 cols, i64 x_stride, i64, i64,
                         double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T), kMaxWarps = THREADS / kWarp;
     constexpr float kEach = VECTORS * kWarp * VEC;  // columns of a warp
     constexpr bool kExact = sizeof(T) == 2;        // of a warp's columns also those of fp16 are (kExactSums)
-    constexpr bool kEarly = VECTORS <= 2;           // weight and bias are requested before the sums are merged
+    constexpr bool kLoadsBeforeSums = VECTORS <= 2;           // weight and bias are requested before the sums are merged
     __shared__ float means[kMaxWarps], squares[kMaxWarps];
     const int threads = static_cast<int>(blockDim.x);
-    constexpr int pitch = kWarp * VEC;  // the pieces of a warp lie side by side
+    constexpr int pitch = kWarp * VEC;  // the vectors of a warp lie side by side
     const int column = static_cast<int>(threadIdx.x / kWarp * VECTORS * kWarp + threadIdx.x % kWarp) * VEC;
     x += blockIdx.x * x_stride + column;
     Raw<16> raw[VECTORS];
@@ -158,8 +160,8 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, VECTORS>() / THRE
     __syncthreads();
     const bool weighted = weight != nullptr, biased = bias != nullptr;
     weight += column, bias += column;
-    WideRaw<W, VEC> gains[kEarly ? VECTORS : 1], biases;
-    auto load_gains = [&](int c, WideRaw<W, VEC>& to) {
+    RawParts<W, VEC> gains[kLoadsBeforeSums ? VECTORS : 1], biases;
+    auto load_gains = [&](int c, RawParts<W, VEC>& to) {
         clear(to);
         if (weighted) to = load_keep_raw<W, VEC>(weight + c * pitch);
     };
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, VECTORS>() / THRE
         clear(biases);
         if (biased) biases = load_keep_raw<W, VEC>(bias + c * pitch);
     };
-    if constexpr (kEarly) {
+    if constexpr (kLoadsBeforeSums) {
 #pragma unroll
         for (int c = 0; c < VECTORS; ++c) load_gains(c, gains[c]);
         load_biases(0);
@@ -199,18 +201,18 @@ __global__ void __launch_bounds__(THREADS, even_resident<T, W, VECTORS>() / THRE
     y += blockIdx.x * cols + column;
 #pragma unroll
     for (int c = 0; c < VECTORS; ++c) {
-        if constexpr (!kEarly) {
+        if constexpr (!kLoadsBeforeSums) {
             load_gains(0, gains[0]), load_biases(0);
             weight += pitch, bias += pitch;
         }
         ptx::forget(raw[c]);
         float h[VEC], gain[VEC], shift[VEC];
         unpack<T, VEC>(raw[c], h);
-        unpack_wide<W, VEC>(gains[kEarly ? c : 0], gain);
-        unpack_wide<W, VEC>(biases, shift);
+        unpack_parts<W, VEC>(gains[kLoadsBeforeSums ? c : 0], gain);
+        unpack_parts<W, VEC>(biases, shift);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) h[i] = (h[i] - mean) * rstd * (gain[i] + base) + shift[i];
-        if (kEarly && c + 1 < VECTORS) load_biases(c + 1);
+        if (kLoadsBeforeSums && c + 1 < VECTORS) load_biases(c + 1);
         store<T, VEC>(y, h);
         y += pitch;
     }

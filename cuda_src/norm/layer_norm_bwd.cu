@@ -15,13 +15,13 @@ namespace rtk {
 //   dh = rstd * (g - mean(g) - d * rstd^2 * mean(g * d)) + dsum;  dweight, dbias: sums of dy * d * rstd and dy over rows.
 // mean and rstd are recomputed, since h is read anyway: four sums over the row, with one barrier (merge_warps).
 //
-// Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a
-// RowGroup owns a row, thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2
-// gains and inputs stay in registers, of which enough are left for a block of column_sum to wait beside this one; with more
-// they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a group, over
-// the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid, partial_stride]
-// (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the rows up: the order
-// is fixed by the grid, never by timing.
+// Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 16-byte vectors: a
+// RowGroup owns a row, thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to
+// 2 gains and inputs stay in registers, of which enough are left for a block of column_sum to wait while this one runs;
+// with more they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a
+// group, over the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid,
+// partial_stride] (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the
+// rows up: the order is fixed by the grid, never by timing.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     layer_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
@@ -35,7 +35,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     const RowGroup group(threads_per_row);
     const WarpColumns<VEC, CHUNKS> columns(group, cols);
     RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait while this one runs
     const int step = static_cast<int>(gridDim.x) * group.count;
     const int first = static_cast<int>(blockIdx.x) * group.count + group.index;
     const float epsilon = static_cast<float>(eps);
@@ -64,10 +64,10 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     };
 
     // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
-    const bool few = first + (STAGES - 1) * step >= count;
+    const bool unused_stages = first + (STAGES - 1) * step >= count;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (few || c * pitch >= room) ring.zero(memory, c);
+        if (unused_stages || c * pitch >= room) ring.zero(memory, c);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) fetch(first + s * step);
     float gain[kKeep ? CHUNKS : 1][VEC], dweight[CHUNKS][VEC], dbias[CHUNKS][VEC];
@@ -87,12 +87,12 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         fetch(row + (STAGES - 1) * step);
         ring.wait();
         float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
-        // Calls visit(dy, h, gain) for a piece, `again` if not for the first time; past the end all are 0.
-        auto piece = [&](int c, bool again, const auto& visit) {
+        // Calls visit(dy, h, gain) for a vector, `second_pass` if not for the first time; past the end all are 0.
+        auto visit_vector = [&](int c, bool second_pass, const auto& visit) {
             float(&incoming)[VEC] = dy_kept[kKeep ? c : 0];
             float(&v)[VEC] = h_kept[kKeep ? c : 0];
             float(&w)[VEC] = gain[kKeep ? c : 0];
-            if (!kKeep || !again) {
+            if (!kKeep || !second_pass) {
                 ring.template read<T>(0, c, incoming);
                 ring.template read<T>(1, c, v);
             }
@@ -107,7 +107,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         float differences = 0.0f;                  // sum of d, 0 but for what rounding made of the mean
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
-            piece(c, false, [&](const auto& incoming, const auto& v, const auto& w) {
+            visit_vector(c, false, [&](const auto& incoming, const auto& v, const auto& w) {
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) sums[0] += v[i] * kSmallPart, sums[2] += incoming[i] * w[i];
             });
@@ -117,7 +117,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             const float centre = c * pitch < room ? sums[0] : 0.0f;  // past the end h is 0
-            piece(c, true, [&](const auto& incoming, const auto& v, const auto& w) {
+            visit_vector(c, true, [&](const auto& incoming, const auto& v, const auto& w) {
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const float d = v[i] - centre;
@@ -144,7 +144,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
             T* out_row = dh + static_cast<i64>(row) * cols + column;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                piece(c, true, [&](const auto& incoming, const auto& v, const auto& w) {
+                visit_vector(c, true, [&](const auto& incoming, const auto& v, const auto& w) {
                     float out[VEC];
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) {

@@ -7,12 +7,14 @@
 
 namespace rtk {
 
-// What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two pieces of a row in a thread, but in one pass over them: dh, and a
-// row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 pieces of 16 bytes.
+// What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two vectors of a row in a thread, but in one pass over them:
+// dh, and a row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 16-byte
+// vectors.
 //
-// Arguments take their time to come, 64 bytes at once. So two numbers share one (the first in its lower half), and what the
-// first loads need comes first: rows and columns; bytes from row to row of dy and h; threads of a row, and stages of the ring
-// + 256 * groups; of dsum, and flags (1: the weight is of fp32, 2: sums for a bias too); eps and offset, of fp32.
+// Kernel arguments come 64 bytes at a time, which takes a while. So two numbers share one (the first in its lower
+// half), and what the first loads need comes first: rows and columns; bytes from row to row of dy and h; threads of a
+// row, and stages of the ring + 256 * groups; of dsum, and flags (1: the weight is of fp32, 2: sums for a bias too);
+// eps and offset, of fp32.
 template <typename T, bool DSUM>
 __global__ void __maxnreg__(128)
     layer_norm_bwd_bulk(const T* dy, const T* h, i64 rows_cols, i64 pitches, i64 threads_stages, const void* weight, T* dh,
@@ -46,7 +48,7 @@ __global__ void __maxnreg__(128)
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
         Raw<16> kept[DSUM ? 3 : 2][CHUNKS];  // dy, h, dsum; past the end 0
-        float d[VEC], v[VEC];                // of a piece: dy, and h or what is left of it
+        float d[VEC], v[VEC];                // of a vector: dy, and h or what is left of it
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
@@ -116,7 +118,7 @@ __global__ void __maxnreg__(128)
         return;
     }
     const int apart = ring.group_bytes() / 4;
-    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // two rows in the ring of each group
+    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMaxStages);  // two rows in the ring of each group
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (ring.has(c)) {

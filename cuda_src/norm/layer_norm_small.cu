@@ -5,21 +5,22 @@
 
 namespace rtk {
 
-// A block for each row, of whole warps; thread i owns the 16-byte pieces i, i + threads, ... (CHUNKS of them, the first one of
-// every warp exists). Everything that is read is requested at the start, and there is one barrier: every warp works with
-// differences from the mean of its own columns, and these are merged as differences from the first warp's. residual (then
-// sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise T.
+// A block for each row, of whole warps; thread i owns the 16-byte vectors i, i + threads, ... (CHUNKS of them, the
+// first one of every warp exists). Everything that is read is requested at the start, and there is one barrier: every
+// warp works with differences from the mean of its own columns, and these are merged as differences from the first
+// warp's. residual (then sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise
+// T.
 //
 // What the first loads need is in the first 64 bytes of arguments, which come together; two numbers share one (the first in
 // its lower half): columns and wide; eps and offset, of fp32.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(1024, 1)
-    layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_wide,
+    layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_weight_fp32,
                          i64 x_stride, i64 residual_stride, i64 eps_offset) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ float4 of_warps[kWarp];  // number near the mean, sums of differences and of their squares, share of the row
-    const int cols = static_cast<int>(lower(cols_wide)), threads = static_cast<int>(blockDim.x);
-    const bool weight_fp32 = upper(cols_wide) != 0;
+    const int cols = static_cast<int>(lower(cols_weight_fp32)), threads = static_cast<int>(blockDim.x);
+    const bool weight_fp32 = upper(cols_weight_fp32) != 0;
     const int column = static_cast<int>(threadIdx.x) * VEC, pitch = threads * VEC;
     const int room = cols - column;  // columns from this thread's first one on
     x += blockIdx.x * x_stride + column;
@@ -113,11 +114,11 @@ __global__ void __launch_bounds__(1024, 1)
     }
 }
 
-// The same for one piece of 16 bytes in a thread, a weight and a bias of T, no offset and no residual. Instructions come from
-// memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
+// The same for one 16-byte vector in a thread, a weight and a bias of T, no offset and no residual. Instructions come
+// from memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
 template <typename T>
 __global__ void __launch_bounds__(1024)
-    layer_norm_fwd_piece(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {
+    layer_norm_fwd_vector(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ float4 of_warps[kWarp];
     const int cols = static_cast<int>(lower(cols_eps));

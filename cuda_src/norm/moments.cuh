@@ -10,8 +10,8 @@ namespace rtk {
 // 1/sqrt(variance) of a row with this mean; 0 if squares overflowed though all numbers are finite.
 RTK_DEVICE float finite_rstd(float variance, float mean) { return variance == variance ? rsqrtf(variance) : mean * 0.0f; }
 
-// How many columns a row has, and how many of them a warp of its group. Threads own CHUNKS pieces of VEC columns, one
-// piece of every other thread apart.
+// How many columns a row has, and how many of them a warp of its group. Threads own CHUNKS vectors of VEC columns, one
+// vector of every other thread apart.
 template <int VEC, int CHUNKS>
 struct WarpColumns {
     int threads, warp, cols;
@@ -76,8 +76,8 @@ RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& 
 
 // The same of four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, of
 // (h - shift)^2, g and g * (h - shift), where `shift` is the mean of VEC of these columns. The squares are then at most as
-// many times larger than those of differences from the mean as the warp has pieces of VEC columns, and no more than that
-// cancels. Every warp has said how many columns it has (count_columns) before the group's first barrier.
+// many times larger than those of differences from the mean as the warp has vectors of VEC columns, and no more than
+// that cancels. Every warp has said how many columns it has (count_columns) before the group's first barrier.
 struct ShiftedSums {
     float sums[4], shift, columns, per_column, unused;
 };

@@ -11,7 +11,7 @@
 
 namespace rtk {
 
-// The row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them), so
+// The row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of them), so
 // cols <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row:
 // threads_per_row is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 // `given`: rstd and mean are inputs, nothing is summed up. Null means absent: residual and sum, weight, bias, q and
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     const float base = weighted ? static_cast<float>(offset) : 1.0f;
 
     Raw<16> raw[CHUNKS];
-    WideRaw<W, VEC> gains[CHUNKS];
+    RawParts<W, VEC> gains[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
@@ -123,20 +123,20 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     }
 
     // All values at once, in the registers of what they come from: one chain of shuffles and one scale per thread
-    // for all pieces, instead of one after the other.
+    // for all vectors, instead of one after the other.
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         float gain[VEC], shift[VEC];
-        unpack_wide<W, VEC>(gains[c], gain);
+        unpack_parts<W, VEC>(gains[c], gain);
         if (base != 0.0f) {  // the same for all threads, and an instruction per element less
 #pragma unroll
             for (int i = 0; i < VEC; ++i) gain[i] += base;
         }
         if constexpr (CENTRED) {
-            WideRaw<W, VEC> shifts;
+            RawParts<W, VEC> shifts;
             clear(shifts);
             if (bias != nullptr && inside[c]) shifts = load_keep_raw<W, VEC>(bias + column + c * pitch);
-            unpack_wide<W, VEC>(shifts, shift);
+            unpack_parts<W, VEC>(shifts, shift);
         }
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {

@@ -14,14 +14,14 @@ namespace rtk {
 
 using KnownShared = RingShared<4, kGroups>;
 
-// One thread: all tiles from a turn on; the last turns are one end for each group.
+// One thread: all tiles from the first_tile-th on; the last fetches are one end for each group.
 template <typename Walk>
-RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_turn) {
+RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_tile) {
     int down, across;
     RingStage<KnownShared::kSlots> ring_stage;
-    ring_stage.next(first_turn);
+    ring_stage.next(first_tile);
 #pragma unroll 1
-    for (int i = first_turn; i < kGroups || walk.find(i - kGroups, down, across); ++i, ring_stage.next()) {
+    for (int i = first_tile; i < kGroups || walk.find(i - kGroups, down, across); ++i, ring_stage.next()) {
         if (i >= KnownShared::kSlots)
             ptx::mbarrier_wait(ptx::shared_address(&shared.empty[ring_stage.slot]), ring_stage.phase ^ 1);
         fetch_tile(shared, x, walk, i, ring_stage.slot);
@@ -41,7 +41,7 @@ struct RingNumbers {
     float by[4];
     Raw<16> raw_gains;
 
-    // Asks for those of the turn's tile, if there is one.
+    // Asks for those of the tile, if there is one.
     RTK_DEVICE void load() {
         int down, across;
         exist = walk.find(ring_stage, down, across);
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     extern __shared__ __align__(1024) u8 memory[];
     KnownShared& shared = *reinterpret_cast<KnownShared*>(memory);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0) - kGroups * kGroupWarps;
-    constexpr int kBeside = ROWS ? kGroups : 1;
-    const RingWalk<kBeside> walk(rows, cols, after != 0);
+    constexpr int kNeighbours = ROWS ? kGroups : 1;
+    const RingWalk<kNeighbours> walk(rows, cols, after != 0);
     const bool fetches = threadIdx.x == kGroups * kGroupThreads;
-    RingNumbers<T, RingWalk<kBeside>> numbers = {
+    RingNumbers<T, RingWalk<kNeighbours>> numbers = {
         walk, {weight, weight_fp32 != 0, static_cast<int>(cols), static_cast<float>(offset)}, rstd, static_cast<int>(rows)};
     if (warp == 1 && after == 0) numbers.load();
     if (fetches) {

@@ -2,10 +2,10 @@
 // there, which tiles a block takes, how they get there, and which part of a tile of 128 x 128 a thread has.
 //
 // A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: row 8 * i + j is at place 16 * j + i, so
-// that a thread finds its eight rows all the same way; the 16 bytes of piece p of place r are at piece p ^ (r % 8). Codes
-// leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address: groups are nine columns apart,
-// the ninth being outside of the tensor, so that threads with neighbouring groups, which write the same bytes of the same
-// column of each, meet different banks.
+// that a thread finds its eight rows all the same way; the 16 bytes of vector p of place r are at vector p ^ (r % 8).
+// Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address: groups are nine
+// columns apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which write the same
+// bytes of the same column of each, meet different banks.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/mbarrier.cuh"
@@ -22,7 +22,8 @@ inline constexpr int kBoxBytes = kSide * 128;
 inline constexpr int kCodesPitch = 9 * kSide;
 inline constexpr int kMaximaPitch = kSide + 16;
 
-// SLOTS tiles of x, and room for the transposed codes of STAGED tiles: one for each group, or one for both by turns.
+// SLOTS tiles of x, and room for the transposed codes of STAGED tiles: one for each group, or one that both use
+// alternately.
 template <int SLOTS, int STAGED>
 struct RingShared {
     static constexpr int kSlots = SLOTS, kStaged = STAGED;
@@ -73,28 +74,28 @@ struct RingStage {
     }
 };
 
-// The block's tiles in their order, BESIDE neighbours at a time, one for each group. `backwards`: from the last strip of
-// 128 rows to the first.
-template <int BESIDE>
+// The block's tiles in their order, NEIGHBOURS neighbours at a time, one for each group. `backwards`: from the last
+// strip of 128 rows to the first.
+template <int NEIGHBOURS>
 struct RingWalk {
     u32 strips, tiles_across;  // and sets of neighbours in a strip
     bool backwards;
 
     RTK_DEVICE RingWalk(i64 rows, i64 cols, bool from_the_end)
         : strips(static_cast<u32>(ceil_div(rows, kSide))),
-          tiles_across(static_cast<u32>(ceil_div(cols, BESIDE * kSide))),
+          tiles_across(static_cast<u32>(ceil_div(cols, NEIGHBOURS * kSide))),
           backwards(from_the_end) {}
 
-    // Finds the tile of a turn; false if there is none.
+    // Finds the tile of a stage; false if there is none.
     RTK_DEVICE bool find(int ring_stage, int& down, int& across) const {
-        const u32 place = blockIdx.x + static_cast<u32>(ring_stage / BESIDE) * gridDim.x, above = place / tiles_across;
-        across = static_cast<int>((place - above * tiles_across) * BESIDE) + ring_stage % BESIDE;
+        const u32 place = blockIdx.x + static_cast<u32>(ring_stage / NEIGHBOURS) * gridDim.x, above = place / tiles_across;
+        across = static_cast<int>((place - above * tiles_across) * NEIGHBOURS) + ring_stage % NEIGHBOURS;
         down = static_cast<int>(backwards ? strips - 1 - above : above);
         return above < strips;
     }
 };
 
-// One thread asks for the tile of a turn, whose slot is free; a group sees one that does not exist as its end.
+// One thread asks for the tile of a stage, whose slot is free; a group sees one that does not exist as its end.
 template <typename Shared, typename Walk>
 RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& walk, int ring_stage, int slot) {
     const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
@@ -144,24 +145,24 @@ struct RingGains {
     }
 };
 
-// A thread of a group has 8 columns (16 bytes of x) of 8 rows. Half a warp has two teams of rows with different
-// columns, so that what they write of codes, 8 bytes a column, meets all banks: lane bit 3 is the team, bits 4 and 3
-// say which half of the columns.
+// A thread of a group has 8 columns (16 bytes of x) of 8 rows. Half a warp has two lane teams, of other rows and
+// columns, so that what they write of codes, 8 bytes a column, meets all banks: lane bit 3 is the lane team, bits 4 and
+// 3 say which half of the columns.
 struct RingThread {
     int lane;
-    int team, row;     // rows 8 * team ...
+    int lane_team, row;     // rows 8 * lane_team ...
     int part, column;  // columns 8 * part ...
 
     RTK_DEVICE RingThread(u32 thread, int warp) {
         lane = static_cast<int>(thread % kWarp);
-        team = warp * 2 + (lane >> 3 & 1);
+        lane_team = warp * 2 + (lane >> 3 & 1);
         part = ((lane >> 4 ^ lane >> 3) & 1) * 8 + lane % 8;
-        row = team * 8;
+        row = lane_team * 8;
         column = part * 8;
     }
 
-    // Maxima over the 16 threads of a team, scattered: the lane gets that of row owned_row().
-    RTK_DEVICE float team_max(float (&v)[8]) const {
+    // Maxima over the 16 threads of a lane team, scattered: the lane gets that of row owned_row().
+    RTK_DEVICE float lane_team_max(float (&v)[8]) const {
 #pragma unroll
         for (int half = 4, mask = 16; half > 0; half /= 2, mask = half * 2) {
             const bool upper = (lane & mask) != 0;

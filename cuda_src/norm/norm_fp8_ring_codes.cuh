@@ -31,7 +31,7 @@ struct RingRows {
 template <typename Shared>
 RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const float (&v)[8][8], float (&max_abs)[8],
                               const RingRows& out, int group, u32 round, int down, int across, int cols, bool pow2) {
-    const float own = fp8_scale<e4m3>(thread.team_max(max_abs), pow2), own_inverse = inverse_scale(own);
+    const float own = fp8_scale<e4m3>(thread.lane_team_max(max_abs), pow2), own_inverse = inverse_scale(own);
     const int own_row = thread.owned_row(), column = across * kSide + thread.column;
     const int row = down * kSide + thread.row;
     const bool exist = row < out.rows;  // all eight: rows are multiples of 16
@@ -91,8 +91,8 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
             const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[ring_stage.slot]);
             if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // 1 % slower the other way round
             Raw<16> raw[8];
-            const ptx::SharedAddress own = ptx::shared_address(shared.x[ring_stage.slot][thread.part / 8]) + thread.team * 128 +
-                                           ((thread.part ^ thread.team) % 8 << 4);
+            const ptx::SharedAddress own = ptx::shared_address(shared.x[ring_stage.slot][thread.part / 8]) + thread.lane_team * 128 +
+                                           ((thread.part ^ thread.lane_team) % 8 << 4);
 #pragma unroll
             for (int r = 0; r < 8; ++r) raw[r] = ptx::ld_shared_16(own + r * (16 * 128));
             __syncwarp();
@@ -139,7 +139,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
             for (int r = 0; r < 8; ++r) of_rows[r] = finite_amax(v[r]);
         }
         {
-            const int upper = thread.team & 1;  // of the two threads in the warp with these columns, each keeps four
+            const int upper = thread.lane_team & 1;  // of the two threads in the warp with these columns, each keeps four
             Raw<16> four;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -173,15 +173,15 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
         load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
-        // Of the 16-byte pieces of column i, that of two teams is at their number ^ (part + i) % 8.
-        const ptx::SharedAddress place = ptx::shared_address(codes) + thread.part * kCodesPitch + thread.team % 2 * 8;
+        // The 16-byte vector of column i that two lane teams share lies at their number ^ (part + i) % 8.
+        const ptx::SharedAddress place = ptx::shared_address(codes) + thread.part * kCodesPitch + thread.lane_team % 2 * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float one[8];
 #pragma unroll
             for (int r = 0; r < 8; ++r) one[r] = v[r][i];
-            const u32 piece = (thread.part * 16 + i * 16 & 112) ^ thread.team / 2 * 16;
-            ptx::st_shared_8(place + piece + i * 128, quantized<e4m3>(one, inverse[i]));
+            const u32 swizzled = (thread.part * 16 + i * 16 & 112) ^ thread.lane_team / 2 * 16;
+            ptx::st_shared_8(place + swizzled + i * 128, quantized<e4m3>(one, inverse[i]));
         }
         ptx::fence_async_shared();
         if (warp == 0) {

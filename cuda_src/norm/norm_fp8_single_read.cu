@@ -54,7 +54,7 @@ RTK_DEVICE void publish_sums(SingleReadShared& shared, const SingleReadWalk& wal
         for (int place = first; place < first + 64; place += kWarp)
             exchange.add(down, place, shared.sums[exchange.row_at(place)]);
         __syncwarp();
-        if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.published[pair % kAhead]));
+        if (this_thread() % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.published[pair % kPairsInFlight]));
     }
 }
 
@@ -110,7 +110,7 @@ struct SingleReadNumbers {
 #pragma unroll 1
         for (int pair = 0; exists; ++pair) {
             exchange.prefetch(pair + 2);
-            ptx::mbarrier_wait(ptx::shared_address(&shared.published[pair % kAhead]), pair / kAhead & 1);
+            ptx::mbarrier_wait(ptx::shared_address(&shared.published[pair % kPairsInFlight]), pair / kPairsInFlight & 1);
             float by[4];
             wait(down, by);
 #pragma unroll
@@ -143,7 +143,7 @@ struct SingleReadNumbers {
 // (may be null) is of T, or of fp32 if `weight_fp32`. Boxes as in norm_fp8_ring. `words`: see SingleReadExchange.
 template <typename T>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    norm_fp8_once(const __grid_constant__ ptx::TensorMap boxes, const __grid_constant__ ptx::TensorMap q_t, const T* x,
+    norm_fp8_single_read(const __grid_constant__ ptx::TensorMap boxes, const __grid_constant__ ptx::TensorMap q_t, const T* x,
                   const void* weight, float* rstd, e4m3* q, float* scale, float* scale_t, u64* words, i64 rows, i64 cols,
                   i64 x_stride, i64 scale_row, i64 scale_group, i64 weight_fp32, i64 pow2, double eps, double offset) {
     extern __shared__ __align__(1024) u8 memory[];

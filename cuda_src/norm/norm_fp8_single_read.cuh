@@ -15,16 +15,16 @@
 namespace rtk {
 
 inline constexpr int kAdders = 2;  // warps that add up squares
-inline constexpr int kAhead = 4;   // pairs that a block has at once, in slots and registers
+inline constexpr int kPairsInFlight = 4;  // pairs of tiles that a block has in slots and registers
 
 struct SingleReadShared : RingShared<6, 1> {
-    u64 published[kAhead];  // the block has added the sums of its pair
+    u64 published[kPairsInFlight];  // the block has added the sums of its pair
     float sums[kSide];
 
     RTK_DEVICE void init() {
         RingShared<6, 1>::init(kAdders);
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) ptx::mbarrier_init(ptx::shared_address(&published[i]), kAdders);
+        for (int i = 0; i < kPairsInFlight; ++i) ptx::mbarrier_init(ptx::shared_address(&published[i]), kAdders);
     }
 };
 
@@ -35,23 +35,23 @@ using SingleReadWalk = RingWalk<2>;
 struct SingleReadExchange {
     u64* words;
     const SingleReadWalk& walk;
-    bool small_counts;  // sums below 2^-25 are not small beside epsilon
+    bool small_counts;  // sums below 2^-25 are not small compared with epsilon
 
     static constexpr int kCount = 56;                    // from this bit on
     static constexpr u64 kValue = (1ull << kCount) - 1;  // below it
     static constexpr u64 kOdd = 1ull << 48;              // added instead of a sum that would not fit, in the word of units
-    static constexpr float kMost = 0x1p41f, kLeast = 0x1p-25f, kParts = 0x1p48f;
-    static constexpr u64 kMostWide = 128;
-    static_assert(kMostWide * kOdd < kValue && kMostWide * static_cast<u64>(kParts) < kValue, "sums stay below the count");
-    static_assert(kMostWide * static_cast<u64>(kMost) <= kOdd, "a sum below kOdd has no odd part");
-    static_assert(kMostWide < 256, "the count has eight bits");
+    static constexpr float kMaxSum = 0x1p41f, kMinSum = 0x1p-25f, kParts = 0x1p48f;
+    static constexpr u64 kMaxTilesAcross = 128;
+    static_assert(kMaxTilesAcross * kOdd < kValue && kMaxTilesAcross * static_cast<u64>(kParts) < kValue, "sums stay below the count");
+    static_assert(kMaxTilesAcross * static_cast<u64>(kMaxSum) <= kOdd, "a sum below kOdd has no odd part");
+    static_assert(kMaxTilesAcross < 256, "the count has eight bits");
 
     RTK_DEVICE u64* sum(int strip, int place) const { return words + (static_cast<i64>(strip) * kSide + place) * 2; }
     RTK_DEVICE static int row_at(int place) { return place % 64 / 4 * 8 + place / 64 * 4 + place % 4; }
 
     RTK_DEVICE void add(int strip, int place, float value) const {
         u64 units = kOdd, parts = 0;
-        if (value < kMost && !(small_counts && value > 0.0f && value < kLeast)) {
+        if (value < kMaxSum && !(small_counts && value > 0.0f && value < kMinSum)) {
             units = static_cast<u64>(value);
             parts = static_cast<u64>((value - static_cast<float>(units)) * kParts);
         }
@@ -106,11 +106,11 @@ RTK_DEVICE void add_products<fp16>(float (&d)[4], u32 a0, u32 a1, u32 b) {
 template <typename T>
 RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
     const int lane = static_cast<int>(this_thread()) % kWarp;
-    const int g = lane / 4, row = lane % 16, piece = lane / 16;
+    const int g = lane / 4, row = lane % 16, half = lane / 16;
     const bool diagonal = lane % 4 == g / 2, odd = g % 2 != 0;
     const u8* from = x + row * 128;
     auto load = [&](int k, u32(&a)[4]) {  // 16 rows, columns 16 * k of 128
-        ptx::ldmatrix_x4(a, from + k / 4 * kBoxBytes + ((k % 4 * 2 + piece ^ row % 8) << 4));
+        ptx::ldmatrix_x4(a, from + k / 4 * kBoxBytes + ((k % 4 * 2 + half ^ row % 8) << 4));
     };
     u32 a[4][4];
 #pragma unroll

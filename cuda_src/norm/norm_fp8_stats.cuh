@@ -12,7 +12,7 @@ template <typename T, int VEC, bool CENTRED, int IN_FLIGHT, typename Reduce>
 RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i64 cols, float count, float eps,
                                         bool centred, int thread, int threads, const Reduce& reduce) {
     const i64 pitch = static_cast<i64>(threads) * VEC;
-    // `use(h, n)`: called for every piece of the row that exists.
+    // `use(h, n)`: called for every vector of the row that exists.
     auto walk = [&](bool write, auto use) {
 #pragma unroll 1
         for (i64 first = static_cast<i64>(thread) * VEC; first < cols; first += pitch * IN_FLIGHT) {

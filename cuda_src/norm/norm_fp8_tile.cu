@@ -14,7 +14,7 @@
 namespace rtk {
 
 // One vector of the thread's columns, plus `add`; `absent` without one and where there is no column.
-template <typename T, bool WIDE, int N>
+template <typename T, bool ALIGNED16, int N>
 RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool weight_fp32, i64 column, float add,
                                  float absent, float (&v)[N]) {
     const T* own = static_cast<const T*>(vector);
@@ -22,7 +22,7 @@ RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool w
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = absent;
     if (vector == nullptr || tile.columns_here <= 0) return;
-    if constexpr (WIDE) {
+    if constexpr (ALIGNED16) {
         if (weight_fp32) {
             load_keep<float, N>(fp32 + column + tile.column, v);
         } else {
@@ -95,12 +95,13 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
 // it waits for are running. Without statistics to make, tiles go from the last row to the first: the kernel before this
 // one read the last rows last, so they may still be in L2.
 //
-// `early`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not centred.
-template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
+// `x_is_older`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not
+// centred.
+template <typename T, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CENTRED>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
     norm_fp8_tile(const T* x, const void* weight, const void* bias, float* rstd, float* mean, e4m3* q, float* scale,
                   e4m3* q_t, float* scale_t, T* y, u32* ticket, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
-                  i64 scale_group, i64 column_tiles, i64 weight_fp32, i64 early, i64 pow2, i64 stats_distance, i64 stats_blocks,
+                  i64 scale_group, i64 column_tiles, i64 weight_fp32, i64 x_is_older, i64 pow2, i64 stats_distance, i64 stats_blocks,
                   i64 stats_rows, double eps, double offset) {
     constexpr int N = 16 / sizeof(T);
     __shared__ TileScratch<N> scratch;
@@ -108,9 +109,9 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     const u32 row_tiles = static_cast<u32>(ceil_div(rows, static_cast<i64>(kTileSide)));
     u32 below = blockIdx.x / across_tiles, across = blockIdx.x - below * across_tiles;
     bool awaited = false;
-    if constexpr (WIDE) {
-        const u32 before = static_cast<u32>(stats_distance), late = row_tiles - before;
-        if (late != 0) {
+    if constexpr (ALIGNED16) {
+        const u32 before = static_cast<u32>(stats_distance), strips_with_statistics = row_tiles - before;
+        if (strips_with_statistics != 0) {
             u32 index = blockIdx.x;
             if (ticket != nullptr) {
                 __shared__ u32 drawn;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
                 index = drawn;
             }
             const u32 makers = static_cast<u32>(stats_blocks), period = across_tiles + makers;
-            if (index < late * period) {
+            if (index < strips_with_statistics * period) {
                 below = index / period, across = index - below * period;
                 if (across < makers) {
                     make_statistics<T, CENTRED>(x, x_stride, rstd, mean,
@@ -130,9 +131,9 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
                 }
                 across -= makers;
             } else {
-                index -= late * period;
+                index -= strips_with_statistics * period;
                 below = index / across_tiles, across = index - below * across_tiles;
-                below += late;
+                below += strips_with_statistics;
             }
             awaited = below >= before;
         } else {
@@ -147,12 +148,12 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
 
     Raw<16> raw[kTileRows];
     float gain[N], shift[N];
-    if (early == 0) ptx::wait_for_previous();
-    load_tile<T, WIDE>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
-    load_tile_vector<T, WIDE>(tile, weight, weight_fp32 != 0, column, static_cast<float>(offset), 1.0f, gain);
+    if (x_is_older == 0) ptx::wait_for_previous();
+    load_tile<T, ALIGNED16>(tile, x + row * x_stride + column, x_stride, raw, ptx::l2_policy(stats_blocks != 0));
+    load_tile_vector<T, ALIGNED16>(tile, weight, weight_fp32 != 0, column, static_cast<float>(offset), 1.0f, gain);
     // With 0 for the mean and -0 for the bias a CENTRED kernel gives the bits of the other one.
-    if constexpr (CENTRED) load_tile_vector<T, WIDE>(tile, bias, weight_fp32 != 0, column, 0.0f, -0.0f, shift);
-    if (early != 0) ptx::wait_for_previous();
+    if constexpr (CENTRED) load_tile_vector<T, ALIGNED16>(tile, bias, weight_fp32 != 0, column, 0.0f, -0.0f, shift);
+    if (x_is_older != 0) ptx::wait_for_previous();
     // Volatile: other blocks or another kernel may have written them a moment ago.
     const int own_row = static_cast<int>(threadIdx.x) % kTileRows;
     float own = 0.0f, own_mean = 0.0f;
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
             own_mean = *mean_place;
         }
     }
-    quantize_normalised<T, WIDE, ROWS, COLUMNS, CENTRED>(tile, raw, gain, shift, own, own_mean, out, scratch, pow2 != 0);
+    quantize_normalised<T, ALIGNED16, ROWS, COLUMNS, CENTRED>(tile, raw, gain, shift, own, own_mean, out, scratch, pow2 != 0);
 }
 
 }  // namespace rtk

@@ -25,7 +25,7 @@ struct NormTileOutput {
 // `rstd`, `mean`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
 // which the scratch may be used again for the next tile. The 8 x N values stay in registers from here to the last store:
 // working them out again for each layout would be half of the instructions, and those are the limit.
-template <typename T, bool WIDE, bool ROWS, bool COLUMNS, bool CENTRED>
+template <typename T, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CENTRED>
 RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<16> (&raw)[kTileRows],
                                     const float (&gain)[16 / sizeof(T)], const float (&shift)[16 / sizeof(T)],
                                     float rstd, float mean, const NormTileOutput<T>& out,
@@ -52,7 +52,7 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r, place += out.cols) {
             if (r < tile.rows_here && tile.columns_here > 0) {
-                if constexpr (WIDE) {
+                if constexpr (ALIGNED16) {
                     store<T, N>(place, v[r]);
                 } else {
 #pragma unroll
@@ -98,7 +98,7 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
     if (ROWS && out.q != nullptr) {
         float* scales = out.scale + out.row() * out.scale_row + out.across * out.scale_group;
         const float inverse = row_scales<e4m3>(tile, rows, scales, out.scale_row, pow2);
-        store_rows<WIDE>(tile, out.q + out.row() * out.cols + out.column(), out.cols, inverse, value);
+        store_rows<ALIGNED16>(tile, out.q + out.row() * out.cols + out.column(), out.cols, inverse, value);
     }
     if (COLUMNS && out.q_t != nullptr) {
         column_scales<e4m3>(tile, columns, scratch, out.scale_t + out.down * out.cols + out.column(), pow2);

@@ -10,10 +10,12 @@
 //
 // A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row stays in
 // shared memory between the passes (`kInShared`), where each thread finds what it has put there; a longer row is made once
-// more from the inputs, or read from residual_out. Grid: rows / groups of a block. In-place results are safe: a thread has
+// more from the inputs, or read from residual_out. A row of one stretch whose operands are all of T stays in registers, and
+// everything it needs is asked for at the start: what is loaded behind the statistics costs a second wait for memory. Grid: rows / groups of a block. In-place results are safe: a thread has
 // read what it overwrites.
 #include "common/row_output.cuh"
 #include "norm/common.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 
 namespace rtk {
@@ -21,6 +23,7 @@ namespace rtk {
 // Flags.
 inline constexpr i64 kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
                      kGateFp32 = 64, kScaleFp32 = 128, kShiftFp32 = 256, kChannelFp32 = 512;
+inline constexpr i64 kAnyFp32 = kWeightFp32 | kNormBiasFp32 | kBiasFp32 | kGateFp32 | kScaleFp32 | kShiftFp32 | kChannelFp32;
 
 // One row of an operand that has a row for every `each` rows of x.
 struct Modulation {
@@ -31,8 +34,27 @@ struct Modulation {
         : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : static_cast<u32>(row) / static_cast<u32>(each)) * stride) {}
 };
 
+// N elements of an operand of T, asked for without a branch and unpacked when they are needed: loads of all operands are under
+// way before the first of them has come. Zeros without an operand.
+template <typename T>
+struct Asked {
+    static constexpr int N = 16 / sizeof(T);
+    Raw<16> raw;
+
+    RTK_DEVICE Asked(const void* p, i64 at, int valid, u64 policy) {
+        clear(raw);
+        ptx::ld_stream_16_if(p != nullptr && valid > 0, raw, static_cast<const T*>(p) + at, policy);
+    }
+    RTK_DEVICE void get(float (&v)[N]) const { unpack<T, N>(raw, v); }
+};
+
+// What a thread may have: two blocks of 512, or four of 256, share a multiprocessor unless results are NVFP4.
+constexpr int norm_registers(int format, bool aligned) {
+    return format == kFp4Output || !aligned ? 128 : 64;
+}
+
 template <typename T, int FORMAT, bool ALIGNED>
-__global__ void __launch_bounds__(512)
+__global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
     norm_modulated(const T* x, const T* residual, const void* gate, const void* bias, const void* weight,
                    const void* norm_bias, const void* scale, const void* shift, const void* channel_scale,
                    const float* quant_scale, u32* amax, void* out, T* residual_out, void* kept, void* scale_out,
@@ -42,6 +64,8 @@ __global__ void __launch_bounds__(512)
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr int kEach = 16 / sizeof(T);  // elements in 16 bytes
     extern __shared__ __align__(16) u8 memory[];
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     __shared__ GroupScratch<2> pair_scratch;
     const RowGroup group(threads_per_row);
@@ -58,9 +82,77 @@ __global__ void __launch_bounds__(512)
     const ptx::SharedAddress row_memory =
         ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
 
-    auto valid_at = [&](i64 column) {
-        return static_cast<int>(min(max(end - column, static_cast<i64>(0)), static_cast<i64>(N)));
-    };
+    if constexpr (ALIGNED && FORMAT != kFp4Output) {
+        if (span <= pitch && (sizeof(T) == 4 || (flags & kAnyFp32) == 0)) {
+            const i64 column = group.thread * N;
+            const int valid = count_at<N>(column, end);
+            const u64 policy = ptx::l2_last();
+            const Asked<T> own(x, row * x_stride + column, valid, policy),
+                rest(residual, row * residual_stride + column, valid, policy),
+                of_gate(gate, gates.first + column, valid, policy), of_bias(bias, column, valid, policy),
+                of_weight(weight, column, valid, policy), of_norm_bias(norm_bias, column, valid, policy),
+                of_scale(scale, scales.first + column, valid, policy), of_shift(shift, shifts.first + column, valid, policy),
+                of_channel(channel_scale, column, valid, policy);
+            float h[N], v[N], sum = 0.0f;
+            own.get(h);
+            of_bias.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] += v[i];
+            of_gate.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] *= gate != nullptr ? v[i] : 1.0f;
+            rest.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) h[i] += v[i];
+            unpack<T, N>(pack<T, N>(h), h);
+            if (stores_h && valid > 0) store_elements<T, N>(residual_out + row * cols + column, valid, true, h);
+            const bool centre = flags & kCentred;
+#pragma unroll
+            for (int i = 0; i < N; ++i) sum += centre ? h[i] * kSmallPart : h[i] * h[i];
+            sum = group_reduce<Sum, false>(sum, group, scratch, 0);
+            RowStatistics of_row{0.0f, 0.0f};
+            if (centre) {
+                const float rough = mean_of_parts(sum, static_cast<float>(cols));
+                float differences = 0.0f, squares = 0.0f;
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    const float off = i < valid ? h[i] - rough : 0.0f;
+                    differences += off, squares += off * off;
+                }
+                group_reduce_pair<Sum, false>(differences, squares, group, pair_scratch, 0);
+                of_row = statistics_of(rough, differences, squares, static_cast<float>(cols), static_cast<float>(eps));
+            } else {
+                of_row.rstd = rstd_of(sum, static_cast<float>(cols), static_cast<float>(eps));
+            }
+            float made[N];
+            of_weight.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                made[i] = (h[i] - of_row.mean) * of_row.rstd * (weight != nullptr ? v[i] + static_cast<float>(offset) : 1.0f);
+            of_norm_bias.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) made[i] += v[i];
+            of_scale.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) made[i] *= 1.0f + v[i];
+            of_shift.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) made[i] += v[i];
+            of_channel.get(v);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                made[i] *= channel_scale != nullptr ? v[i] : 1.0f;
+                made[i] = i < valid ? made[i] : 0.0f;  // no shift where there is no column
+            }
+            output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, [&](i64, int, float(&y)[N]) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) y[i] = made[i];
+            });
+            return;
+        }
+    }
+
+    auto valid_at = [&](i64 column) { return count_at<N>(column, end); };
     auto make_h = [&](i64 column, int valid, float(&h)[N]) {
         float v[N];
         load_elements<T, N>(x + row * x_stride + column, valid, aligned16, h);
@@ -189,29 +281,7 @@ __global__ void __launch_bounds__(512)
         for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // no shift where there is no column
     };
 
-    // A pass for the amax of the row, if its scale or that of the tensor depends on it, and one that stores.
-#pragma unroll 1
-    for (int pass = output.reads_twice() || output.amax_only() ? 0 : 1; pass < 2; ++pass) {
-        float largest = 0.0f;
-        for (i64 first = 0; first < span; first += pitch) {
-            const i64 column = first + group.thread * N;
-            const int valid = valid_at(column);
-            float y[N];
-            make_y(column, valid, y);
-            if (pass == 0) {
-                largest = fmaxf(largest, finite_amax(y));
-            } else {
-                output.store(row, column, valid, group.threads, y);
-            }
-        }
-        if (pass == 1) return;
-        largest = group_reduce<MaxNumber, false>(largest, group, scratch, 1);
-        if (output.amax_only()) {
-            if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-            return;
-        }
-        output.take_row_scale(largest, row, group.thread == 0 && row < rows);
-    }
+    output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, make_y);
 }
 
 }  // namespace rtk

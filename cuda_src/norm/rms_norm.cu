@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(512, 1)
     if constexpr (RESIDUAL) residual += row * residual_stride + column;
 
     Raw<sizeof(T) * VEC> raw[CHUNKS];
-    WideRaw<W, VEC> gains[CHUNKS];
+    RawParts<W, VEC> gains[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         clear(raw[c]);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(512, 1)
             if (weight != nullptr) gains[c] = load_keep_raw<W, VEC>(weight + column + c * pitch);
         }
     }
-    if (!RESIDUAL && group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
+    if (!RESIDUAL && group.thread == 0) prefetch_later_row(x, row, rows, cols, x_stride);
     float square = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(512, 1)
         if (column + c * pitch < end) {
             float h[VEC], gain[VEC];
             unpack<T, VEC>(raw[c], h);
-            unpack_wide<W, VEC>(gains[c], gain);
+            unpack_parts<W, VEC>(gains[c], gain);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
                 h[i] *= weight != nullptr ? rstd * (gain[i] + static_cast<float>(offset)) : rstd;
@@ -130,12 +130,12 @@ __global__ void __launch_bounds__(1024, 1)
 // Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
 // rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `weight_fp32`.
 //
-// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 pieces of 16 bytes: a RowGroup owns a row,
-// thread i of it the pieces i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
+// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 16-byte vectors: a RowGroup owns a row,
+// thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
 // gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
 // as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
 // by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
-// a block of column_sum beside them.
+// a block of column_sum in addition.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
@@ -146,7 +146,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
     RowRing<DSUM ? 3 : 2, CHUNKS, STAGES> ring(memory);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait while this one runs
     const i64 step = static_cast<i64>(gridDim.x) * group.count;
     const i64 first = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const float epsilon = static_cast<float>(eps);
@@ -181,10 +181,10 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     };
 
     // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
-    const bool few = first + (STAGES - 1) * step >= rows;
+    const bool unused_stages = first + (STAGES - 1) * step >= rows;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (few || column + c * pitch >= end) ring.zero(memory, c);
+        if (unused_stages || column + c * pitch >= end) ring.zero(memory, c);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) fetch();
     float gain[CHUNKS][VEC], dweight[CHUNKS][VEC];

@@ -4,25 +4,25 @@
 
 namespace rtk {
 
-// Registers of a thread with one piece of a row, of which a block has up to 768; for sm_120 the compiler needs more.
+// Registers of a thread with one vector of a row, of which a block has up to 768; for sm_120 the compiler needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-inline constexpr int kOnePieceRegisters = 80;
+inline constexpr int kOneVectorRegisters = 80;
 #else
-inline constexpr int kOnePieceRegisters = 72;
+inline constexpr int kOneVectorRegisters = 72;
 #endif
 
 // What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
-// warps, rows of at most CHUNKS * 512 pieces of 16 bytes, and fewer than 2^30 of them. The weight (which may be null) is of T,
-// or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has more threads
-// than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
+// warps, rows of at most CHUNKS * 512 16-byte vectors, and fewer than 2^30 of them. The weight (which may be null) is
+// of T, or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has
+// more threads than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
 template <typename T, int CHUNKS, bool DSUM>
-__global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
+__global__ void __maxnreg__(CHUNKS == 1 ? kOneVectorRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,
                       i64 cols, i64 dy_stride, i64 h_stride, i64 dsum_stride, i64 threads_per_row, i64 weight_fp32, double eps,
                       double offset, i64 stages, i64 groups) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool HELPED = CHUNKS == 1;
-    constexpr bool kAsksEarly = !DSUM;  // with dsum there are no registers left for that
+    constexpr bool kRequestsFirst = !DSUM;  // with dsum there are no registers left for that
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group = HELPED ? RowGroup(threads_per_row, groups) : RowGroup(threads_per_row);
@@ -67,7 +67,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
             }
         }
         group_reduce_pair<Sum, true>(square, product, group, scratch, phase);
-        if (kAsksEarly) mine.ask(row);
+        if (kRequestsFirst) mine.ask(row);
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
         T* const out_row = dh + rtk::product(row, end) + column;
@@ -88,14 +88,14 @@ __global__ void __maxnreg__(CHUNKS == 1 ? kOnePieceRegisters : 112)
             }
             if (ring.has(c)) store<T, VEC>(out_row + c * pitch, out);
         }
-        if (!kAsksEarly) mine.ask(row);
+        if (!kRequestsFirst) mine.ask(row);
         mine.ring.next_row();
     }
 
     if (partial == nullptr) return;
     partial += blockIdx.x * cols;
     const int apart = ring.group_bytes() / 4;
-    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMost);  // a row in the ring of each group
+    float* sums = reinterpret_cast<float*>(memory + 8 * ring.kMaxStages);  // a row in the ring of each group
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (ring.has(c)) put_sums(sums + group.index * apart + column + c * pitch, dweight[c]);

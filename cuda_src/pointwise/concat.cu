@@ -22,10 +22,12 @@ __global__ void __launch_bounds__(256)
         if (i == static_cast<int>(blockIdx.y)) x = inputs[i], width = widths[i], start = starts[i];
     }
     const int each = vectors != 0 ? N : 1;
-    const i64 per_row = width / each, count = rows * per_row;
+    const i64 per_row = vectors != 0 ? width / N : width, count = rows * per_row;
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+    const bool narrow = count < (1ll << 32);  // a division of 32 bits, which is several times as quick
     for (i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
-        const i64 row = index / per_row;
+        i64 row = 0;
+        if (rows > 1) row = narrow ? static_cast<u32>(index) / static_cast<u32>(per_row) : index / per_row;
         const i64 to = row * out_width + start + (index - row * per_row) * each;
         if (vectors != 0) {
             ptx::st<16>(y + to, ptx::ld_stream<16>(x + index * N));

@@ -60,30 +60,18 @@ RTK_DEVICE float step(float x) {
     else return x;
 }
 
-#define RTK_UNARY(NAME, EXPRESSION)                            \
-    struct NAME {                                              \
-        static constexpr int kInputs = 1, kOwnType = 0;        \
-        template <typename T, typename C>                      \
-        RTK_DEVICE static auto apply(C a, const Scalars<T>& s) { \
-            return EXPRESSION;                                 \
-        }                                                      \
+#define RTK_UNPACKED(...) __VA_ARGS__
+#define RTK_FUNCTOR(NAME, INPUTS, OPERANDS, EXPRESSION)                                  \
+    struct NAME {                                                                        \
+        static constexpr int kInputs = INPUTS, kOwnType = 0;                             \
+        template <typename T, typename C>                                                \
+        RTK_DEVICE static auto apply(RTK_UNPACKED OPERANDS, const Scalars<T>& s) {       \
+            return EXPRESSION;                                                           \
+        }                                                                                \
     };
-#define RTK_BINARY(NAME, EXPRESSION)                                \
-    struct NAME {                                                   \
-        static constexpr int kInputs = 2, kOwnType = 0;             \
-        template <typename T, typename C>                           \
-        RTK_DEVICE static auto apply(C a, C b, const Scalars<T>& s) { \
-            return EXPRESSION;                                      \
-        }                                                           \
-    };
-#define RTK_TERNARY(NAME, EXPRESSION)                                    \
-    struct NAME {                                                        \
-        static constexpr int kInputs = 3, kOwnType = 0;                  \
-        template <typename T, typename C>                                \
-        RTK_DEVICE static auto apply(C a, C b, C d, const Scalars<T>& s) { \
-            return EXPRESSION;                                           \
-        }                                                                \
-    };
+#define RTK_UNARY(NAME, EXPRESSION) RTK_FUNCTOR(NAME, 1, (C a), EXPRESSION)
+#define RTK_BINARY(NAME, EXPRESSION) RTK_FUNCTOR(NAME, 2, (C a, C b), EXPRESSION)
+#define RTK_TERNARY(NAME, EXPRESSION) RTK_FUNCTOR(NAME, 3, (C a, C b, C d), EXPRESSION)
 
 // ---- copies -----------------------------------------------------------------------------------------------------
 
@@ -113,6 +101,14 @@ struct MaskedFill {
     template <typename T, typename C>
     RTK_DEVICE static C apply(C a, i32 b, C d, const Scalars<T>&) {
         return b != 0 ? d : a;
+    }
+};
+
+struct DropoutBackward {
+    static constexpr int kInputs = 2, kOwnType = 2;
+    template <typename T, typename C>
+    RTK_DEVICE static C apply(C a, i32 b, const Scalars<T>& s) {
+        return a * (b != 0 ? s.s0 : 0.0f);
     }
 };
 
@@ -325,6 +321,7 @@ RTK_DEVICE float glu_gate_slope(float x) {
     const float gate = logistic(x);
     return gate * (1.0f - gate);
 }
+RTK_TERNARY(MseLossBackward, s.s0 * (b - d) * a)
 RTK_TERNARY(GluBackwardSecond, a * b * glu_gate_slope(d))
 
 // ---- ternary ----------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
 namespace rtk {
 
 template <int VEC, typename T, typename U>
-RTK_DEVICE void add_runs(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
+RTK_DEVICE void add_slices(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
                          i64 slices_per_row, float alpha, float beta) {
-    const Runs<VEC, VEC == 1 ? 8 : 2> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<VEC, VEC == 1 ? 8 : 2> slices(rows, cols, threads_per_row, slices_per_row);
     const bool reads = beta != 0.0f || y == nullptr;
     for (i64 run = slices.first; run < slices.count; run += slices.step) {
         Raw<sizeof(T) * VEC> old[slices.kInFlight];
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(128)
     float times = static_cast<float>(beta);
     if (factor != nullptr) times *= *factor;
     if (aligned16 != 0) {
-        add_runs<N>(x, y, rows, cols, x_stride, y_stride, threads_per_row, slices_per_row, static_cast<float>(alpha), times);
+        add_slices<N>(x, y, rows, cols, x_stride, y_stride, threads_per_row, slices_per_row, static_cast<float>(alpha), times);
     } else {
-        add_runs<1>(x, y, rows, cols, x_stride, y_stride, threads_per_row, slices_per_row, static_cast<float>(alpha), times);
+        add_slices<1>(x, y, rows, cols, x_stride, y_stride, threads_per_row, slices_per_row, static_cast<float>(alpha), times);
     }
 }
 

@@ -9,7 +9,7 @@ namespace rtk {
 
 inline constexpr int kRow = 128, kRowBytes = 4 * kRow;
 inline constexpr int kNoInitBarrier = 1, kNoAcquire = 2, kNoWait = 3, kReleaseBeforeRead = 4, kNoRelease = 5,
-                     kReleaseTwice = 6, kTooFewBytes = 7, kUnfencedWrite = 8, kFencedWrite = 9, kNoCommit = 10,
+                     kReleaseTwice = 6, kMissingBytes = 7, kUnfencedWrite = 8, kFencedWrite = 9, kNoCommit = 10,
                      kReleaseWithoutSyncwarp = 11, kNoDrain = 12;
 
 template <int STAGES, bool BULK>
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(256) probe_pipeline(const float* x, float* y, 
             if constexpr (BULK) {
                 if (lane != 0) continue;
                 if (fault != kNoAcquire) pipeline.acquire(state);
-                const ptx::SharedAddress full = pipeline.expect(state, fault == kTooFewBytes ? kRowBytes / 2 : kRowBytes);
+                const ptx::SharedAddress full = pipeline.expect(state, fault == kMissingBytes ? kRowBytes / 2 : kRowBytes);
                 for (int half = 0; half < 2; ++half)
                     ptx::bulk_load(ptx::shared_address(stages[state.stage] + half * (kRow / 2)),
                                    x + row * kRow + half * (kRow / 2), kRowBytes / 2, full);

@@ -50,9 +50,9 @@ RTK_DEVICE u64 l2_last() {
     return policy;
 }
 
-// That of reads by kernels that write little: `passing`, they leave first, so that what others have written can stay. All
-// threads of a launch must agree, or every load has to find out.
-RTK_DEVICE u64 l2_policy(bool passing) { return passing ? l2_first() : l2_last(); }
+// That of reads by kernels that write little: `evict_first`, they leave first, so that what others have written can
+// stay. All threads of a launch must agree, or every load has to find out.
+RTK_DEVICE u64 l2_policy(bool evict_first) { return evict_first ? l2_first() : l2_last(); }
 
 // ld_keep of 16 bytes with a policy.
 RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64 policy) {

@@ -79,6 +79,15 @@ RTK_DEVICE void tma_load_4d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
+RTK_DEVICE void tma_load_5d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
+                            i32 fourth, i32 fifth) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+        "l"(&map), "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(fifth), "r"(barrier)
+        : "memory");
+}
+
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

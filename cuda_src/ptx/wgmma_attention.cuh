@@ -109,6 +109,37 @@ RTK_WGMMA_RS_OF("128", 64, "64", "65", "66", "67", "68", "69", "70")
 RTK_WGMMA_RS_OF("192", 96, "96", "97", "98", "99", "100", "101", "102")
 RTK_WGMMA_RS_OF("256", 128, "128", "129", "130", "131", "132", "133", "134")
 
+// wgmma_rs_codes: 8-bit operands, a in registers (bytes 4t.. + 3 of k, then those 16 further, of row g and g + 8 as above), b with rows
+// of n. Sums of e4m3 keep about 14 bits while they are added; u8 by s8 is exact.
+#define RTK_WGMMA_CODES_8(constraint, i)                                                                                 \
+    constraint(d[i + 0]), constraint(d[i + 1]), constraint(d[i + 2]), constraint(d[i + 3]), constraint(d[i + 4]),          \
+        constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7])
+#define RTK_WGMMA_CODES_OF_32(c) RTK_WGMMA_CODES_8(c, 0), RTK_WGMMA_CODES_8(c, 8), RTK_WGMMA_CODES_8(c, 16), RTK_WGMMA_CODES_8(c, 24)
+#define RTK_WGMMA_CODES_OF_64(c)                                                                                        \
+    RTK_WGMMA_CODES_OF_32(c), RTK_WGMMA_CODES_8(c, 32), RTK_WGMMA_CODES_8(c, 40), RTK_WGMMA_CODES_8(c, 48),               \
+        RTK_WGMMA_CODES_8(c, 56)
+#define RTK_WGMMA_RS_CODES(type, sum, constraint, flags, n, sums, a0, a1, a2, a3, b_operand, add_operand)                 \
+    RTK_DEVICE void wgmma_rs_##type(sum (&d)[sums], const u32 (&a)[4], u64 b, u32 add) {                                  \
+        asm volatile(                                                                                                     \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %" add_operand ", 0;\n"                                                    \
+            "wgmma.mma_async.sync.aligned.m64n" n RTK_WGMMA_##type " {" RTK_WGMMA_NAMES_OF_##sums                         \
+            "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_operand ", p" flags ";\n}\n"                                   \
+            : RTK_WGMMA_CODES_OF_##sums(constraint)                                                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                              \
+    }
+#define RTK_WGMMA_e4m3 "k32.f32.e4m3.e4m3"
+#define RTK_WGMMA_u8_s8 "k32.s32.u8.s8"
+RTK_WGMMA_RS_CODES(e4m3, float, "+f", ", 1, 1", "64", 32, "32", "33", "34", "35", "36", "37")
+RTK_WGMMA_RS_CODES(e4m3, float, "+f", ", 1, 1", "128", 64, "64", "65", "66", "67", "68", "69")
+RTK_WGMMA_RS_CODES(u8_s8, i32, "+r", "", "64", 32, "32", "33", "34", "35", "36", "37")
+RTK_WGMMA_RS_CODES(u8_s8, i32, "+r", "", "128", 64, "64", "65", "66", "67", "68", "69")
+
+#undef RTK_WGMMA_e4m3
+#undef RTK_WGMMA_u8_s8
+#undef RTK_WGMMA_RS_CODES
+#undef RTK_WGMMA_CODES_OF_64
+#undef RTK_WGMMA_CODES_OF_32
+#undef RTK_WGMMA_CODES_8
 #undef RTK_WGMMA_SS
 #undef RTK_WGMMA_SS_OF
 #undef RTK_WGMMA_RS

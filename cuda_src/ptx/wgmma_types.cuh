@@ -87,6 +87,26 @@ RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
 RTK_WGMMA_TYPED_OF("128", 64, "64", "65", "66")
 RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
 
+// The same with a in registers, fp8 and 128 columns only: a[0 .. 3] are rows g and g + 8 at bytes 4t, then both at 16 + 4t, of
+// lane 4g + t.
+#define RTK_WGMMA_FP8_LEFT(left, right)                                                                                 \
+    if constexpr (is_same<A, left>::value && is_same<B, right>::value) {                                                \
+        asm volatile(                                                                                                   \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                               \
+            "wgmma.mma_async.sync.aligned.m64n128k32.f32." #left "." #right " {" RTK_WGMMA_NAMES_TO_64                  \
+            "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"                                                               \
+            : RTK_WGMMA_REGISTERS_64("+f")                                                                              \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                            \
+    }
+template <typename A, typename B>
+RTK_DEVICE void wgmma_left(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
+    RTK_WGMMA_FP8_LEFT(e4m3, e4m3)
+    RTK_WGMMA_FP8_LEFT(e4m3, e5m2)
+    RTK_WGMMA_FP8_LEFT(e5m2, e4m3)
+    RTK_WGMMA_FP8_LEFT(e5m2, e5m2)
+}
+
+#undef RTK_WGMMA_FP8_LEFT
 #undef RTK_WGMMA_TYPED_OF
 #undef RTK_WGMMA_INTEGER_PAIR
 #undef RTK_WGMMA_FP8_PAIR

@@ -99,14 +99,14 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
 }
 
 // Blocks are numbered along the columns first; `partial` has one row per split of the rows. `aligned16`: rows allow
-// accesses of 16 bytes. `passing`: they should leave L2 first.
+// accesses of 16 bytes. `evict_first`: they should leave L2 first.
 template <typename T>
 __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     column_absmax(const T* x, const float* row_factor, const float* column_factor, float* partial, i64 rows, i64 cols,
-                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 aligned16, i64 passing) {
+                  i64 x_stride, i64 rows_per_block, i64 column_tiles, i64 aligned16, i64 evict_first) {
     constexpr int N = 16 / sizeof(T);
     __shared__ float shared[kAbsmaxWarps * kWarp * N];
-    const u64 policy = ptx::l2_policy(passing != 0);
+    const u64 policy = ptx::l2_policy(evict_first != 0);
     if (aligned16 != 0) {
         absmax_block<N>(x, row_factor, column_factor, partial, rows, cols, x_stride, rows_per_block, column_tiles, policy,
                         shared);

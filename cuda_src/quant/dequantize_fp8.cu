@@ -10,7 +10,7 @@ template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     dequantize_fp8(const F8* q, const float* scale, T* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
                    i64 slices_per_row, i64 row_shift, i64 scale_row, i64 scale_column) {
-    const Runs<VEC, 2> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<VEC, 2> slices(rows, cols, threads_per_row, slices_per_row);
     for (i64 run = slices.first; run < slices.count; run += slices.step) {
         Raw<VEC> raw[slices.kInFlight];
         slices.load_each(run, q, q_stride, raw);
@@ -58,16 +58,16 @@ __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int r = 0; r < kStripRows; r += 2) {
-        float even[N], odd[N];
+        float first_row[N], second_row[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            from_fp8x2<F8>((codes[i].w[r / 4] >> ((r & 2) * 8)) & 0xffffu, even[i], odd[i]);
-            even[i] *= factor[i];
-            odd[i] *= factor[i];
+            from_fp8x2<F8>((codes[i].w[r / 4] >> ((r & 2) * 8)) & 0xffffu, first_row[i], second_row[i]);
+            first_row[i] *= factor[i];
+            second_row[i] *= factor[i];
         }
         T* place = y + (tile.row + r) * cols + tile.column;
-        if (r < tile.rows_here) store_part<T, N>(place, even, tile.columns_here, whole_output != 0);
-        if (r + 1 < tile.rows_here) store_part<T, N>(place + cols, odd, tile.columns_here, whole_output != 0);
+        if (r < tile.rows_here) store_part<T, N>(place, first_row, tile.columns_here, whole_output != 0);
+        if (r + 1 < tile.rows_here) store_part<T, N>(place + cols, second_row, tile.columns_here, whole_output != 0);
     }
 }
 

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(256) hadamard(const T* x, T* y, i64 vectors, i
     const float times = static_cast<float>(norm);
     const i64 width = static_cast<i64>(blockDim.x) * kInFlight;
     for (i64 base = static_cast<i64>(blockIdx.x) * width; base < vectors; base += static_cast<i64>(gridDim.x) * width) {
-        WideRaw<T, N> raw[kInFlight];
+        RawParts<T, N> raw[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {
             const i64 at = base + k * static_cast<int>(blockDim.x) + threadIdx.x;
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(256) hadamard(const T* x, T* y, i64 vectors, i
         for (int k = 0; k < kInFlight; ++k) {
             const i64 at = base + k * static_cast<int>(blockDim.x) + threadIdx.x;
             float v[N];
-            unpack_wide<T, N>(raw[k], v);
+            unpack_parts<T, N>(raw[k], v);
             hadamard_block(v, static_cast<int>(lanes));
 #pragma unroll
             for (int i = 0; i < N; ++i) v[i] *= times;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(512)
         const int end = row < rows ? static_cast<int>(cols) : 0;
         float v[kChunks][N];
         {
-            WideRaw<T, N> raw[kChunks];
+            RawParts<T, N> raw[kChunks];
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {
                 const int column = (c * group.threads + group.thread) * N;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(512)
                 if (column < end) raw[c] = load_keep_raw<T, N>(x + row * cols + column);
             }
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) unpack_wide<T, N>(raw[c], v[c]);
+            for (int c = 0; c < kChunks; ++c) unpack_parts<T, N>(raw[c], v[c]);
         }
         float amax = 0.0f;
 #pragma unroll

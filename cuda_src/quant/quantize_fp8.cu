@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256, 4)
     fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
                     i64 slices_per_row) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC, 8> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<VEC, 8> slices(rows, cols, threads_per_row, slices_per_row);
     ptx::launch_dependents();
     u32 max_abs = 0;
 #pragma unroll 1
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(256, 4)
 }
 
 // One scale for all. Without `partial` it is read from `scale`; with it, every block works it out from the `partials`
-// numbers of fp8_tensor_amax, and the first one stores it. Runs are walked from the end: the pass before read the end
+// numbers of fp8_tensor_amax, and the first one stores it. Slices are walked from the end: the pass before read the end
 // last, so that part of x is still in L2.
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 5)
     quantize_fp8_tensor(const T* x, float* scale, const float* partial, F8* q, i64 rows, i64 cols, i64 x_stride,
                         i64 threads_per_row, i64 slices_per_row, i64 partials, i64 pow2) {
     __shared__ GroupScratch<1> scratch;
-    const Runs<VEC> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<VEC> slices(rows, cols, threads_per_row, slices_per_row);
     Raw<sizeof(T) * VEC> raw[slices.kInFlight];
     i64 run = slices.count - 1 - slices.first;
     if (run >= 0) slices.load(run, x, x_stride, raw);  // under way while the scale arrives

@@ -21,8 +21,8 @@ struct ExpertTile {
     TileExtent extent;
 };
 
-template <typename T, typename F8, bool WIDE>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm / (WIDE ? 1 : 2))
+template <typename T, typename F8, bool ALIGNED16>
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / sizeof(T)>::kBlocksPerSm / (ALIGNED16 ? 1 : 2))
     quantize_fp8_experts(const T* x, const void* counts, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols,
                          i64 x_stride, i64 experts, i64 count_width, i64 row_blocks, i64 column_tiles, i64 pow2) {
     extern __shared__ __align__(16) u8 memory[];
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, Tile<16 / size
         __syncthreads();
         prepare(index + gridDim.x, jobs[phase ^ 1]);
         const ExpertTile<T, F8>& job = jobs[phase];
-        quantize_tile<T, F8, WIDE, true, true, true>(job.extent, job.x, x_stride, job.out, scratch, pow2 != 0);
+        quantize_tile<T, F8, ALIGNED16, true, true, true>(job.extent, job.x, x_stride, job.out, scratch, pow2 != 0);
     }
     if (q_t != nullptr) {
         const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;

@@ -93,7 +93,7 @@ template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     dequantize_fp8_generic(const u8* q, const float* scale, void* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,
                            i64 slices_per_row, i64 row_shift, i64 scale_row, i64 scale_column, i64 type, i64 large_range) {
-    const Runs<1> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<1> slices(rows, cols, threads_per_row, slices_per_row);
     for (i64 run = slices.first; run < slices.count; run += slices.step) {
         const i64 row = slices.row(run);
         const float* row_scale = scale + (row >> row_shift) * scale_row;

@@ -20,22 +20,22 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes (a team) share a group. A warp holds kSets groups per team: ACROSS times those of
-// its teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups, or of
-// neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes to
-// scale[m * scale_row + j * scale_group].
+// 1 x 128. kLanes neighbouring lanes (a lane team) share a group. A warp has kSets groups per lane team: ACROSS times
+// those of its lane teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups,
+// or of neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes
+// to scale[m * scale_row + j * scale_group].
 template <typename T, typename F8, int VEC, int ACROSS>
 __global__ void __launch_bounds__(256, 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
                        i64 scale_group, i64 column_tiles, i64 pow2) {
-    constexpr int kLanes = kGroup / VEC, kTeams = kWarp / kLanes;
-    constexpr int kPieces = kGroup / (kLanes * VEC);
+    constexpr int kLanes = kGroup / VEC, kLaneTeams = kWarp / kLanes;
+    constexpr int kVectors = kGroup / (kLanes * VEC);
     constexpr int kSets = 8, kDown = kSets / ACROSS;
-    constexpr int kAside = kTeams * kGroup;
+    constexpr int kAside = kLaneTeams * kGroup;
     const TileIndex tile(column_tiles);
-    const int warp = static_cast<int>(threadIdx.x) / kWarp, team = static_cast<int>(threadIdx.x) % kWarp / kLanes;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane_team = static_cast<int>(threadIdx.x) % kWarp / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const i64 first_group = tile.column * (ACROSS * kTeams) + team, first_column = first_group * kGroup + lane * VEC;
+    const i64 first_group = tile.column * (ACROSS * kLaneTeams) + lane_team, first_column = first_group * kGroup + lane * VEC;
     const i64 first_row = (tile.row * (static_cast<int>(blockDim.x) / kWarp) + warp) * kDown;
     const int rows_here = static_cast<int>(min(rows - first_row, static_cast<i64>(kDown)));
     const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(ACROSS * kAside)));
@@ -43,12 +43,12 @@ __global__ void __launch_bounds__(256, 4)
     auto inside = [&](int k, int p) {
         return k / ACROSS < rows_here && k % ACROSS * kAside + p * kLanes * VEC < columns_here;
     };
-    Raw<sizeof(T) * VEC> raw[kSets][kPieces];
+    Raw<sizeof(T) * VEC> raw[kSets][kVectors];
     const T* from = x + first_row * x_stride + first_column;
 #pragma unroll
     for (int k = 0; k < kSets; ++k) {
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
             clear(raw[k][p]);
             if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + k % ACROSS * kAside + p * kLanes * VEC);
         }
@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(256, 4)
     for (int k = 0; k < kSets; ++k) {
         u32 word = 0;
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) word = with_larger<T>(word, raw[k][p]);
+        for (int p = 0; p < kVectors; ++p) word = with_larger<T>(word, raw[k][p]);
         max_abs[k] = WordMax<T>::largest(word);
     }
     // Lane k works out and stores the scale of set k.
     const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(max_abs), pow2 != 0);
     const float own_inverse = __frcp_rn(own);
-    const int own_row = lane / ACROSS, own_group = lane % ACROSS * kTeams;
+    const int own_row = lane / ACROSS, own_group = lane % ACROSS * kLaneTeams;
     if (lane < kSets && own_row < rows_here && own_group * kGroup < columns_here + lane * VEC)
         scale[(first_row + own_row) * scale_row + (first_group + own_group) * scale_group] = own;
     F8* to = q + first_row * cols + first_column;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(256, 4)
     for (int k = 0; k < kSets; ++k) {
         const float inverse = __shfl_sync(0xffffffffu, own_inverse, k, kLanes);
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
             if (inside(k, p)) {
                 float v[VEC];
                 unpack<T, VEC>(raw[k][p], v);

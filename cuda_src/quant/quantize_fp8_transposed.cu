@@ -1,4 +1,4 @@
-// fp8 with transposed codes, alone or beside those of the rows. Recipe: common/fp8_scale.cuh. x [rows, cols] has any row
+// fp8 with transposed codes, alone or with those of the rows. Recipe: common/fp8_scale.cuh. x [rows, cols] has any row
 // stride; q [rows, cols] and q_t [cols, rows] are dense. One block per tile, numbered along the columns first.
 #include "quant/tile_quantize.cuh"
 
@@ -38,36 +38,36 @@ __global__ void RTK_TILE_BOUNDS(T)
 // block has two tiles of 16-bit numbers side by side, and writes the scales of their rows together: one by one they would
 // be 6 % of all requests to L2.
 template <typename T>
-constexpr int kTilesBeside = sizeof(T) == 2 ? 2 : 1;
+constexpr int kTilesPerBlock = sizeof(T) == 2 ? 2 : 1;
 
 template <typename T, typename F8>
-__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesBeside<T>, 2)
+__global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads* kTilesPerBlock<T>, 2)
     quantize_fp8_group_both(const T* x, F8* q, float* scale, F8* q_t, float* scale_t, i64 rows, i64 cols, i64 x_stride,
                             i64 scale_row, i64 scale_group, i64 pow2) {
-    constexpr int kBeside = kTilesBeside<T>, kThreads = Tile<16 / sizeof(T)>::kThreads;
-    using Team = PartOfBlock<kThreads>;
-    __shared__ TileScratch<16 / sizeof(T)> scratch[kBeside];
-    __shared__ float scales[kTileSide * kBeside];
-    const u32 down = blockIdx.y + blockIdx.z * gridDim.y, first = blockIdx.x * kBeside, across = first + Team::index();
+    constexpr int kTiles = kTilesPerBlock<T>, kThreads = Tile<16 / sizeof(T)>::kThreads;
+    using TileThreads = PartOfBlock<kThreads>;
+    __shared__ TileScratch<16 / sizeof(T)> scratch[kTiles];
+    __shared__ float scales[kTileSide * kTiles];
+    const u32 down = blockIdx.y + blockIdx.z * gridDim.y, first = blockIdx.x * kTiles, across = first + TileThreads::index();
     const i64 row = static_cast<i64>(down) * kTileSide, column = static_cast<i64>(across) * kTileSide;
     if (row < rows && column < cols) {
         const TileOutput<F8> out = {q + row * cols + column,
                                     cols,
-                                    scales + Team::index(),
-                                    kBeside,
+                                    scales + TileThreads::index(),
+                                    kTiles,
                                     q_t + column * rows + row,
                                     rows,
                                     scale_t + down * cols + column};
-        quantize_tile<T, F8, true, true, true, false, Team>({rows - row, cols - column}, x + row * x_stride + column,
-                                                            x_stride, out, scratch[Team::index()], pow2 != 0);
+        quantize_tile<T, F8, true, true, true, false, TileThreads>({rows - row, cols - column}, x + row * x_stride + column,
+                                                            x_stride, out, scratch[TileThreads::index()], pow2 != 0);
     }
     __syncthreads();
     const bool side_by_side = scale_group == 1;
-    const u32 thread = threadIdx.x, m = side_by_side ? thread / kBeside : thread % kTileSide;
-    const u32 j = side_by_side ? thread % kBeside : thread / kTileSide;
-    if (thread < kTileSide * kBeside && row + m < rows && (first + j) * static_cast<i64>(kTileSide) < cols)
+    const u32 thread = threadIdx.x, m = side_by_side ? thread / kTiles : thread % kTileSide;
+    const u32 j = side_by_side ? thread % kTiles : thread / kTileSide;
+    if (thread < kTileSide * kTiles && row + m < rows && (first + j) * static_cast<i64>(kTileSide) < cols)
         ptx::st_last<4>(scale + (row + m) * scale_row + (first + j) * scale_group,
-                        Raw<4>{__float_as_uint(scales[m * kBeside + j])});
+                        Raw<4>{__float_as_uint(scales[m * kTiles + j])});
 }
 
 // One scale per 128 x 128 for both: scale [ceil(rows/128), column_tiles].

@@ -1,9 +1,9 @@
 // Staged codes of a tile's columns (quant/tile_square.cuh) to columns of memory that may begin at any byte, where other tiles
 // write the bytes before and after.
 //
-// Memory gets aligned pieces of 16 bytes, each put together from two staged ones. Of a column that begins `past` bytes
-// after a multiple of 16, there are 16 - past bytes before the first whole piece and `past` bytes behind the last one. A
-// lane writes each of these 16, so that an end is one request, whatever its length.
+// Memory gets aligned 16-byte vectors, each put together from two staged ones. Of a column that begins `past` bytes
+// after a multiple of 16, there are 16 - past bytes before the first whole vector and `past` bytes behind the last one.
+// A lane writes each of these 16, so that an end is one request, whatever its length.
 #pragma once
 #include "quant/tile_square.cuh"
 
@@ -23,20 +23,20 @@ RTK_DEVICE Raw<16> shifted_together(const Raw<16>& before, const Raw<16>& own, i
     return result;
 }
 
-// The whole pieces. `q`: the code of the tile's first element; columns are `pitch` apart. THREADS call, whole warps.
+// The whole vectors. `q`: the code of the tile's first element; columns are `pitch` apart. THREADS call, whole warps.
 template <int THREADS>
-RTK_DEVICE void store_shifted_pieces(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
-    constexpr int kPieces = kTileSide / 16, kStep = THREADS / kPieces;
-    const int p = thread % kPieces;
-    int column = thread / kPieces;
+RTK_DEVICE void store_shifted_vectors(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
+    constexpr int kVectors = kTileSide / 16, kStep = THREADS / kVectors;
+    const int p = thread % kVectors;
+    int column = thread / kVectors;
     e4m3* to = q + static_cast<u64>(pitch) * static_cast<u32>(column);
     const u64 step = static_cast<u64>(pitch) * kStep;
 #pragma unroll 4
     for (int first = 0; first < columns; first += kStep, column += kStep, to += step) {
-        const int past = static_cast<int>(reinterpret_cast<u64>(to) % 16), turned = square_turn(column);
-        const u8* from = codes + column * kTileSide + ((p * 16) ^ (turned & ~15));
+        const int past = static_cast<int>(reinterpret_cast<u64>(to) % 16), swizzled = square_swizzle(column);
+        const u8* from = codes + column * kTileSide + ((p * 16) ^ (swizzled & ~15));
         const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(from);
-        const bool swap = turned % 16 != 0;
+        const bool swap = swizzled % 16 != 0;
         const Raw<16> own = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1], swap ? raw.w[0] : raw.w[2],
                              swap ? raw.w[1] : raw.w[3]};
         Raw<16> before;
@@ -48,7 +48,7 @@ RTK_DEVICE void store_shifted_pieces(const u8* codes, e4m3* q, u32 pitch, int ro
     }
 }
 
-// What store_shifted_pieces leaves out.
+// What store_shifted_vectors leaves out.
 template <int THREADS>
 RTK_DEVICE void store_ends(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
     constexpr int kEnd = 16, kStep = THREADS / kEnd;
@@ -60,7 +60,7 @@ RTK_DEVICE void store_ends(const u8* codes, e4m3* q, u32 pitch, int rows, int co
     for (; column < columns; column += kStep, to += step) {
         const int past = static_cast<int>(reinterpret_cast<u64>(to) % kEnd);
         auto put = [&](int row) {
-            ptx::st<1>(to + row, Raw<1>{codes[column * kTileSide + (row ^ square_turn(column))]});
+            ptx::st<1>(to + row, Raw<1>{codes[column * kTileSide + (row ^ square_swizzle(column))]});
         };
         const int row = (lane - past) & (kTileSide - 1);
         if (row < rows) put(row);

@@ -13,12 +13,12 @@ namespace rtk {
 template <typename T, bool CALIBRATE>
 __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
     quantize_fp8_smooth(const T* x, const float* factor, const i32* expert, e4m3* q, float* scale, float* partial, i64 rows,
-                        i64 x_cols, i64 x_stride, i64 q_cols, i64 threads_per_row, i64 pow2, i64 passing) {
+                        i64 x_cols, i64 x_stride, i64 q_cols, i64 threads_per_row, i64 pow2, i64 evict_first) {
     constexpr int N = 16 / sizeof(T), kChunks = 4;
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const bool whole = q_cols == x_cols;
-    const u64 policy = ptx::l2_policy(passing != 0);
+    const u64 policy = ptx::l2_policy(evict_first != 0);
     u32 words[kChunks][4];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c)

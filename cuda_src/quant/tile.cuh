@@ -16,11 +16,11 @@ namespace rtk {
 
 inline constexpr int kTileSide = 128;
 inline constexpr int kTileRows = 8;                        // of one thread
-inline constexpr int kTileTeams = kTileSide / kTileRows;   // threads above one another
+inline constexpr int kTileThreadsDown = kTileSide / kTileRows;   // threads above one another
 
 template <int N>
 struct TileScratch {
-    static constexpr int kWarps = kTileSide / N * kTileTeams / kWarp;
+    static constexpr int kWarps = kTileSide / N * kTileThreadsDown / kWarp;
     // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then (if N is 8) 4..7; the 16
     // between the halves put them on different banks.
     static constexpr int kPlaces = N == 8 ? kTileSide + 16 : kTileSide;
@@ -39,7 +39,7 @@ struct TileScratch {
 
 template <int N>
 struct Tile {
-    static constexpr int kLanes = kTileSide / N, kThreads = kLanes * kTileTeams, kWarps = kThreads / kWarp;
+    static constexpr int kLanes = kTileSide / N, kThreads = kLanes * kTileThreadsDown, kWarps = kThreads / kWarp;
     // 64 registers each, so that loads of some overlap stores of others.
     static constexpr int kBlocksPerSm = 1024 / kThreads;
 
@@ -65,7 +65,7 @@ struct WholeBlock {
     RTK_DEVICE static void meet() { __syncthreads(); }
 };
 
-// One of several teams of THREADS in a block, each with a tile of its own.
+// One of several sets of THREADS threads in a block, each with a tile of its own.
 template <int THREADS>
 struct PartOfBlock {
     RTK_DEVICE static u32 index() { return threadIdx.x / THREADS; }
@@ -73,9 +73,9 @@ struct PartOfBlock {
     RTK_DEVICE static void meet() { ptx::named_barrier_sync(static_cast<int>(index()) + 1, THREADS); }
 };
 
-// Elements that do not exist are 0. WIDE: rows can be read 16 bytes at a time, with this policy for L2. `x`: the tile's
-// first element.
-template <typename T, bool WIDE>
+// Elements that do not exist are 0. ALIGNED16: rows can be read 16 bytes at a time, with this policy for L2. `x`: the
+// tile's first element.
+template <typename T, bool ALIGNED16>
 RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows],
                           u64 policy = ptx::l2_last()) {
     constexpr int N = 16 / sizeof(T), kPerWord = 4 / sizeof(T);
@@ -83,7 +83,7 @@ RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stri
 #pragma unroll
     for (int r = 0; r < kTileRows; ++r, p += stride) {
         clear(raw[r]);
-        if constexpr (WIDE) {
+        if constexpr (ALIGNED16) {
             if (r < tile.rows_here && tile.columns_here > 0) raw[r] = load_raw<T, N>(p, policy);
         } else {
 #pragma unroll
@@ -129,9 +129,9 @@ RTK_DEVICE void store_codes(void* place, const Raw<B>& codes) {
 }
 
 // Writes the thread's packed codes of row r; `place`: that of its first element.
-template <bool WIDE, bool STREAM = false, typename F8, int N>
+template <bool ALIGNED16, bool STREAM = false, typename F8, int N>
 RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& codes) {
-    if constexpr (WIDE) {
+    if constexpr (ALIGNED16) {
         if (r < tile.rows_here && tile.columns_here > 0) store_codes<STREAM>(place, codes);
     } else {
 #pragma unroll
@@ -142,7 +142,7 @@ RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& c
 }
 
 // Quantises and writes the thread's rows with the reciprocals of row_scales. `q`: the code of the tile's first element.
-template <bool WIDE, bool STREAM = false, typename F8, int N, typename Value>
+template <bool ALIGNED16, bool STREAM = false, typename F8, int N, typename Value>
 RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scattered_inverse, const Value& value) {
     F8* place = q + tile.row * stride + tile.column;
 #pragma unroll
@@ -151,7 +151,7 @@ RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scatter
         float v[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = value(r, i);
-        store_row<WIDE, STREAM>(tile, r, place, quantized<F8>(v, inverse));
+        store_row<ALIGNED16, STREAM>(tile, r, place, quantized<F8>(v, inverse));
     }
 }
 
@@ -160,7 +160,7 @@ template <int N>
 RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScratch<N>& scratch) {
     constexpr int kLanes = Tile<N>::kLanes;
     const int thread = tile.thread;
-    const int half = thread / kLanes % (kWarp / kLanes);  // with two teams in a warp, each keeps half of the columns
+    const int half = thread / kLanes % (kWarp / kLanes);  // with two rows of threads in a warp, each keeps half of the columns
     Raw<16> four;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -176,11 +176,11 @@ RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScra
 
 // The reciprocals of the scales of the thread's columns, to `v`. Stores the scales, `scale` being the place of the
 // tile's first column. All threads of the tile call; two barriers.
-template <typename F8, typename Team = WholeBlock, int N>
+template <typename F8, typename TileThreads = WholeBlock, int N>
 RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
     constexpr int kWarps = Tile<N>::kWarps;
     const int thread = tile.thread;
-    Team::meet();
+    TileThreads::meet();
     if (thread < kTileSide) {
         const int place = scratch.place(thread);
         float max_abs = scratch.max_abs[0][place];
@@ -190,7 +190,7 @@ RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>
         if (thread < tile.columns) scale[thread] = own;
         scratch.inverse[place] = __frcp_rn(own);
     }
-    Team::meet();
+    TileThreads::meet();
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
         const Raw<16> part = *reinterpret_cast<const Raw<16>*>(&scratch.inverse[scratch.place(tile.column + i)]);
@@ -245,23 +245,23 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
     const int thread = tile.thread;
     const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(tile.rows);
     if ((mixed & 15) == 0) {
-        constexpr int kPieces = kTileSide / 16, kStep = Tile<N>::kThreads / kPieces;
-        const int piece = thread % kPieces, first = thread / kPieces;
+        constexpr int kVectors = kTileSide / 16, kStep = Tile<N>::kThreads / kVectors;
+        const int vector = thread % kVectors, first = thread / kVectors;
         Raw<16> codes[kTileSide / kStep];
 #pragma unroll
         for (int step = 0; step < kTileSide; step += kStep) {
-            // A piece is two units, which the exclusive or swaps if its last bit is set.
-            const int column = first + step, turn = column / N % 16;
+            // A vector is two units, which the exclusive or swaps if its last bit is set.
+            const int column = first + step, swizzle = column / N % 16;
             const Raw<16> raw =
-                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kTileSide + ((piece ^ (turn / 2)) * 16));
-            const bool swap = turn % 2 != 0;
+                *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kTileSide + ((vector ^ (swizzle / 2)) * 16));
+            const bool swap = swizzle % 2 != 0;
             codes[step / kStep] = {swap ? raw.w[2] : raw.w[0], swap ? raw.w[3] : raw.w[1],
                                    swap ? raw.w[0] : raw.w[2], swap ? raw.w[1] : raw.w[3]};
         }
-        F8* p = q + first * pitch + piece * 16;
+        F8* p = q + first * pitch + vector * 16;
 #pragma unroll
         for (int step = 0; step < kTileSide; step += kStep, p += kStep * pitch)
-            if (first + step < tile.columns && piece * 16 < tile.rows) store_codes<STREAM>(p, codes[step / kStep]);
+            if (first + step < tile.columns && vector * 16 < tile.rows) store_codes<STREAM>(p, codes[step / kStep]);
         return;
     }
     // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and

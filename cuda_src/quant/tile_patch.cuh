@@ -22,7 +22,7 @@ inline constexpr int kPatchWarps = kTileSide / kPatchWarpRows, kPatchWorkers = k
 inline constexpr int kPatchStoreWarps = 2, kPatchStorers = kPatchStoreWarps * kWarp;
 inline constexpr int kPatchThreads = kPatchWorkers + 2 * kWarp + kPatchStorers;
 
-// Of the warps after the workers, the first makes scales, of the second one thread fetches inputs, the others store.
+// The first warp after the workers makes scales, one thread of the second fetches inputs, the other warps store.
 inline constexpr int kPatchFetcher = kPatchWorkers + kWarp;  // that thread
 enum class PatchRole { kWork, kScale, kFetch, kStore, kNone };
 
@@ -61,7 +61,7 @@ struct alignas(16) PatchOutput {
     u32 rows, columns;  // that exist; no rows: there is no such tile
     u32 pitch;          // from column to column of q_t
     u32 row, column;    // of the first element
-    u32 whole;          // whether transposed codes can be written in pieces of 16
+    u32 whole;          // whether transposed codes can be written in vectors of 16
 };
 
 // What the warps share.
@@ -70,7 +70,7 @@ struct PatchShared {
     static constexpr int kMaxima = SIDES * kPatchRows;
 
     __align__(16) u8 codes[SIDES][kTileSide * kTileSide];
-    // Of column 8k + 4h + i, in [16h + k][i]: as lanes hold them.
+    // Column 8k + 4h + i is at [16h + k][i], in the order of the lanes that have it.
     __align__(16) float inverse[SIDES][kTileSide];
     u32 max_abs[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
     u64 added, scaled, staged, stored;  // barriers, a phase for each tile
@@ -93,13 +93,13 @@ struct PatchShared {
             for (int i = 0; i < kPatchColumns; ++i) columns[i] = 0.0f;
 #pragma unroll
             for (int r = 0; r < kPatchRows; ++r) {
-                float most_of_row = 0.0f;
+                float row_amax = 0.0f;
 #pragma unroll
                 for (int i = 0; i < kPatchColumns; ++i) {
-                    most_of_row = larger(most_of_row, v[side][r][i]);
+                    row_amax = larger(row_amax, v[side][r][i]);
                     columns[i] = larger(columns[i], v[side][r][i]);
                 }
-                rows[side * kPatchRows + r] = most_of_row;
+                rows[side * kPatchRows + r] = row_amax;
             }
         };
         const int lane = patch_lane();
@@ -202,7 +202,7 @@ struct PatchShared {
             if (out.whole) {
                 store_whole_columns<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
             } else {
-                store_shifted_pieces<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
+                store_shifted_vectors<kPatchStorers>(codes[side], to, out.pitch, rows, columns, thread);
             }
         }
         __syncwarp();

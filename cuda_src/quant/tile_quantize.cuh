@@ -27,23 +27,23 @@ struct TileExtent {
 // 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
 // use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
 // outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what
-// load_tile does. FEW: tiles often have few rows, and a test for that pays. STREAM: x is read again
+// load_tile does. FEW_ROWS: tiles often have few rows, and a test for that pays. STREAM: x is read again
 // and again, and codes should leave the cache before it.
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW, bool STREAM,
-          typename Team = WholeBlock, typename Load>
+template <typename T, typename F8, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW_ROWS, bool STREAM,
+          typename TileThreads = WholeBlock, typename Load>
 RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
                                      TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     auto here = [&] {
         // As if the thread's number were new each time: what follows from it then takes no registers between.
-        Raw<4> thread = {Team::thread()};
-        if constexpr (CHOOSE || !is_same<Team, WholeBlock>::value) ptx::forget(thread);
+        Raw<4> thread = {TileThreads::thread()};
+        if constexpr (CHOOSE || !is_same<TileThreads, WholeBlock>::value) ptx::forget(thread);
         return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
     };
     // Whether this warp has no row.
     auto idle = [&] {
         constexpr int kWarpRows = kWarp / Tile<N>::kLanes * kTileRows;
-        return FEW && static_cast<int>(Team::thread()) / kWarp * kWarpRows >= static_cast<int>(extent.rows);
+        return FEW_ROWS && static_cast<int>(TileThreads::thread()) / kWarp * kWarpRows >= static_cast<int>(extent.rows);
     };
     Raw<16> raw[kTileRows];
     load(here(), raw);
@@ -76,7 +76,7 @@ RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load,
     if (ROWS && (!CHOOSE || (out.q != nullptr && !idle()))) {
         const Tile<N> tile = here();
         const float inverse = row_scales<F8>(tile, rows, out.scale, out.scale_step, pow2);
-        store_rows<WIDE, STREAM>(tile, out.q, out.stride, inverse, value);
+        store_rows<ALIGNED16, STREAM>(tile, out.q, out.stride, inverse, value);
     }
     if (COLUMNS && (!CHOOSE || out.transposed != nullptr)) {
         if constexpr (ROWS) {
@@ -84,35 +84,35 @@ RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load,
             for (int r = 0; r < kTileRows; ++r) ptx::forget(raw[r]);
         }
         const Tile<N> tile = here();
-        column_scales<F8, Team>(tile, columns, scratch, out.column_scale, pow2);
+        column_scales<F8, TileThreads>(tile, columns, scratch, out.column_scale, pow2);
         stage_columns<F8>(tile, scratch, columns, value);
-        Team::meet();
+        TileThreads::meet();
         store_columns<STREAM>(tile, scratch, out.transposed, out.pitch);
     }
 }
 
-template <typename T, typename F8, bool WIDE, bool ROWS, bool COLUMNS, bool CHOOSE = false, typename Team = WholeBlock>
+template <typename T, typename F8, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CHOOSE = false, typename TileThreads = WholeBlock>
 RTK_DEVICE void quantize_tile(const TileExtent& extent, const T* x, i64 x_stride, const TileOutput<F8>& out,
                               TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     auto load = [&](const Tile<16 / sizeof(T)>& tile, Raw<16>(&raw)[kTileRows]) {
-        load_tile<T, WIDE>(tile, x, x_stride, raw);
+        load_tile<T, ALIGNED16>(tile, x, x_stride, raw);
     };
-    quantize_loaded_tile<T, F8, WIDE, ROWS, COLUMNS, CHOOSE, false, false, Team>(extent, load, out, scratch, pow2);
+    quantize_loaded_tile<T, F8, ALIGNED16, ROWS, COLUMNS, CHOOSE, false, false, TileThreads>(extent, load, out, scratch, pow2);
 }
 
 // One scale for the tile, its codes by rows and, with COLUMNS, by columns too. `maxima` alternates between the
 // halves of its scratch by `phase`.
-template <typename T, typename F8, bool WIDE, bool COLUMNS>
+template <typename T, typename F8, bool ALIGNED16, bool COLUMNS>
 RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x, i64 x_stride,
                                     const TileOutput<F8>& out, TileScratch<16 / sizeof(T)>& scratch,
                                     GroupScratch<1>& maxima, int phase, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     Raw<16> raw[kTileRows];
-    load_tile<T, WIDE>(tile, x, x_stride, raw);
-    u32 most_word = 0;
+    load_tile<T, ALIGNED16>(tile, x, x_stride, raw);
+    u32 amax_word = 0;
 #pragma unroll
-    for (int r = 0; r < kTileRows; ++r) most_word = with_larger<T>(most_word, raw[r]);
-    const float max_abs = group_reduce<MaxNumber, false>(WordMax<T>::largest(most_word), RowGroup(Tile<N>::kThreads),
+    for (int r = 0; r < kTileRows; ++r) amax_word = with_larger<T>(amax_word, raw[r]);
+    const float max_abs = group_reduce<MaxNumber, false>(WordMax<T>::largest(amax_word), RowGroup(Tile<N>::kThreads),
                                                       maxima, phase);
     const float own = fp8_scale<F8>(max_abs, pow2);
     const float inverse = __frcp_rn(own);
@@ -124,7 +124,7 @@ RTK_DEVICE void quantize_tile_block(const Tile<16 / sizeof(T)>& tile, const T* x
         float v[N];
         unpack<T, N>(raw[r], v);
         codes[r] = quantized<F8>(v, inverse);
-        store_row<WIDE>(tile, r, place, codes[r]);
+        store_row<ALIGNED16>(tile, r, place, codes[r]);
     }
     if constexpr (COLUMNS) {
         stage_columns(tile, scratch, codes);

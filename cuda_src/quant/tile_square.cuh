@@ -3,9 +3,9 @@
 // write whole lines of memory, which matters more than any number of instructions (docs/decisions/common.md).
 //
 // Transposed codes pass through shared memory, 128 bytes per column. The 16 bytes of rows 16p .. 16p + 15 of column c
-// lie in piece p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped. Writing,
-// half a warp has the same rows of 16 times eight columns; reading, eight lanes share a column: both touch every bank
-// once.
+// lie in vector p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped.
+// Writing, half a warp has the same rows of 16 times eight columns; reading, eight lanes share a column: both touch
+// every bank once.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
@@ -38,8 +38,8 @@ RTK_DEVICE int square_unit(int column, int u) {
     return column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
 }
 
-// The code of row r of a column is byte r ^ square_turn(column) of its 128.
-RTK_DEVICE int square_turn(int column) { return column / kSquare % 8 * 16 + column / 64 * 8; }
+// The code of row r of a column is byte r ^ square_swizzle(column) of its 128.
+RTK_DEVICE int square_swizzle(int column) { return column / kSquare % 8 * 16 + column / 64 * 8; }
 
 struct SquareScratch {
     // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then 4..7; the 16 between put
@@ -84,18 +84,18 @@ RTK_DEVICE void find_maxima(const Square& v, float (&rows)[kSquare], float (&col
 // of the block call, after a barrier; the next barrier frees the codes. Here q, pitch and rows are multiples of 16.
 template <int THREADS, typename Pitch>
 RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
-    constexpr int kPieces = kTileSide / 16, kStep = THREADS / kPieces;
-    const int p = thread % kPieces, first = thread / kPieces;
+    constexpr int kVectors = kTileSide / 16, kStep = THREADS / kVectors;
+    const int p = thread % kVectors, first = thread / kVectors;
     e4m3* to = settled(q + static_cast<u64>(pitch) * static_cast<u32>(first) + p * 16);
-    // kStep columns on, the order of the pieces is the same but for one bit, if it changes at all.
+    // kStep columns on, the order of the vectors is the same but for one bit, if it changes at all.
     const u8* from = codes + first * kTileSide;
-    const int piece = (p ^ (first / kSquare)) * 16;
+    const int vector = (p ^ (first / kSquare)) * 16;
     const u64 step = static_cast<u64>(pitch) * kStep;
     const int columns_here = p * 16 < rows ? columns - first : 0;
 #pragma unroll
     for (int k = 0; k < kTileSide / kStep; ++k, to += step) {
-        const int turned = piece ^ (k * kStep / kSquare % 8 * 16);
-        const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(from + k * kStep * kTileSide + turned);
+        const int swizzled = vector ^ (k * kStep / kSquare % 8 * 16);
+        const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(from + k * kStep * kTileSide + swizzled);
         const int swap = k * kStep < kTileSide / 2 ? 0 : 2;
         const Raw<16> ordered = {raw.w[swap], raw.w[1 + swap], raw.w[2 - swap], raw.w[3 - swap]};
         if (k * kStep < columns_here) ptx::st<16>(to, ordered);
@@ -164,7 +164,7 @@ RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& 
         }
         *reinterpret_cast<Raw<16>*>(&scratch.max_abs[spot.warp][scratch.place(spot.column + (lower ? 4 : 0))]) = four;
         __syncthreads();
-        // Half of the warps work out the scales of the columns while the others are ahead with the rows.
+        // Half of the warps work out the scales of the columns while the others begin with the rows.
         const int c = static_cast<int>(this_thread());
         if (c < kTileSide) {
             const int place = scratch.place(c);

@@ -6,53 +6,53 @@
 
 namespace rtk {
 
-// Tiles of INPUTS matrices of 16-bit numbers on their way to shared memory by the copy engine, SLOTS of each in turn, in
-// boxes of the rows of two worker warps (a team), which wait for no others.
+// Tiles of INPUTS matrices of 16-bit numbers on their way to shared memory by the copy engine, in SLOTS places for
+// each matrix, as boxes of the rows of two worker warps (a pair), which wait for no others.
 template <int SLOTS, int INPUTS>
 struct PatchStream {
-    static constexpr int kTeams = 8, kTeam = kPatchWarps / kTeams;
-    static constexpr u32 kRowBytes = kTileSide * 2, kBoxRows = kTeam * kPatchWarpRows, kBoxBytes = kBoxRows * kRowBytes;
-    static constexpr u32 kTeamBytes = SLOTS * INPUTS * kBoxBytes, kTeamBarriers = 2 * SLOTS;
-    static constexpr u32 kBytes = kTeams * kTeamBytes;  // of shared memory, aligned to 128
-    static constexpr int kBarriers = kTeams * kTeamBarriers;
+    static constexpr int kWarpPairs = 8, kPairWarps = kPatchWarps / kWarpPairs;
+    static constexpr u32 kRowBytes = kTileSide * 2, kBoxRows = kPairWarps * kPatchWarpRows, kBoxBytes = kBoxRows * kRowBytes;
+    static constexpr u32 kPairBytes = SLOTS * INPUTS * kBoxBytes, kPairBarriers = 2 * SLOTS;
+    static constexpr u32 kBytes = kWarpPairs * kPairBytes;  // of shared memory, aligned to 128
+    static constexpr int kBarriers = kWarpPairs * kPairBarriers;
 
-    ptx::SharedAddress boxes, full;          // of all teams; behind `full` barriers of a team, `empty` ones
-    ptx::SharedAddress own_boxes, own_full;  // of the worker's team
+    ptx::SharedAddress boxes, full;          // of all pairs; behind the `full` barriers of a pair are its `empty` ones
+    ptx::SharedAddress own_boxes, own_full;  // of the worker's pair
 
     RTK_DEVICE PatchStream(u8* memory, u64* barriers)
         : boxes(ptx::shared_address(memory)), full(ptx::shared_address(barriers)) {
-        const u32 team = threadIdx.x / (kTeam * kWarp);
-        own_boxes = boxes + team * kTeamBytes, own_full = full + team * (8 * kTeamBarriers);
+        const u32 pair = threadIdx.x / (kPairWarps * kWarp);
+        own_boxes = boxes + pair * kPairBytes, own_full = full + pair * (8 * kPairBarriers);
     }
 
     // One thread makes the barriers; a barrier of the block later, workers may wait. Those of the first tile come first:
     // that thread may ask for it before it calls init_rest.
     RTK_DEVICE void init_first() const {
-        init([](u32 b) { return b % kTeamBarriers == 0; });
+        init([](u32 b) { return b % kPairBarriers == 0; });
     }
     RTK_DEVICE void init_rest() const {
-        init([](u32 b) { return b % kTeamBarriers != 0; });
+        init([](u32 b) { return b % kPairBarriers != 0; });
     }
 
     template <typename Which>
     RTK_DEVICE void init(const Which& which) const {
 #pragma unroll
         for (u32 b = 0; b < kBarriers; ++b)
-            if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kTeamBarriers < SLOTS ? 1 : kTeam);
+            if (which(b)) ptx::mbarrier_init(full + 8 * b, b % kPairBarriers < SLOTS ? 1 : kPairWarps);
         ptx::mbarrier_fence_init();
     }
 
-    // Asks for a tile, the turn'th, as soon as there is room for it. One thread calls.
+    // Asks for the nth tile as soon as there is room for it. One thread calls.
     template <typename... Maps>
     RTK_DEVICE void fetch(const PatchOutput& place, u32 nth, const Maps&... maps) const {
         const u32 slot = nth % SLOTS, rows = place.rows;
         const i32 column = static_cast<i32>(place.column), row = static_cast<i32>(place.row);
         const u64 policy = ptx::l2_last();
 #pragma unroll 1
-        for (u32 team = 0; team < kTeams; ++team) {
-            const ptx::SharedAddress ready = full + 8 * (team * kTeamBarriers + slot);
-            ptx::SharedAddress to = boxes + team * kTeamBytes + slot * (INPUTS * kBoxBytes);
-            const u32 first = team * kBoxRows;
+        for (u32 pair = 0; pair < kWarpPairs; ++pair) {
+            const ptx::SharedAddress ready = full + 8 * (pair * kPairBarriers + slot);
+            ptx::SharedAddress to = boxes + pair * kPairBytes + slot * (INPUTS * kBoxBytes);
+            const u32 first = pair * kBoxRows;
             if (nth >= SLOTS) ptx::mbarrier_wait(ready + 8 * SLOTS, (nth / SLOTS & 1) ^ 1);
             if (first < rows) {
                 ptx::mbarrier_arrive_expect(ready, INPUTS * kBoxBytes);
@@ -68,7 +68,7 @@ struct PatchStream {
     RTK_DEVICE ptx::SharedAddress wait(u32 nth) const {
         const u32 slot = nth % SLOTS, thread = this_thread();
         ptx::mbarrier_wait(own_full + 8 * slot, nth / SLOTS & 1);
-        return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kTeam) * (kPatchRows * kRowBytes) +
+        return own_boxes + slot * (INPUTS * kBoxBytes) + thread / 16 % (2 * kPairWarps) * (kPatchRows * kRowBytes) +
                thread % 16 * 16;
     }
     // Row r from there.
@@ -98,8 +98,8 @@ RTK_DEVICE TilePlaces stream_places(u8* memory, const void* counts, i64 width, i
 // numbers from it: then blocks stay within a short stretch of tiles, and what they read and write lies close together in
 // memory, however unequal their speed.
 struct StreamWalk {
-    static constexpr u32 kFixed = 2;  // turns whose tiles are not drawn
-    static constexpr u32 kKept = 8;   // the thread that fetches is up to three turns ahead of the warps that store
+    static constexpr u32 kFixed = 2;  // tiles of a block that are not drawn
+    static constexpr u32 kKept = 8;   // the thread that fetches is up to three tiles before the warps that store
 
     const TilePlaces& all;
     const Quantized& out;
@@ -119,7 +119,7 @@ struct StreamWalk {
         for (u32 i = 0; i < kKept; ++i) ptx::mbarrier_init(ptx::shared_address(barriers + i), 1);
     }
 
-    // The place of a turn, as soon as it is known. If it has no rows, there is no such turn, and no later one.
+    // The place of the nth tile, as soon as it is known. If it has no rows, there is no such tile, and no later one.
     RTK_DEVICE const PatchOutput& operator[](u32 nth) const {
         ptx::mbarrier_wait(known + 8 * (nth % kKept), nth / kKept & 1);
         return kept[nth % kKept];
@@ -128,9 +128,9 @@ struct StreamWalk {
     RTK_DEVICE const PatchOutput& at(u32 nth) const { return kept[nth % kKept]; }
     RTK_DEVICE u32 scale_step() const { return out.by_group ? 1 : (out.cols + (kTileSide - 1)) / kTileSide; }
 
-    // The thread that fetches calls, for one turn after the other: works out where it is, and tells the others. As late as
-    // possible, that is when it has asked for the inputs of the turn before: a tile that is drawn earlier is worked on when
-    // other blocks have gone further.
+    // The thread that fetches calls, for one tile after the other: works out where it is, and tells the others. As late
+    // as possible, that is when it has asked for the inputs of the tile before: a tile that is drawn earlier is worked
+    // on when other blocks have gone further.
     RTK_DEVICE const PatchOutput& find(u32 nth) const {
         u32 number = blockIdx.x + nth * gridDim.x;
         if (counter != nullptr && nth >= kFixed) number = kFixed * gridDim.x + atomicAdd(counter, 1u);
@@ -175,7 +175,8 @@ RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
     return place;
 }
 
-// What the helpers do with all tiles of the block. `fetch(place, turn)` asks for inputs, as soon as there is room for them.
+// What the helpers do with all tiles of the block. `fetch(place, nth)` asks for inputs, as soon as there is room for
+// them.
 template <int SIDES, typename Fetch>
 RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool pow2, const Fetch& fetch) {
     const PatchRole role = patch_role();

@@ -24,4 +24,16 @@ RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
     return s;
 }
 
+// Two sums at a time.
+struct PairSum {
+    struct State {
+        float a, b;
+    };
+    RTK_DEVICE static State identity() { return {0.0f, 0.0f}; }
+    RTK_DEVICE static State combine(const State& x, const State& y) { return {x.a + y.a, x.b + y.b}; }
+    RTK_DEVICE static State exchanged(const State& s, int lanes) {
+        return {__shfl_xor_sync(0xffffffffu, s.a, lanes), __shfl_xor_sync(0xffffffffu, s.b, lanes)};
+    }
+};
+
 }  // namespace rtk

@@ -2,6 +2,7 @@
 // in the end. Combining is commutative up to rounding, so any fixed order will do; indices decide ties.
 #pragma once
 #include "common/values.cuh"
+#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -30,6 +31,11 @@ RTK_DEVICE float power_of(float x, float exponent) { return exp2f(exponent * log
 template <int N>
 RTK_DEVICE void lifted(float (&v)[N], const Lift& lift) {
     if (lift.kind == 0) return;
+    if (lift.kind == kLiftFlip) {  // minima: one branch for all elements
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = -v[i];
+        return;
+    }
     const int kind = lift.kind & 7;
     const bool flip = (lift.kind & kLiftFlip) != 0;
 #pragma unroll
@@ -60,6 +66,9 @@ RTK_DEVICE bool exceeds(float a, float b) { return a > b || (a != a && b == b); 
 RTK_DEVICE bool exceeds(i64 a, i64 b) { return a > b; }
 RTK_DEVICE bool equals(float a, float b) { return a == b || (a != a && b != b); }
 RTK_DEVICE bool equals(i64 a, i64 b) { return a == b; }
+
+RTK_DEVICE float larger_of(float a, float b) { return ptx::max_nan(a, b); }
+RTK_DEVICE i64 larger_of(i64 a, i64 b) { return a > b ? a : b; }
 
 template <typename V>
 RTK_DEVICE V smallest() {
@@ -158,9 +167,9 @@ struct Maximum {
     RTK_DEVICE static void absorb(State& s, V (&v)[N], i64, i64, const Lift& lift) {
         lifted(v, lift);
 #pragma unroll
-        for (int i = 0; i < N; ++i) s.value = exceeds(v[i], s.value) ? v[i] : s.value;
+        for (int i = 0; i < N; ++i) s.value = larger_of(s.value, v[i]);
     }
-    RTK_DEVICE static State combine(const State& a, const State& b) { return exceeds(a.value, b.value) ? a : b; }
+    RTK_DEVICE static State combine(const State& a, const State& b) { return {larger_of(a.value, b.value)}; }
     RTK_DEVICE static State exchanged(const State& s, int lanes) {
         return {__shfl_xor_sync(0xffffffffu, s.value, lanes)};
     }
@@ -181,8 +190,12 @@ struct ArgMaximum {
     template <int N>
     RTK_DEVICE static void absorb(State& s, V (&v)[N], i64 first, i64 step, const Lift& lift) {
         lifted(v, lift);
+        V best = v[0];
+        int at = 0;  // the first of equal ones
 #pragma unroll
-        for (int i = 0; i < N; ++i) s = combine(s, State{v[i], first + i * step});
+        for (int i = 1; i < N; ++i)
+            if (exceeds(v[i], best)) best = v[i], at = i;
+        s = combine(s, State{best, first + at * step});
     }
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.index < 0) return b;

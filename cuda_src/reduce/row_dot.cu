@@ -43,15 +43,15 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& g
     return total[0] + total[1];
 }
 
-// Grid: rows / groups per block. `passing`: rows should leave L2 first. `aligned16`: 0 if they do not allow accesses of 16
-// bytes, 1 if one for each thread is all of a row, else 2.
+// Grid: rows / groups per block. `evict_first`: rows should leave L2 first. `aligned16`: 0 if they do not allow
+// accesses of 16 bytes, 1 if one for each thread is all of a row, else 2.
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
-                i64 aligned16, i64 passing) {
+                i64 aligned16, i64 evict_first) {
     constexpr int N = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
-    const u64 policy = ptx::l2_policy(passing != 0);
+    const u64 policy = ptx::l2_policy(evict_first != 0);
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const int end = row < rows ? static_cast<int>(cols) : 0;
@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(512)
 }
 
 template <int VEC, typename T>
-RTK_DEVICE void scale_runs(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
+RTK_DEVICE void scale_slices(const T* g, const T* x, T* out, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
                            i64 slices_per_row) {
-    const Runs<VEC> slices(rows, cols, threads_per_row, slices_per_row);
+    const RowSlices<VEC> slices(rows, cols, threads_per_row, slices_per_row);
     for (i64 run = slices.first; run < slices.count; run += slices.step) {
         Raw<sizeof(T) * VEC> raw[slices.kInFlight];
         slices.load(run, x, x_stride, raw);
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(256)
         const i64 stride = which == 0 ? y_stride : x_stride;
         if (to == nullptr) continue;
         if (aligned16 != 0) {
-            scale_runs<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
+            scale_slices<16 / sizeof(T)>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
         } else {
-            scale_runs<1>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
+            scale_slices<1>(g, from, to, rows, cols, stride, threads_per_row, slices_per_row);
         }
     }
 }

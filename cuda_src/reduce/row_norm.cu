@@ -1,5 +1,5 @@
 // layer_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight + bias over rows of `cols` elements, dense; mean and
-// rstd in fp32. A group of threads owns a row, which it reads two times: for the statistics (Chan's formula), and to write
+// rstd in fp32. Without `mean` it is rms_norm: the mean is taken to be 0. A group of threads owns a row, which it reads two times: for the statistics (Chan's formula), and to write
 // it; the second time it comes from L1 or L2. Parameters' gradients: a thread owns a column and a slice of the rows, and writes
 // sums to `partial` [slices][2][cols], which a reduction adds up in order.
 //
@@ -30,15 +30,20 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
     }
     s = combined<Moments>(s, group.threads);
     if (!there) return;
-    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + eps);
-    if (group.thread == 0) mean[row] = s.mean, rstd[row] = inverse;
+    const bool centered = mean != nullptr;
+    const float center = centered ? s.mean : 0.0f, moved = s.mean - center;
+    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + moved * moved + eps);
+    if (group.thread == 0) {
+        if (centered) mean[row] = center;
+        rstd[row] = inverse;
+    }
     for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
         float v[N], w[N], b[N];
         load_keep<T, N>(x + row * cols + at, v);
         parameter<T, N>(weight, at, 1.0f, w);
         parameter<T, N>(bias, at, 0.0f, b);
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = (v[i] - s.mean) * inverse * w[i] + b[i];
+        for (int i = 0; i < N; ++i) v[i] = (v[i] - center) * inverse * w[i] + b[i];
         store<T, N>(y + row * cols + at, v);
     }
 }
@@ -56,25 +61,14 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
 }
 
-// Two sums at a time.
-struct PairSum {
-    struct State {
-        float a, b;
-    };
-    RTK_DEVICE static State identity() { return {0.0f, 0.0f}; }
-    RTK_DEVICE static State combine(const State& x, const State& y) { return {x.a + y.a, x.b + y.b}; }
-    RTK_DEVICE static State exchanged(const State& s, int lanes) {
-        return {__shfl_xor_sync(0xffffffffu, s.a, lanes), __shfl_xor_sync(0xffffffffu, s.b, lanes)};
-    }
-};
-
-// dx = rstd * (g - mean(g) - z * mean(g * z)), g = dy * weight, z = (x - mean) * rstd.
+// dx = rstd * (g - mean(g) - z * mean(g * z)), g = dy * weight, z = (x - mean) * rstd; without `mean` also without mean(g).
 template <typename T, int N>
 RTK_DEVICE void norm_row_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, T* dx, i64 row,
                              i64 rows, i64 cols, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
     const bool there = row < rows;
-    const float center = there ? mean[row] : 0.0f, inverse = there ? rstd[row] : 0.0f;
+    const bool centered = mean != nullptr;
+    const float center = there && centered ? mean[row] : 0.0f, inverse = there ? rstd[row] : 0.0f;
     for (i64 at = group.thread * N; there && at < cols; at += group.threads * N) {
         float g[N], v[N], w[N];
         load_keep<T, N>(dy + row * cols + at, g);
@@ -89,7 +83,7 @@ RTK_DEVICE void norm_row_bwd(const T* dy, const T* x, const T* weight, const flo
     }
     s = combined<PairSum>(s, group.threads);
     if (!there) return;
-    const float over = 1.0f / static_cast<float>(cols), first = s.a * over, second = s.b * over;
+    const float over = 1.0f / static_cast<float>(cols), first = centered ? s.a * over : 0.0f, second = s.b * over;
     for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
         float g[N], v[N], w[N];
         load_keep<T, N>(dy + row * cols + at, g);
@@ -129,7 +123,7 @@ __global__ void __launch_bounds__(kReduceThreads)
         load_keep<T, 1>(dy + row * cols + column, g);
         load_keep<T, 1>(x + row * cols + column, v);
         biases += g[0];
-        weights += g[0] * ((v[0] - mean[row]) * rstd[row]);
+        weights += g[0] * ((v[0] - (mean == nullptr ? 0.0f : mean[row])) * rstd[row]);
     }
     partial[slice * 2 * cols + column] = weights;
     partial[(slice * 2 + 1) * cols + column] = biases;

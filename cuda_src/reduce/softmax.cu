@@ -4,7 +4,7 @@
 // row that has nothing but -inf or no valid column. A NaN or +inf makes the row NaN.
 //
 // Rows are worked on by groups of threads (RowGroup). x and y have any row stride and may be the same memory: a thread
-// has read each piece for the last time before it overwrites it, and no other thread reads it.
+// has read each vector for the last time before it overwrites it, and no other thread reads it.
 #include "common/l2_prefetch.cuh"
 #include "reduce/softmax_rows.cuh"
 
@@ -26,7 +26,7 @@ struct Result {
     }
 };
 
-// Makes scores ready for a TopAndSum: signs flipped, -inf from `valid` columns after the first one of the piece on.
+// Makes scores ready for a TopAndSum: signs flipped, -inf from `valid` columns after the first one of the vector on.
 template <typename T, int N>
 RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
 #pragma unroll
@@ -34,7 +34,7 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
     if (valid < N) mask_tail<T, N, true>(raw, valid);
 }
 
-// Writes a thread's pieces of a row from its slots: `room` columns, of which `valid` count.
+// Writes a thread's vectors of a row from its slots: `room` columns, of which `valid` count.
 template <typename T, int CHUNKS, bool LOG>
 RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& slots, T* y, int pitch, int room, int valid) {
     constexpr int VEC = 16 / sizeof(T);
@@ -53,16 +53,16 @@ RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& s
     }
 }
 
-// Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS
-// of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs only one
-// reduction, of maximum and sum together; a thread's pieces are then read again for the result, from slots of its own,
-// CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
+// Forward for rows that fit in shared memory: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ...
+// (CHUNKS of them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. A row needs
+// only one reduction, of maximum and sum together; a thread's vectors are then read again for the result, from slots of
+// its own, CHUNKS * blockDim.x * 16 bytes in all: that leaves registers for more blocks.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     softmax_fwd(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 lengths_int64,
                 i64 threads_per_row, double scale, i64 log) {
     constexpr int VEC = 16 / sizeof(T);
-    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // pieces that are rescaled together
+    constexpr int kStep = CHUNKS % 2 == 0 ? 2 : CHUNKS;  // vectors that are rescaled together
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<2> scratch;
     const RowGroup group(threads_per_row);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
-    if (group.thread == 0) ask_ahead(x, row, rows, cols, x_stride);
+    if (group.thread == 0) prefetch_later_row(x, row, rows, cols, x_stride);
     if (exponent.flip != 0 || (CHUNKS - 1) * pitch + VEC > valid) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);
@@ -132,7 +132,7 @@ RTK_DEVICE void load_scores(const T* x_row, i64 column, i64 limit, u32 flip, flo
 template <typename T, int VEC>
 RTK_DEVICE void long_rows(const T* x, T* y, const void* lengths, i64 rows, i64 cols, i64 x_stride, i64 y_stride,
                           i64 lengths_int64, i64 threads_per_row, double scale, i64 log, GroupScratch<2>& scratch) {
-    constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // pieces in flight
+    constexpr int CHUNKS = VEC == 1 ? 8 : 2;  // vectors in flight
     const RowGroup group(threads_per_row);
     const Exponent<T> exponent(scale);
     const int pitch = group.threads * VEC;

@@ -28,7 +28,7 @@ RTK_DEVICE void gradient(float (&g)[N], const float (&v)[N], float sum, float sc
     }
 }
 
-// Zeros in the pieces of dy and y from `valid` columns after the first one of chunk 0 on.
+// Zeros in the vectors of dy and y from `valid` columns after the first one of chunk 0 on.
 template <typename T, int N, int CHUNKS>
 RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * N> (&y_raw)[CHUNKS], int valid,
                           int pitch) {
@@ -43,7 +43,7 @@ RTK_DEVICE void zero_past(Raw<sizeof(T) * N> (&dy_raw)[CHUNKS], Raw<sizeof(T) * 
 
 // A thread's part of the sum over the row.
 template <typename T, int CHUNKS, bool LOG>
-RTK_DEVICE float held_sum(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw)[CHUNKS]) {
+RTK_DEVICE float sum_in_registers(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw)[CHUNKS]) {
     constexpr int VEC = 16 / sizeof(T);
     float sum = 0.0f;
 #pragma unroll
@@ -56,9 +56,9 @@ RTK_DEVICE float held_sum(const Raw<16> (&dy_raw)[CHUNKS], const Raw<16> (&y_raw
     return sum;
 }
 
-// The gradient of x in a piece.
+// The gradient of x in a vector.
 template <typename T, bool LOG>
-RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
+RTK_DEVICE Raw<16> gradient_in_registers(Raw<16> dy_raw, Raw<16> y_raw, float sum, float scale, u32 zero) {
     constexpr int VEC = 16 / sizeof(T);
     refresh(dy_raw, zero);
     refresh(y_raw, zero);
@@ -69,8 +69,8 @@ RTK_DEVICE Raw<16> held_gradient(Raw<16> dy_raw, Raw<16> y_raw, float sum, float
     return pack<T, VEC>(g);
 }
 
-// With the row in registers: thread i of a RowGroup owns the 16-byte pieces i, i + threads, ... (CHUNKS of them) of dy and
-// y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
+// With the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of them) of dy
+// and y, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUNKS > 1 ? 3 : 4)
     softmax_bwd(const T* dy, const T* y, T* dx, const void* lengths, i64 rows, i64 cols, i64 dy_stride, i64 y_stride,
@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(CHUNKS > 2 ? 1024 : 512, CHUNKS > 2 ? 1 : CHUN
         }
     }
     zero_past<T, VEC>(dy_raw, y_raw, limit - column, pitch);
-    const float part = log ? held_sum<T, CHUNKS, true>(dy_raw, y_raw) : held_sum<T, CHUNKS, false>(dy_raw, y_raw);
+    const float part = log ? sum_in_registers<T, CHUNKS, true>(dy_raw, y_raw) : sum_in_registers<T, CHUNKS, false>(dy_raw, y_raw);
     const float sum = group_reduce<Sum, false>(part, group, scratch, 0);
     const float slope = static_cast<float>(scale);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         if (column + c * pitch < end) {
-            Raw<16> out = log ? held_gradient<T, true>(dy_raw[c], y_raw[c], sum, slope, zero)
-                              : held_gradient<T, false>(dy_raw[c], y_raw[c], sum, slope, zero);
+            Raw<16> out = log ? gradient_in_registers<T, true>(dy_raw[c], y_raw[c], sum, slope, zero)
+                              : gradient_in_registers<T, false>(dy_raw[c], y_raw[c], sum, slope, zero);
             if (column + c * pitch + VEC > limit) mask_tail<T, VEC, false>(out, limit - column - c * pitch);
             ptx::st<16>(dx + c * pitch, out);
         }

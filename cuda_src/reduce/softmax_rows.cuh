@@ -1,4 +1,4 @@
-// What the softmax kernels share: the exponential of a scaled difference, valid columns, masked pieces of a row.
+// What the softmax kernels share: the exponential of a scaled difference, valid columns, masked vectors of a row.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -44,7 +44,7 @@ RTK_DEVICE constexpr u32 filler() {
     return is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
 }
 
-// Elements of a piece that starts `valid` columns before the end become the filler; all of them if it is not positive.
+// Elements of a vector that starts `valid` columns before the end become the filler; all of them if it is not positive.
 template <typename T, int N, bool kMinusInfinity>
 RTK_DEVICE void mask_tail(Raw<sizeof(T) * N>& raw, int valid) {
     constexpr int kEach = N == 1 ? 1 : 4 / sizeof(T);  // elements in a word

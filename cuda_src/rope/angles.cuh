@@ -14,7 +14,7 @@ namespace rtk {
 inline constexpr int kTableWide = 1;      // tables are fp32, not T
 inline constexpr int kTableFull = 2;      // one entry per element
 inline constexpr int kTableAdjacent = 4;  // full tables hold the two entries of a pair side by side
-inline constexpr int kIndexWide = 8;     // index is i64, not i32
+inline constexpr int kIndexInt64 = 8;     // index is i64, not i32
 inline constexpr int kInverse = 16;
 
 inline constexpr int kByPlace = 0;      // row = place in the sequence
@@ -53,7 +53,7 @@ struct Angles {
     float mscale;
 
     RTK_DEVICE i64 entry(i64 at) const {
-        if (flags & kIndexWide) return static_cast<const i64*>(index)[at];
+        if (flags & kIndexInt64) return static_cast<const i64*>(index)[at];
         return static_cast<const i32*>(index)[at];
     }
 

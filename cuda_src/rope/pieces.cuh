@@ -24,11 +24,11 @@ struct Pieces {
         any = lane < rotary_lanes + spare_chunks / 2;
         if (rotated) {
             const int near = first + lane * N, far = first + rotary / 2 + lane * N;
-            const int even = first + lane * 2 * N;
-            in_a = PAIRS == kGather ? even : near;
-            in_b = PAIRS == kGather ? even + N : far;
-            out_a = PAIRS == kScatter ? even : near;
-            out_b = PAIRS == kScatter ? even + N : far;
+            const int together = first + lane * 2 * N;
+            in_a = PAIRS == kGather ? together : near;
+            in_b = PAIRS == kGather ? together + N : far;
+            out_a = PAIRS == kScatter ? together : near;
+            out_b = PAIRS == kScatter ? together + N : far;
         } else {
             const int a = (lane - rotary_lanes) * N, b = a + spare_chunks / 2 * N;
             in_a = out_a = a < first ? a : a + rotary;
@@ -79,48 +79,48 @@ struct Turn {
 // position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
 // First entries of the tables, then (finish_turn) what they mean.
 template <typename T, int N>
-RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& turn) {
+RTK_DEVICE void load_turn(const Angles& angles, i64 row, int column, bool adjacent, Turn<N>& rotation) {
     const int flags = angles.flags, half = angles.rotary / 2;
     const bool inverse = flags & kInverse, full = flags & kTableFull;
     if (row < 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) turn.own[i] = turn.cross[i] = __uint_as_float(0x7fffffffu);
+        for (int i = 0; i < N; ++i) rotation.own[i] = rotation.cross[i] = __uint_as_float(0x7fffffffu);
         return;
     }
     const i64 at = row * angles.stride;
     if (!adjacent) {
         const int folded = column < half ? column : column - half;
         const int other = column < half ? column + half : column - half;
-        load_entries<T, N>(angles.cos, at + (full ? column : folded), flags, turn.own);
-        load_entries<T, N>(angles.sin, at + (!full ? folded : inverse ? other : column), flags, turn.cross);
+        load_entries<T, N>(angles.cos, at + (full ? column : folded), flags, rotation.own);
+        load_entries<T, N>(angles.sin, at + (!full ? folded : inverse ? other : column), flags, rotation.cross);
     } else if (full) {
-        load_entries<T, N>(angles.cos, at + column, flags, turn.own);
-        load_entries<T, N>(angles.sin, at + column, flags, turn.cross);
+        load_entries<T, N>(angles.cos, at + column, flags, rotation.own);
+        load_entries<T, N>(angles.sin, at + column, flags, rotation.cross);
     } else {
         float c[N / 2], s[N / 2];
         load_entries<T, N / 2>(angles.cos, at + column / 2, flags, c);
         load_entries<T, N / 2>(angles.sin, at + column / 2, flags, s);
 #pragma unroll
-        for (int i = 0; i < N; ++i) turn.own[i] = c[i / 2], turn.cross[i] = s[i / 2];
+        for (int i = 0; i < N; ++i) rotation.own[i] = c[i / 2], rotation.cross[i] = s[i / 2];
     }
 }
 
 template <int N>
-RTK_DEVICE void finish_turn(const Angles& angles, int column, bool adjacent, Turn<N>& turn) {
+RTK_DEVICE void finish_turn(const Angles& angles, int column, bool adjacent, Turn<N>& rotation) {
     const bool inverse = angles.flags & kInverse;
     const float scale = angles.mscale;
     if (!adjacent) {
         const float factor = (column < angles.rotary / 2) != inverse ? -scale : scale;
 #pragma unroll
-        for (int i = 0; i < N; ++i) turn.own[i] *= scale, turn.cross[i] *= factor;
+        for (int i = 0; i < N; ++i) rotation.own[i] *= scale, rotation.cross[i] *= factor;
     } else {
-        const float even = inverse ? scale : -scale;
+        const float factor = inverse ? scale : -scale;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
-            const float s0 = turn.cross[i], s1 = turn.cross[i + 1];
-            turn.own[i] *= scale, turn.own[i + 1] *= scale;
-            turn.cross[i] = (inverse ? s1 : s0) * even;
-            turn.cross[i + 1] = (inverse ? s0 : s1) * -even;
+            const float s0 = rotation.cross[i], s1 = rotation.cross[i + 1];
+            rotation.own[i] *= scale, rotation.own[i + 1] *= scale;
+            rotation.cross[i] = (inverse ? s1 : s0) * factor;
+            rotation.cross[i + 1] = (inverse ? s0 : s1) * -factor;
         }
     }
 }
@@ -137,9 +137,9 @@ RTK_DEVICE bool tables_first(const Angles& angles) {
 template <typename T>
 RTK_DEVICE void unpack_others(Raw<16> raw, bool adjacent, float (&f)[16 / sizeof(T)]) {
     if constexpr (is_same<T, bf16>::value) {
-        const u32 even = adjacent ? 0x3244u : 0x1044u, odd = adjacent ? 0x1044u : 0x3244u;
+        const u32 upper_half = adjacent ? 0x3244u : 0x1044u, lower_half = adjacent ? 0x1044u : 0x3244u;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 == 0 ? even : odd));
+        for (int i = 0; i < 8; ++i) f[i] = __uint_as_float(__byte_perm(raw.w[i / 2], 0u, i % 2 == 0 ? upper_half : lower_half));
     } else {
         const Raw<16> given = raw;
         if (adjacent) {

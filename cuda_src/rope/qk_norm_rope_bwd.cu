@@ -39,7 +39,7 @@ struct HeadRing {
     }
 
     // What was filled is read next.
-    RTK_DEVICE void turn() {
+    RTK_DEVICE void next_stage() {
         slot = slot + to_fetched_stage;
         to_fetched_stage = -to_fetched_stage;
     }
@@ -84,13 +84,13 @@ RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float
     }
 }
 
-// Persistent: the groups of the whole grid form `teams` teams of `slots` groups that each take one token at a time, so
+// Persistent: the groups of the whole grid form `walkers` sets of `slots` groups, each of which takes one token at a time, so
 // a group keeps its slot, its weight and its part of dweight. g and x of the next token are on their way to shared
 // memory meanwhile. A lane has two chunks (LaneChunks). partial: [blocks, 2, head_dim], q's sums and k's; null when not
 // wanted.
 template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
-    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 teams, i64 inner, i64 batch_inner, i64 neighbours,
+    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 walkers, i64 inner, i64 batch_inner, i64 neighbours,
                      RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
@@ -102,16 +102,16 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
     const int group_in_block = static_cast<int>(threadIdx.x) >> lane_bits;
     const int group = static_cast<int>((blockIdx.x * THREADS + threadIdx.x) >> lane_bits);
-    const int team = group / slots;
-    const HeadSlot slot(group - team * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
+    const int walker = group / slots;
+    const HeadSlot slot(group - walker * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
                         static_cast<int>(q_heads), static_cast<int>(kv_heads));
-    const int step = static_cast<int>(teams);
+    const int step = static_cast<int>(walkers);
     const bool by_batch = batch_inner != 0;
     const int dim = static_cast<int>(head_dim);
     const int owners = (dim / N + 1) / 2;  // lanes of a group that have chunks
     const LaneChunks<N, PAIRS> own(lane, owners, static_cast<int>(rotary), dim, lane < owners);
     const bool adjacent = neighbours != 0;
-    const int end = team < step && own.any ? static_cast<int>(tokens) : 0;
+    const int end = walker < step && own.any ? static_cast<int>(tokens) : 0;
     const bool normed = slot.part != kV;
     const bool needs_x = SILU || normed;
 
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         column[i] = dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step, k_first,
                                       v_first);
 
-    TokenWalk next(team, step, static_cast<int>(inner));
+    TokenWalk next(walker, step, static_cast<int>(inner));
     auto fetch = [&] {
         if (next.token < end) {
             const i64 batch = next.batch(by_batch), place = next.place(by_batch);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
 
     // Chunks nothing is copied to are read all the same, by lanes that only take part in the reductions.
-    const bool both = team + static_cast<i64>(step) < end;  // stages get filled
+    const bool both = walker + static_cast<i64>(step) < end;  // stages get filled
 #pragma unroll
     for (int i = 0; i < 2 * HEADS; ++i) {
         const bool copied = both && i % HEADS < count;
@@ -196,11 +196,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     Rotation<N> r;
     no_rotation(r);
     // Every group of a warp makes as many rounds as the one with most tokens: they share the reductions.
-    TokenWalk at(team, step, static_cast<int>(inner));
+    TokenWalk at(walker, step, static_cast<int>(inner));
     const int rounds = static_cast<int>(tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
         if constexpr (PAIRS == kByElement) __syncwarp();  // others have read what is overwritten now
-        ring.turn();
+        ring.next_stage();
         fetch();
         const bool active = at.token < end;
         if constexpr (PAIRS == kByElement) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory) + group_in_block * dim;  // [groups, head_dim]
-    if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(team < step ? slot.part : kV);
+    if (lane == 0) part_of_group[group_in_block] = static_cast<u8>(walker < step ? slot.part : kV);
     if (own.any) {
         put_sums(sums + own.in_a, dweight_a);
         if (!own.lacks_b()) put_sums(sums + own.in_b, dweight_b);

@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     const int turned = column - static_cast<int>(first), half = angles.rotary / 2;  // column of the rotary part
     const bool rotated = left > 0 && turned >= 0 && turned < 2 * half;
     const int to_other = adjacent ? 0 : (turned < half ? half : -half) / N * 16;
-    Turn<N> turn;
+    Turn<N> rotation;
     if (rotated) {
-        load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, turn);
-        finish_turn<N>(angles, turned, adjacent, turn);
+        load_turn<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, rotation);
+        finish_turn<N>(angles, turned, adjacent, rotation);
     }
     const i64 head = is_q ? q_out_head : k_out_head;
     T* y = (is_q ? q_out + (batch * q_out_batch + place * q_out_place)
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
             unpack<T, N>(raw, x);
             unpack_others<T>(ptx::ld_shared_16(slot + to_other), adjacent, other);
 #pragma unroll
-            for (int i = 0; i < N; ++i) x[i] = x[i] * turn.own[i] + other[i] * turn.cross[i];
+            for (int i = 0; i < N; ++i) x[i] = x[i] * rotation.own[i] + other[i] * rotation.cross[i];
             raw = pack<T, N>(x);
         }
         ptx::st<16>(y, raw);

@@ -14,13 +14,13 @@ struct StagedTurns {
         return reinterpret_cast<Raw<16>*>(memory)[(part * (N / 2) + i) * lanes + chunk];
     }
 
-    RTK_DEVICE void put(int part, int chunk, const Turn<N>& turn) const {
+    RTK_DEVICE void put(int part, int chunk, const Turn<N>& rotation) const {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             Raw<16> four;
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                four.w[j] = __float_as_uint(4 * i < N ? turn.own[(4 * i + j) % N] : turn.cross[(4 * i + j) % N]);
+                four.w[j] = __float_as_uint(4 * i < N ? rotation.own[(4 * i + j) % N] : rotation.cross[(4 * i + j) % N]);
             word(part, i, chunk) = four;
         }
     }
@@ -31,13 +31,13 @@ struct StagedTurns {
         word(part, N / 4 + i, element / N).w[j] = __float_as_uint(cross);
     }
 
-    RTK_DEVICE void get(int part, int chunk, Turn<N>& turn) const {
+    RTK_DEVICE void get(int part, int chunk, Turn<N>& rotation) const {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             const Raw<16> four = word(part, i, chunk);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                (4 * i < N ? turn.own : turn.cross)[(4 * i + j) % N] = __uint_as_float(four.w[j]);
+                (4 * i < N ? rotation.own : rotation.cross)[(4 * i + j) % N] = __uint_as_float(four.w[j]);
         }
     }
 };

@@ -31,23 +31,23 @@ RTK_DEVICE void load_counts(const i32* counts, int at, int cols, float (&f)[VEC]
 // Columns of a row in the registers of a warp; most routers have no more. Missing ones add nothing to sums.
 template <int VEC>
 struct Columns {
-    static constexpr int kPieces = 2;
-    static constexpr int kCount = kPieces * kWarp * VEC;
-    float value[kPieces][VEC];
+    static constexpr int kVectors = 2;
+    static constexpr int kCount = kVectors * kWarp * VEC;
+    float value[kVectors][VEC];
 
-    RTK_DEVICE static int place(int piece, int lane) { return (piece * kWarp + lane) * VEC; }
+    RTK_DEVICE static int place(int vector, int lane) { return (vector * kWarp + lane) * VEC; }
 
     // Those from `first` on, of a row that starts at number `start` of x.
     RTK_DEVICE void load(const void* x, i64 start, int first, int cols, int kind, bool whole, int loss, int lane) {
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
             const int at = first + place(p, lane);
             load_some<VEC>(x, start + at, kind, whole, cols - at, value[p]);
         }
         if (first + kCount > cols) {
             const float nothing = loss == kBalancePlain ? 0.0f : kMinusInfinity;
 #pragma unroll
-            for (int p = 0; p < kPieces; ++p)
+            for (int p = 0; p < kVectors; ++p)
 #pragma unroll
                 for (int i = 0; i < VEC; ++i)
                     if (first + place(p, lane) + i >= cols) value[p][i] = nothing;
@@ -64,25 +64,25 @@ template <int VEC>
 RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, const i32* counts, int cols, int kind,
                             bool whole, int loss, int lane) {
     using Part = Columns<VEC>;
-    float most = kMinusInfinity, sum = 0.0f, dot = 0.0f;
+    float running_max = kMinusInfinity, sum = 0.0f, dot = 0.0f;
     const bool exponential = loss == kZLoss || loss == kBalanceSoftmax;
     auto add = [&](const Part& part, int first) {
         float anchor = 0.0f;
         if (exponential) {
-            float largest = most;
+            float largest = running_max;
 #pragma unroll
-            for (int p = 0; p < Part::kPieces; ++p)
+            for (int p = 0; p < Part::kVectors; ++p)
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) largest = fmaxf(largest, part.value[p][i]);
             anchor = anchor_of(largest);
             if (first > 0) {
-                const float factor = expf(most - anchor);
+                const float factor = expf(running_max - anchor);
                 sum *= factor, dot *= factor;
             }
-            most = largest;
+            running_max = largest;
         }
 #pragma unroll
-        for (int p = 0; p < Part::kPieces; ++p) {
+        for (int p = 0; p < Part::kVectors; ++p) {
             float count[VEC];
             if (loss != kZLoss) load_counts<VEC>(counts, first + Part::place(p, lane), cols, count);
 #pragma unroll
@@ -106,8 +106,8 @@ RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, 
     }
     RowSums all{0.0f, 0.0f, 0.0f};
     if (exponential) {
-        all.top = anchor_of(warp_reduce<Largest>(most));
-        const float factor = most == kMinusInfinity ? 1.0f : expf(most - all.top);
+        all.top = anchor_of(warp_reduce<Largest>(running_max));
+        const float factor = running_max == kMinusInfinity ? 1.0f : expf(running_max - all.top);
         sum *= factor, dot *= factor;
     }
     all.sum = warp_reduce<Sum>(sum);
@@ -115,11 +115,11 @@ RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, 
     return all;
 }
 
-// z-loss of fp32 rows of whole pieces that fit into registers: ROWS at a time, for which a warp waits together.
+// z-loss of fp32 rows of whole vectors that fit into registers: ROWS at a time, for which a warp waits together.
 template <int VEC, int ROWS>
 struct RowsTogether {
-    static constexpr int kPieces = Columns<VEC>::kPieces;
-    float value[ROWS][kPieces][VEC];
+    static constexpr int kVectors = Columns<VEC>::kVectors;
+    float value[ROWS][kVectors][VEC];
     float top[ROWS], sum[ROWS];  // the largest, and the sum of exponentials of differences from it
 
     RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
@@ -127,7 +127,7 @@ struct RowsTogether {
         for (int r = 0; r < ROWS; ++r) {  // of missing rows the last one, so that all do the same
             const float* from = x + min(first_row + r, rows - 1) * stride;
 #pragma unroll
-            for (int p = 0; p < kPieces; ++p) {
+            for (int p = 0; p < kVectors; ++p) {
                 const int at = Columns<VEC>::place(p, lane);
 #pragma unroll
                 for (float& v : value[r][p]) v = kMinusInfinity;
@@ -142,9 +142,9 @@ struct RowsTogether {
         for (int r = 0; r < ROWS; ++r) {
             top[r] = kMinusInfinity, sum[r] = 0.0f;
 #pragma unroll
-            for (auto& piece : value[r])
+            for (auto& vector : value[r])
 #pragma unroll
-                for (float v : piece) top[r] = fmaxf(top[r], v);
+                for (float v : vector) top[r] = fmaxf(top[r], v);
         }
 #pragma unroll
         for (int offset = kWarp / 2; offset > 0; offset /= 2)
@@ -154,9 +154,9 @@ struct RowsTogether {
         for (int r = 0; r < ROWS; ++r) {
             top[r] = anchor_of(top[r]);
 #pragma unroll
-            for (auto& piece : value[r])
+            for (auto& vector : value[r])
 #pragma unroll
-                for (float& v : piece) sum[r] += v = expf(v - top[r]);
+                for (float& v : vector) sum[r] += v = expf(v - top[r]);
         }
 #pragma unroll
         for (int offset = kWarp / 2; offset > 0; offset /= 2)
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(256, 2)
     const float inverse = inverse_or_zero(one.sum[0]);
     const float scale = all_rows * (2.0f * (logf(one.sum[0]) + one.top[0]));
 #pragma unroll
-    for (int p = 0; p < one.kPieces; ++p) {
+    for (int p = 0; p < one.kVectors; ++p) {
         const int at = Columns<VEC>::place(p, lane);
 #pragma unroll
         for (float& v : one.value[0][p]) v = scale * (v * inverse);
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(256, 4)
         for (int first = 0; first < cols; first += Part::kCount) {
             if (first > 0) part.load(x, start, first, cols, kind, whole_in != 0, which, lane);
 #pragma unroll
-            for (int p = 0; p < Part::kPieces; ++p) {
+            for (int p = 0; p < Part::kVectors; ++p) {
                 const int at = first + Part::place(p, lane);
                 float value[VEC], count[VEC];
                 if (which != kZLoss) load_counts<VEC>(weights, at, cols, count);

@@ -27,17 +27,17 @@ inline constexpr u32 kSlabBytes = 2 * kBoxBytes;
 inline constexpr u32 kWeightBytes = 2 * 128 * kTileRow;  // 256 experts, 64 columns
 
 inline constexpr int kProductWarps = 4;
-inline constexpr int kTeams = 3, kTeamThreads = 128, kTeamWarps = kTeamThreads / kWarp;
-inline constexpr int kMakerWarps = kTeams * kTeamWarps;
-inline constexpr int kTeamRows = kTeamThreads / 16;  // at a time, 16 bytes a thread
-inline constexpr int kBatch = 4;                     // pieces of 16 bytes of a thread that are quantised together
-static_assert(kSlots % kTeams == 0, "a slot belongs to one team, which then sees all phases of its barriers");
+inline constexpr int kMakers = 3, kMakerThreads = 128, kMakerWarps = kMakerThreads / kWarp;
+inline constexpr int kAllMakerWarps = kMakers * kMakerWarps;
+inline constexpr int kMakerRows = kMakerThreads / 16;  // at a time, 16 bytes a thread
+inline constexpr int kBatch = 4;                     // 16-byte vectors of a thread that are quantised together
+static_assert(kSlots % kMakers == 0, "a slot belongs to one team, which then sees all phases of its barriers");
 
 // Where things are in shared memory, and which slab is where.
 struct NormRouterShared {
     ptx::SharedAddress slots, ring, barriers;
     u8* generic;  // the same as `slots`
-    int slabs, again;
+    int slabs, reread;
 
     RTK_DEVICE NormRouterShared(u8* memory, i64 cols) {
         slots = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -45,30 +45,30 @@ struct NormRouterShared {
         ring = slots + kSlots * kSlabBytes;
         barriers = ring + kStages * kWeightBytes;
         slabs = static_cast<int>(ceil_div(cols, kSlab));
-        again = max(slabs - kSlots, 0);  // the first ones are read twice
+        reread = max(slabs - kSlots, 0);  // the first ones are read twice
     }
     RTK_DEVICE ptx::SharedAddress slot(int l) const { return slots + l % kSlots * kSlabBytes; }
     RTK_DEVICE int slab(int l) const { return l < slabs ? l : l - slabs; }
-    // Of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
+    // Barriers of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
     RTK_DEVICE ptx::SharedAddress full(int l) const { return barriers + 8 * (l % kSlots); }
     RTK_DEVICE ptx::SharedAddress summed(int l) const { return full(l) + 8 * kSlots; }
     RTK_DEVICE ptx::SharedAddress ready(int l) const { return full(l) + 8 * 2 * kSlots; }
     RTK_DEVICE ptx::SharedAddress spent(int l) const { return full(l) + 8 * 3 * kSlots; }
     RTK_DEVICE RingBarriers weights() const { return {barriers + 8 * 4 * kSlots, kStages}; }
-    RTK_DEVICE float* sums() const {  // [kTeams][kNormRows], then 1/rms [kNormRows]
+    RTK_DEVICE float* sums() const {  // [kMakers][kNormRows], then 1/rms [kNormRows]
         return reinterpret_cast<float*>(generic + (barriers - slots) + 8 * (4 * kSlots + 2 * kStages));
     }
     // Phases of those that are used once for each copy l, and once for each copy of the second walk.
     RTK_DEVICE u32 phase(int l) const { return l / kSlots & 1; }
-    RTK_DEVICE u32 second_phase(int l) const { return (l - again) / kSlots & 1; }
+    RTK_DEVICE u32 second_phase(int l) const { return (l - reread) / kSlots & 1; }
 };
 
 // ---- two threads: x and W into shared memory ------------------------------------------------------------------------
 
 RTK_DEVICE void fetch_x(const NormRouterShared& shared, const ptx::TensorMap& x, i32 row) {
-    for (int l = 0; l < shared.slabs + shared.again; ++l) {
+    for (int l = 0; l < shared.slabs + shared.reread; ++l) {
         const int before = l - kSlots;
-        if (before >= shared.again) {
+        if (before >= shared.reread) {
             ptx::mbarrier_wait(shared.spent(before), shared.second_phase(before));
         } else if (before >= 0) {
             ptx::mbarrier_wait(shared.summed(before), shared.phase(before));
@@ -89,7 +89,7 @@ RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMa
         ptx::mbarrier_wait(ring.empty(at.stage), at.phase);
         ptx::mbarrier_arrive_expect(ring.full(at.stage), experts * kTileRow);
         ptx::tma_load_2d(shared.ring + at.stage * kWeightBytes, weight, ring.full(at.stage),
-                         shared.slab(shared.again + i / 2) * kSlab + i % 2 * 64, 0);
+                         shared.slab(shared.reread + i / 2) * kSlab + i % 2 * 64, 0);
     }
 }
 
@@ -102,14 +102,14 @@ RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& l
     float sums[2][64];
     RingPlace at{kStages};
     int last_stage = 0;
-    for (int l = shared.again; l < shared.again + shared.slabs; ++l) {
+    for (int l = shared.reread; l < shared.reread + shared.slabs; ++l) {
         ptx::mbarrier_wait(shared.ready(l), shared.second_phase(l));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             ptx::mbarrier_wait(ring.full(at.stage), at.phase);
             const u64 a = k_major_descriptor(shared.slot(l) + half * kBoxBytes);
             const u64 b = k_major_descriptor(shared.ring + at.stage * kWeightBytes);
-            const bool begun = l != shared.again || half != 0;
+            const bool begun = l != shared.reread || half != 0;
             ptx::wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockDepth / 16; ++k)
@@ -147,60 +147,60 @@ RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& l
     }
 }
 
-// ---- three teams: sums of squares, then y and codes -----------------------------------------------------------------
+// ---- three makers: sums of squares, then y and codes -----------------------------------------------------------------
 
-// A thread of a team has the 16 bytes `piece` of rows `row`, row + kTeamRows, ... of a slab.
+// A thread of a maker has the 16 bytes `vector` of rows `row`, row + kMakerRows, ... of a slab.
 struct Maker {
-    int thread, lane, team, piece, row;
+    int thread, lane, maker, vector, row;
     u32 offset;  // of its first 16 bytes in a slot
 
     RTK_DEVICE Maker() {
         thread = static_cast<int>(threadIdx.x) - kProductWarps * kWarp;
         lane = thread % kWarp;
-        team = __shfl_sync(0xffffffffu, thread / kTeamThreads, 0);  // known to be uniform
-        piece = thread % 16;
-        row = thread % kTeamThreads / 16;
-        offset = piece / 8 * kBoxBytes + row * kTileRow + ((piece % 8 ^ (row & 7)) << 4);
+        maker = __shfl_sync(0xffffffffu, thread / kMakerThreads, 0);  // known to be uniform
+        vector = thread % 16;
+        row = thread % kMakerThreads / 16;
+        offset = vector / 8 * kBoxBytes + row * kTileRow + ((vector % 8 ^ (row & 7)) << 4);
     }
 };
 
 template <typename T>
 RTK_DEVICE void sum_squares(const NormRouterShared& shared, const Maker& own, float count, float eps, float* rstd_at,
                             int rows_here) {
-    constexpr int kPieces = kNormRows / kTeamRows;
-    float total[kPieces];
+    constexpr int kRowsPerThread = kNormRows / kMakerRows;
+    float total[kRowsPerThread];
 #pragma unroll
     for (float& t : total) t = 0.0f;
-    for (int l = own.team; l < shared.slabs; l += kTeams) {
+    for (int l = own.maker; l < shared.slabs; l += kMakers) {
         ptx::mbarrier_wait(shared.full(l), shared.phase(l));
         const ptx::SharedAddress from = shared.slot(l) + own.offset;
 #pragma unroll
-        for (int r = 0; r < kPieces; ++r) {
+        for (int r = 0; r < kRowsPerThread; ++r) {
             float h[8];
-            unpack<T, 8>(ptx::ld_shared_16(from + r * kTeamRows * kTileRow), h);
+            unpack<T, 8>(ptx::ld_shared_16(from + r * kMakerRows * kTileRow), h);
 #pragma unroll
             for (int i = 0; i < 8; ++i) total[r] += h[i] * h[i];
         }
         __syncwarp();
-        if (l < shared.again && own.lane == 0) ptx::mbarrier_arrive(shared.summed(l));
+        if (l < shared.reread && own.lane == 0) ptx::mbarrier_arrive(shared.summed(l));
     }
     float* sums = shared.sums();
 #pragma unroll
-    for (int r = 0; r < kPieces; ++r) {
+    for (int r = 0; r < kRowsPerThread; ++r) {
 #pragma unroll
         for (int step = 8; step; step /= 2) total[r] += __shfl_xor_sync(0xffffffffu, total[r], step);
-        if (own.piece == 0) sums[own.team * kNormRows + own.row + kTeamRows * r] = total[r];
+        if (own.vector == 0) sums[own.maker * kNormRows + own.row + kMakerRows * r] = total[r];
     }
-    ptx::named_barrier_sync(2, kMakerWarps * kWarp);
+    ptx::named_barrier_sync(2, kAllMakerWarps * kWarp);
     if (own.thread < kNormRows) {
         float sum = sums[own.thread];
 #pragma unroll
-        for (int team = 1; team < kTeams; ++team) sum += sums[team * kNormRows + own.thread];
+        for (int maker = 1; maker < kMakers; ++maker) sum += sums[maker * kNormRows + own.thread];
         const float rstd = rstd_of(sum, count, eps);
-        sums[kTeams * kNormRows + own.thread] = rstd;
+        sums[kMakers * kNormRows + own.thread] = rstd;
         if (own.thread < rows_here) rstd_at[own.thread] = rstd;
     }
-    ptx::named_barrier_sync(2, kMakerWarps * kWarp);
+    ptx::named_barrier_sync(2, kAllMakerWarps * kWarp);
 }
 
 // Pointers are to the block's first row. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
@@ -208,13 +208,13 @@ template <typename T>
 RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, const void* weight, bool weight_fp32,
                            float offset, T* y, e4m3* q, float* scale, int rows_here, i64 cols, i64 scale_row,
                            i64 scale_group, bool pow2) {
-    const float* rstd = shared.sums() + kTeams * kNormRows + own.row;
-    const int mine = own.piece % kBatch;  // of a batch, the row whose scale this thread makes
-    const i64 step = kTeamRows * cols, origin = own.row * cols + own.piece * 8;
-    scale += (own.row + kTeamRows * mine) * scale_row;
-    const int first = shared.again + (own.team + kTeams - shared.again % kTeams) % kTeams;
-    for (int l = first; l < shared.again + shared.slabs; l += kTeams) {
-        const int slab = shared.slab(l), column = slab * kSlab + own.piece * 8;
+    const float* rstd = shared.sums() + kMakers * kNormRows + own.row;
+    const int mine = own.vector % kBatch;  // of a batch, the row whose scale this thread makes
+    const i64 step = kMakerRows * cols, origin = own.row * cols + own.vector * 8;
+    scale += (own.row + kMakerRows * mine) * scale_row;
+    const int first = shared.reread + (own.maker + kMakers - shared.reread % kMakers) % kMakers;
+    for (int l = first; l < shared.reread + shared.slabs; l += kMakers) {
+        const int slab = shared.slab(l), column = slab * kSlab + own.vector * 8;
         float gain[8];
 #pragma unroll
         for (float& g : gain) g = 0.0f;
@@ -226,49 +226,49 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
         ptx::SharedAddress place = shared.slot(l) + own.offset;
         ptx::mbarrier_wait(shared.full(l), shared.phase(l));
 #pragma unroll 1
-        for (int batch = 0; batch < kNormRows / kTeamRows; batch += kBatch) {
+        for (int batch = 0; batch < kNormRows / kMakerRows; batch += kBatch) {
             float v[kBatch][8];
 #pragma unroll
             for (int r = 0; r < kBatch; ++r, to_y += step) {
-                const ptx::SharedAddress at = place + r * kTeamRows * kTileRow;
-                const float by = rstd[(batch + r) * kTeamRows];
+                const ptx::SharedAddress at = place + r * kMakerRows * kTileRow;
+                const float by = rstd[(batch + r) * kMakerRows];
                 unpack<T, 8>(ptx::ld_shared_16(at), v[r]);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[r][i] = v[r][i] * by * gain[i];
                 const Raw<16> packed = pack<T, 8>(v[r]);
                 ptx::st_shared_16(at, packed);
-                if (column < cols && kTeamRows * r < left) ptx::st<16>(to_y, packed);
+                if (column < cols && kMakerRows * r < left) ptx::st<16>(to_y, packed);
             }
-            place += kBatch * kTeamRows * kTileRow;
-            if (batch + kBatch == kNormRows / kTeamRows) {
+            place += kBatch * kMakerRows * kTileRow;
+            if (batch + kBatch == kNormRows / kMakerRows) {
                 ptx::fence_async_shared();
                 __syncwarp();
                 if (own.lane == 0) ptx::mbarrier_arrive(shared.ready(l));
             }
 
             // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
-            float most[kBatch], overall = 0.0f;
+            float amax[kBatch], overall = 0.0f;
 #pragma unroll
             for (int r = 0; r < kBatch; ++r) {
-                most[r] = 0.0f;
+                amax[r] = 0.0f;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) most[r] = fmaxf(most[r], fabsf(v[r][i]));
-                overall = fmaxf(overall, most[r]);
+                for (int i = 0; i < 8; ++i) amax[r] = fmaxf(amax[r], fabsf(v[r][i]));
+                overall = fmaxf(overall, amax[r]);
             }
             if (overall == __uint_as_float(0x7f800000u)) {
 #pragma unroll
-                for (int r = 0; r < kBatch; ++r) most[r] = finite_amax(v[r]);
+                for (int r = 0; r < kBatch; ++r) amax[r] = finite_amax(v[r]);
             }
-            const float made = fp8_scale<e4m3>(scattered_max<kBatch, 16>(most, own.thread), pow2);
+            const float made = fp8_scale<e4m3>(scattered_max<kBatch, 16>(amax, own.thread), pow2);
             const float inverse = inverse_scale(made);
-            if (own.piece < kBatch && kTeamRows * mine < left) *to_scale = made;
-            to_scale += kBatch * kTeamRows * scale_row;
+            if (own.vector < kBatch && kMakerRows * mine < left) *to_scale = made;
+            to_scale += kBatch * kMakerRows * scale_row;
 #pragma unroll
             for (int r = 0; r < kBatch; ++r, to_q += step) {
                 const Raw<8> codes = quantized<e4m3>(v[r], __shfl_sync(0xffffffffu, inverse, r, 16));
-                if (column < cols && kTeamRows * r < left) ptx::st<8>(to_q, codes);
+                if (column < cols && kMakerRows * r < left) ptx::st<8>(to_q, codes);
             }
-            left -= kBatch * kTeamRows;
+            left -= kBatch * kMakerRows;
         }
     }
 }
@@ -288,8 +288,8 @@ __global__ void __launch_bounds__(kNormThreads, 1)
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < kSlots; ++slot) {
             ptx::mbarrier_init(shared.full(slot), 1);
-            ptx::mbarrier_init(shared.summed(slot), kTeamWarps);
-            ptx::mbarrier_init(shared.ready(slot), kTeamWarps);
+            ptx::mbarrier_init(shared.summed(slot), kMakerWarps);
+            ptx::mbarrier_init(shared.ready(slot), kMakerWarps);
             ptx::mbarrier_init(shared.spent(slot), kProductWarps);
         }
         shared.weights().init(kProductWarps);
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
     if (warp < kProductWarps) {
         ptx::registers_take<168>();  // what the last warpgroup gives
         multiply<T>(shared, logits, warp, lane, static_cast<i32>(m0));
-    } else if (warp < kProductWarps + kMakerWarps) {
+    } else if (warp < kProductWarps + kAllMakerWarps) {
         const Maker own;
         const int rows_here = static_cast<int>(min(rows - m0, static_cast<i64>(kNormRows)));
         sum_squares<T>(shared, own, static_cast<float>(static_cast<int>(cols)), static_cast<float>(eps), rstd + m0,
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
                       scale + m0 * scale_row, rows_here, cols, scale_row, scale_group, pow2 != 0);
     } else {
         ptx::registers_give<24>();
-        constexpr int kHelper = kProductWarps + kMakerWarps;
+        constexpr int kHelper = kProductWarps + kAllMakerWarps;
         if (warp == kHelper && lane == 0) fetch_x(shared, x, static_cast<i32>(m0));
         if (warp == kHelper + 1 && lane == 0) fetch_weight(shared, router, static_cast<u32>(experts));
     }

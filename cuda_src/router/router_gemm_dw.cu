@@ -3,7 +3,7 @@
 // cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
 // expert (`largest`, fp32 [experts]).
 //
-// Two bf16 terms and short splits are router_dw_turns.cu's.
+// Two bf16 terms and short splits are router_gemm_dw_pingpong.cu's.
 //
 // A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
 // out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         ptx::wgmma_wait<0>();
         add_to(sums, part);
         ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
-        const bool even = depth % 2 == 0;
+        const bool in_pairs = depth % 2 == 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (expert + r >= experts) continue;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             for (int j = 0; j < 16; ++j) {
                 if (column + 8 * j >= depth) continue;
                 const float2 value = make_float2(sums[4 * j + 2 * r] * back, sums[4 * j + 2 * r + 1] * back);
-                if (even) {
+                if (in_pairs) {
                     *reinterpret_cast<float2*>(to + 8 * j) = value;
                 } else {
                     to[8 * j] = value.x;

@@ -11,7 +11,7 @@ namespace rtk {
 
 template <typename T, int kTerms>
 __global__ void __launch_bounds__(kRouterThreads, 1)
-    router_dw_turns(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
+    router_dw_pingpong(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap x, float* out,
                     i64 tokens, i64 experts, i64 depth, i64 stages_per_split) {
     constexpr int kStages = 8, kTokens = 32, kSteps = kTokens / 16, kExperts = 64, kColumns = 256;
     constexpr u32 kBoxBytes = kTokens * kTileRow;
@@ -89,20 +89,20 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     float* to = out + (blockIdx.y * experts + e0) * depth + k0;
     if (e0 + kExperts <= experts && k0 + kColumns <= depth && depth % 4 == 0) {
         // A warp has every eighth row, a lane four neighbours of each 128 columns.
-        constexpr int kRows = kExperts / kConsumerWarps, kPieces = kColumns / (4 * kWarp);
-        float values[kRows * kPieces][4];
+        constexpr int kRows = kExperts / kConsumerWarps, kVectors = kColumns / (4 * kWarp);
+        float values[kRows * kVectors][4];
 #pragma unroll
-        for (int i = 0; i < kRows * kPieces; ++i) {
-            const int row = place.warp + i / kPieces * kConsumerWarps, piece = i % kPieces * kWarp + place.lane;
-            const u8* from = stages + row * kSumsRow + piece * 16;
+        for (int i = 0; i < kRows * kVectors; ++i) {
+            const int row = place.warp + i / kVectors * kConsumerWarps, vector = i % kVectors * kWarp + place.lane;
+            const u8* from = stages + row * kSumsRow + vector * 16;
             const float4 a = *reinterpret_cast<const float4*>(from);
             const float4 b = *reinterpret_cast<const float4*>(from + kExperts * kSumsRow);
             values[i][0] = a.x + b.x, values[i][1] = a.y + b.y, values[i][2] = a.z + b.z, values[i][3] = a.w + b.w;
         }
         to += place.warp * depth + place.lane * 4;
 #pragma unroll
-        for (int i = 0; i < kRows * kPieces; ++i)
-            store<float, 4>(to + i / kPieces * kConsumerWarps * depth + i % kPieces * 4 * kWarp, values[i]);
+        for (int i = 0; i < kRows * kVectors; ++i)
+            store<float, 4>(to + i / kVectors * kConsumerWarps * depth + i % kVectors * 4 * kWarp, values[i]);
     } else {
         const int rows = static_cast<int>(min(experts - e0, static_cast<i64>(kExperts)));
         const int columns = static_cast<int>(min(depth - k0, static_cast<i64>(kColumns)));

@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     const int tiles = min(static_cast<int>(tiles_each), static_cast<int>(ceil_div(depth, kRouterTile)) - tile0);
     const int blocks = static_cast<int>(ceil_div(experts, kBlockDepth));
     const bool stays = blocks <= kDyPlaces;
-    // Of the copies at the start the first come first, so those of dy and W take turns; unless W may be late.
-    const int early = kRight == 1 ? 1 : blocks;
+    // Copies arrive in the order of their requests, so those of dy and W alternate at the start, unless W may come later.
+    const int fetched_first = kRight == 1 ? 1 : blocks;
     const int together = kRight == 1 ? min(tiles, 2) : 1;  // tiles at the start: enough to multiply while dy comes
 
     auto fetch_dy = [&](int where, int block) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         dy_ring.init(kConsumerWarps);
         ptx::mbarrier_fence_init();
         if (stays)
-            for (int i = 0; i < early; ++i) fetch_dy(i, i);
+            for (int i = 0; i < fetched_first; ++i) fetch_dy(i, i);
     }
     if (threadIdx.x == 0) {
         ptx::tma_prefetch_map(weight);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 }
             };
             if (stays) {
-                int here = early;
+                int here = fetched_first;
                 for (int block = 0; block < blocks; ++block) {
                     for (; here < (block < 2 ? block + 1 : blocks); ++here) fetch_dy(here, here);
                     for (int tile = 0; tile < together; ++tile) fetch_weight(tile, block);
@@ -198,15 +198,15 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             ptx::wgmma_wait<0>();
             release();
         };
-        float even[64], odd[64];
+        float sums_0[64], sums_1[64];
         if (stays) {
             split(0, 0u);
             for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-                for (int term = kRight - 1; term >= 0; --term) multiply(even, block, term, block == 0);
+                for (int term = kRight - 1; term >= 0; --term) multiply(sums_0, block, term, block == 0);
                 if (together == 2) {
 #pragma unroll
-                    for (int term = kRight - 1; term >= 0; --term) multiply(odd, block, term, block == 0);
+                    for (int term = kRight - 1; term >= 0; --term) multiply(sums_1, block, term, block == 0);
                 }
                 if (block + 1 < blocks) split(block + 1, 0u);
                 ptx::wgmma_wait<0>();
@@ -214,19 +214,19 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             }
             // From here on, a tile is written while the next one is made.
             if (kRight == 2 && tiles > 1) {
-                whole_tile(odd, [&] { write(even, 0); });
+                whole_tile(sums_1, [&] { write(sums_0, 0); });
             } else {
-                write(even, 0);
+                write(sums_0, 0);
             }
             for (int tile = 2; tile < tiles; tile += 2) {
-                whole_tile(even, [&] { write(odd, tile - 1); });
+                whole_tile(sums_0, [&] { write(sums_1, tile - 1); });
                 if (tile + 1 < tiles) {
-                    whole_tile(odd, [&] { write(even, tile); });
+                    whole_tile(sums_1, [&] { write(sums_0, tile); });
                 } else {
-                    write(even, tile);
+                    write(sums_0, tile);
                 }
             }
-            if (tiles % 2 == 0) write(odd, tiles - 1);
+            if (tiles % 2 == 0) write(sums_1, tiles - 1);
         } else {
             RingPlace dy_behind{kDyPlaces};
             auto release_dy = [&] {
@@ -234,14 +234,14 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 dy_behind.next();
             };
             for (int tile = 0; tile < tiles; ++tile) {
-                set_zero(odd);
+                set_zero(sums_1);
                 for (int first = 0; first < blocks; first += kDyPlaces) {
                     const int end = min(blocks, first + kDyPlaces);
                     for (int block = first; block < end; ++block) {
                         split(dy_at.stage, dy_at.phase);
 #pragma unroll
                         for (int term = kRight - 1; term >= 0; --term) {
-                            multiply(even, dy_at.stage, term, block == first);
+                            multiply(sums_0, dy_at.stage, term, block == first);
                             if (block == first && term == kRight - 1) continue;
                             ptx::wgmma_wait<1>();
                             release();
@@ -252,9 +252,9 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                     ptx::wgmma_wait<0>();
                     release();
                     release_dy();
-                    add_to(odd, even);
+                    add_to(sums_1, sums_0);
                 }
-                write(odd, tile);
+                write(sums_1, tile);
             }
         }
         if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();

@@ -9,14 +9,14 @@ namespace rtk {
 
 template <typename T, int kTerms>
 struct DyFragment {
-    int t, piece;
+    int t, vector;
     u32 offset;                      // of this lane's column in a stage
     float factor[2] = {1.0f, 1.0f};  // by which fp16 experts are multiplied
 
     RTK_DEVICE DyFragment(int warp, int lane, u32 box_bytes) {
         const int g = lane / 4;
         t = lane % 4;
-        piece = warp % 2 * 4 + g / 2;
+        vector = warp % 2 * 4 + g / 2;
         offset = warp / 2 * box_bytes + g % 2 * 8;
     }
 
@@ -32,7 +32,7 @@ struct DyFragment {
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
                     both[c] = *reinterpret_cast<const float2*>(own + (16 * k + 8 * h + c) * kTileRow +
-                                                               ((piece ^ ((2 * t + c) & 7)) << 4));
+                                                               ((vector ^ ((2 * t + c) & 7)) << 4));
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float pair[2] = {r ? both[0].y : both[0].x, r ? both[1].y : both[1].x};

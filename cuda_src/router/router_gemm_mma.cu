@@ -35,14 +35,14 @@ struct MmaOperand {
     RTK_DEVICE void fetch(ptx::SharedAddress to, int term, int k0) const {
 #pragma unroll
         for (int i = 0; i < kMmaBytes / 16 / kMmaThreads; ++i) {
-            const int piece = threadIdx.x + i * kMmaThreads;
+            const int vector = threadIdx.x + i * kMmaThreads;
             if constexpr (kAcross) {  // two tiles of 64 rows (k) by 128 bytes
-                const int half = piece / 512, k = piece % 512 / 8, c = piece % 8;
+                const int half = vector / 512, k = vector % 512 / 8, c = vector % 8;
                 const bool here = k0 + k < depth && half * 64 + c * 8 < rows;
                 const u8* from = data + term * step + static_cast<i64>(k0 + k) * pitch + half * 128 + c * 16;
                 ptx::cp_async_16_or_zero(to + half * 8192 + k * 128 + ((c ^ (k & 7)) << 4), here ? from : data, here);
             } else {  // 128 rows by 128 bytes (k)
-                const int row = piece / 8, c = piece % 8;
+                const int row = vector / 8, c = vector % 8;
                 const bool here = row < rows && k0 + c * 8 < depth;
                 const u8* from = data + term * step + row * pitch + static_cast<i64>(k0) * 2 + c * 16;
                 ptx::cp_async_16_or_zero(to + row * 128 + ((c ^ (row & 7)) << 4), here ? from : data, here);
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
             for (int e = 0; e < 4; ++e)
                 tile[(warp_m + 16 * i + g + e / 2 * 8) * kMmaPitch + warp_n + 8 * j + 2 * t + e % 2] = sums[i][j][e];
     __syncthreads();
-    float* wide = static_cast<float*>(out) + blockIdx.y * m * n;
-    u16* narrow = static_cast<u16*>(out);
+    float* out_fp32 = static_cast<float*>(out) + blockIdx.y * m * n;
+    u16* out_16bit = static_cast<u16*>(out);
 #pragma unroll 1
     for (int row = warp; row < left.rows; row += kMmaThreads / kWarp) {
 #pragma unroll 1
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(kMmaThreads, 1)
             if (bias != nullptr) value += bias[n0 + column];
             const i64 at = (m0 + row) * n + n0 + column;
             if (kind == 0) {
-                wide[at] = value;
+                out_fp32[at] = value;
             } else {
-                narrow[at] = static_cast<u16>(kind == 1 ? ptx::cvt_bf16x2(value, 0.0f) : ptx::cvt_f16x2(value, 0.0f));
+                out_16bit[at] = static_cast<u16>(kind == 1 ? ptx::cvt_bf16x2(value, 0.0f) : ptx::cvt_f16x2(value, 0.0f));
             }
         }
     }

@@ -1,4 +1,4 @@
-// Pieces of rows in registers, whatever their type: the type is an argument, since it only decides how a number is
+// Vectors of rows in registers, whatever their type: the type is an argument, since it only decides how a number is
 // read.
 #pragma once
 #include "common/vec.cuh"

@@ -54,36 +54,36 @@ __global__ void __launch_bounds__(256) topk_fwd(const void* x, void* values, voi
     for (int i = lane; i < static_cast<int>(k); i += kWarp) results.put(row * k + i, start, chosen[warp][i].column);
 }
 
-inline constexpr int kFewThreads = 128;
+inline constexpr int kOctetThreads = 128;
 
 // k up to 8 of up to 256 columns, whole groups of numbers of SIZE bytes: four rows of a warp at a time (top8.cuh).
 template <int SIZE>
-__global__ void __launch_bounds__(kFewThreads, 4) topk_few(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(kOctetThreads, 4) topk_fwd_octets(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                            i64 x_stride, i64 k, i64 kind, i64, i64 indices_int64) {
-    __shared__ Choice chosen[kFewThreads / kWarp][kOctet];
-    const int most = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
-    const i64 row = (static_cast<i64>(blockIdx.x) * kFewThreads + threadIdx.x) / kOctet;
+    __shared__ Choice chosen[kOctetThreads / kWarp][kOctet];
+    const int wanted = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
+    const i64 row = (static_cast<i64>(blockIdx.x) * kOctetThreads + threadIdx.x) / kOctet;
     if (row - in_warp >= rows) return;
     const i64 start = min(row, rows - 1) * x_stride;  // missing rows do as the last one: no lane is left out
     Octet<SIZE> octet(static_cast<const u8*>(x) + start * SIZE, cols, static_cast<int>(kind));
     octet.load();
     octet.look();
-    const int column = octet.find(most, chosen[threadIdx.x / kWarp]);
+    const int column = octet.find(wanted, chosen[threadIdx.x / kWarp]);
     const TopkResults results{x, values, indices, octet.kind, indices_int64 != 0};
-    if (octet.lane < most && row < rows) results.put(row * k + octet.lane, start, column);
+    if (octet.lane < wanted && row < rows) results.put(row * k + octet.lane, start, column);
 }
 
 inline constexpr int kMaxCandidates = 256;
 
 template <int V>
-__global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* values, void* indices, i64 rows, i64 cols,
+__global__ void __launch_bounds__(1024, 2) topk_fwd_block(const void* x, void* values, void* indices, i64 rows, i64 cols,
                                                      i64 x_stride, i64 k, i64 kind, i64 whole, i64 indices_int64) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u64 candidates[kMaxCandidates];
     __shared__ u32 floors[kWarp], found;
     __shared__ Choice chosen[kMaxChosen];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int most = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
+    const int wanted = static_cast<int>(k), column = static_cast<int>(threadIdx.x) * V;
     const i64 row = blockIdx.x, start = row * x_stride;
     const TopkResults results{x, values, indices, static_cast<int>(kind), indices_int64 != 0};
     u32 key[V];
@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
 
     // ---- those that may be among the largest
     const int full = static_cast<int>(cols) / (kWarp * V);  // warps all of whose columns exist
-    const int turns = (most + full - 1) / full;
+    const int rounds = (wanted + full - 1) / full;
     u32 largest = key[0];
 #pragma unroll
     for (int v = 1; v < V; ++v) largest = max(largest, key[v]);
     u32 floor = 0u;
-    if (turns <= kWarp) {
+    if (rounds <= kWarp) {
         u32 left = largest;
-        for (int i = 0; i < turns; ++i) {
+        for (int i = 0; i < rounds; ++i) {
             const u32 best = __reduce_max_sync(kAllLanes, left);
             if (best == 0u) break;
             floor = best;
@@ -126,21 +126,21 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_wide(const void* x, void* va
             const u64 mine = candidates[i];
             int rank = 0;
             for (int j = 0; j < count; ++j) rank += candidates[j] > mine ? 1 : 0;
-            if (rank < most) results.put(row * k + rank, start, static_cast<int>(~static_cast<u32>(mine)));
+            if (rank < wanted) results.put(row * k + rank, start, static_cast<int>(~static_cast<u32>(mine)));
         }
         return;
     }
 
     // ---- all of them
     Choice* lists = reinterpret_cast<Choice*>(memory);
-    for (int i = lane; i < most; i += kWarp) lists[warp * most + i] = {0u, 0};
+    for (int i = lane; i < wanted; i += kWarp) lists[warp * wanted + i] = {0u, 0};
     __syncwarp();
     load_keys<V>(x, start, column, cols, kind, whole, key);  // to keep them would take registers from other rows
-    choose<V>(key, most, column, lists + warp * most, lane);
+    choose<V>(key, wanted, column, lists + warp * wanted, lane);
     __syncthreads();
     if (warp != 0) return;
-    merge_choices(lists, warps, most, chosen, lane);
-    for (int i = lane; i < most; i += kWarp) results.put(row * k + i, start, chosen[i].column);
+    merge_choices(lists, warps, wanted, chosen, lane);
+    for (int i = lane; i < wanted; i += kWarp) results.put(row * k + i, start, chosen[i].column);
 }
 
 // dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of a number, whose bits are moved.

@@ -39,7 +39,7 @@ RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multi
 template <int V, bool INT64>
 __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
     router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, u32* counts,
-               i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_pieces, i64 modes,
+               i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_vectors, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ Choice chosen[INT64 ? 16 : 32][kMaxChosen];
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
     __shared__ float parts[2][16];
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
-    const bool whole = whole_pieces != 0, softmax = (modes & kSoftmax) != 0, score_first = (modes & kScoreFirst) != 0;
+    const bool whole = whole_vectors != 0, softmax = (modes & kSoftmax) != 0, score_first = (modes & kScoreFirst) != 0;
     const bool by_logits = bias == nullptr && groups == 1;
     const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;

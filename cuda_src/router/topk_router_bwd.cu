@@ -51,20 +51,20 @@ __global__ void __launch_bounds__(256)
     }
     float top = 0.0f, inverse = 0.0f;
     if (over_all) {
-        float most = kMinusInfinity, sum = 0.0f;
+        float running_max = kMinusInfinity, sum = 0.0f;
         for (int at = lane * VEC; at < cols; at += kWarp * VEC) {
-            float value[VEC], largest = most;
+            float value[VEC], largest = running_max;
             load_some<VEC>(x, start + at, kind, whole_in != 0, cols - at, value);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
                 if (at + i < cols) largest = fmaxf(largest, value[i]);
-            if (largest > most) sum *= expf(most - largest), most = largest;
+            if (largest > running_max) sum *= expf(running_max - largest), running_max = largest;
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
-                if (at + i < cols) sum += expf(value[i] - anchor_of(most));
+                if (at + i < cols) sum += expf(value[i] - anchor_of(running_max));
         }
-        top = anchor_of(warp_reduce<Largest>(most));
-        inverse = inverse_or_zero(warp_reduce<Sum>(most == kMinusInfinity ? sum : sum * expf(most - top)));
+        top = anchor_of(warp_reduce<Largest>(running_max));
+        inverse = inverse_or_zero(warp_reduce<Sum>(running_max == kMinusInfinity ? sum : sum * expf(running_max - top)));
     } else if (softmax) {
         top = anchor_of(warp_reduce<Largest>(best));
     }

@@ -4,7 +4,7 @@
 
 namespace rtk {
 
-inline constexpr int kFewThreads = 512;  // at most
+inline constexpr int kMaxThreads = 512;  // at most
 
 RTK_DEVICE float octet_sum(float value) {
     return octet_reduce(value, [](float a, float b) { return a + b; });
@@ -12,11 +12,11 @@ RTK_DEVICE float octet_sum(float value) {
 
 // Rows are whole groups of logits of SIZE bytes, aligned to these.
 template <int SIZE>
-__global__ void __launch_bounds__(kFewThreads, 2)
-    router_few(const void* x, const float*, float* probs, i32* indices, float* dense, u8* map, u32* counts, i64 rows,
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    router_fwd_small(const void* x, const float*, float* probs, i32* indices, float* dense, u8* map, u32* counts, i64 rows,
                i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 modes, double scaling, double epsilon) {
     __shared__ u32 tokens[kOctetColumns];
-    __shared__ Choice chosen[kFewThreads / kWarp][kOctet];
+    __shared__ Choice chosen[kMaxThreads / kWarp][kOctet];
     const int k = static_cast<int>(top_k), cols = static_cast<int>(experts);
     const bool softmax = (modes & kSoftmax) != 0, score_first = (modes & kScoreFirst) != 0;
     const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);

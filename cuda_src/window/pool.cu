@@ -1,34 +1,9 @@
 // Windows over the last two dimensions of (planes, height, width), any strides: average and maximum pooling, and nearest upsampling.
 // A thread owns one element of the result, which is dense; neighbours read neighbouring windows. fp32, one rounding.
 // Grid: elements / 256.
-#include "common/vec.cuh"
+#include "window/places.cuh"
 
 namespace rtk {
-
-inline constexpr int kPoolThreads = 256;
-
-struct PoolPlace {
-    i64 plane, row, column;
-    RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
-        const i64 rest = at / width;
-        column = at - rest * width;
-        plane = rest / height;
-        row = rest - plane * height;
-    }
-};
-
-template <typename T>
-RTK_DEVICE float element(const T* x, i64 at) {
-    float v[1];
-    load_keep<T, 1>(x + at, v);
-    return v[0];
-}
-
-// Planes are (batch, channels), at strides x_batch and x_channel.
-RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
-    const i64 batch = plane / channels;
-    return batch * x_batch + (plane - batch * channels) * x_channel;
-}
 
 // The sum of a window over `divisor`, or, for 0, over the elements that count: of the padded input, or of the input.
 template <typename T>
@@ -89,9 +64,7 @@ __global__ void __launch_bounds__(kPoolThreads)
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
     const PoolPlace place(at, out_height, out_width);
-    const float down = floorf(static_cast<float>(place.row) * static_cast<float>(scale_h));
-    const float across = floorf(static_cast<float>(place.column) * static_cast<float>(scale_w));
-    const i64 row = min(static_cast<i64>(down), height - 1), column = min(static_cast<i64>(across), width - 1);
+    const i64 row = nearest(place.row, scale_h, height), column = nearest(place.column, scale_w, width);
     const i64 from = plane_offset(place.plane, channels, x_batch, x_channel) + row * x_row + column * x_column;
     ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
 }

@@ -6,6 +6,7 @@ concatenation go in one launch; what torch writes as a fill and a copy is that h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from rtkernels.aten.strides import arrange, overlaps_itself
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.registry import Op
 
 _TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
@@ -36,7 +38,9 @@ _CONCAT = Kernel(
 )  # fmt: skip
 OP = Op("aten_copy", public=(), kernels=(_TRIANGLE, _CONCAT), torch_ops=())
 
+_TRIANGLES = Plans(lambda variant, device, grid: _TRIANGLE.bind(variant, device, grid, _THREADS))
 _FORMAT = NotHandled("memory format")
+_NUMBER = NotHandled("a number")
 _DEVICE = NotHandled("another device")
 _DTYPES = NotHandled("several dtypes")
 _SHAPES = NotHandled("shapes")
@@ -51,7 +55,7 @@ def rows() -> Iterator[Overload]:
         Overload("clone", "copy", _clone, opinfo=("clone", "contiguous")),
         Overload("copy_", "copy", _copy_, opinfo=("clone",)),
         Overload("_to_copy", "copy", _to_copy, opinfo=("to",)),
-        Overload("cat", "copy", _cat, default=True, opinfo=("cat",)),
+        Overload("cat", "copy", _cat, opinfo=("cat",)),
         Overload("cat.out", "copy", lambda tensors, dim=0, *, out: _cat(tensors, dim, out=out), opinfo=("cat",)),
         Overload("stack", "copy", _stack, opinfo=("stack",)),
         Overload("repeat", "copy", _repeat, opinfo=("repeat",)),
@@ -78,6 +82,8 @@ def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) ->
 
 
 def _copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(src, Tensor):
+        return _NUMBER
     if self.device != src.device:
         return _DEVICE
     if self.dtype != src.dtype and (self.dtype not in TOKENS or src.dtype not in TOKENS):
@@ -279,7 +285,7 @@ def _triangle(self: Tensor, diagonal: int, upper: bool) -> Any:
         and all(step % vector == 0 for step in strides)
     )  # fmt: skip
     count = self.numel() // (vector if vectors else 1)
-    launch = _TRIANGLE.bind((token, upper), self.get_device(), -(-count // _THREADS), _THREADS)
+    launch = _TRIANGLES[(token, upper), self.get_device(), -(-count // _THREADS)]
     launch(
         self.data_ptr(),
         result.data_ptr(),
@@ -299,29 +305,36 @@ def _triangle(self: Tensor, diagonal: int, upper: bool) -> Any:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Any:
-    if len({tensor.dtype for tensor in tensors}) != 1 or len({tensor.device for tensor in tensors}) != 1:
-        return _DTYPES
     used = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]  # torch skips empty vectors
-    if not used or len({tensor.dim() for tensor in used}) != 1 or not used[0].dim():
+    if not used or not used[0].dim():
         return _SHAPES
-    first = used[0]
-    if not -first.dim() <= dim < first.dim():
+    first, rank, dense, total = used[0], used[0].dim(), True, 0
+    dtype, device = first.dtype, first.device
+    if any(tensor.dtype != dtype or tensor.device != device for tensor in tensors):
+        return _DTYPES
+    if not -rank <= dim < rank:
         return _DIM
-    dim %= first.dim()
-    kept = [(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in used]
-    if any(shape != kept[0] for shape in kept):
-        return _SHAPES
+    dim %= rank
+    shape = list(first.shape)
+    for tensor in used:
+        sizes = list(tensor.shape)
+        if len(sizes) != rank:
+            return _SHAPES
+        total += sizes[dim]
+        sizes[dim] = shape[dim]
+        if sizes != shape:
+            return _SHAPES
+        dense = dense and tensor.is_contiguous()
     if _TOKEN_OF_SIZE.get(first.element_size()) is None:
         return _ITEM_SIZE
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in used)
+    shape[dim] = total
     if out is not None:
         if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
             return NotHandled("out= of another dtype or shape")
         if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
             return NotHandled("overlapping memory")
         result = out
-    elif all(tensor.is_contiguous() for tensor in used):
+    elif dense:
         result = first.new_empty(shape)
     else:
         formats = (torch.channels_last, torch.channels_last_3d)
@@ -330,7 +343,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         result = first.new_empty(shape)
     if result.numel() == 0:
         return result
-    if all(tensor.is_contiguous() for tensor in used) and result.is_contiguous():
+    if dense and result.is_contiguous():
         _concatenate(result, [tensor for tensor in used if tensor.numel()], dim)
         return result
     start = 0
@@ -344,27 +357,38 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
 
 
 def _concatenate(result: Tensor, tensors: list[Tensor], dim: int) -> None:
-    rows_ = 1
-    for size in result.shape[:dim]:
-        rows_ *= size
-    widths = [tensor.numel() // rows_ for tensor in tensors]
+    sizes = tuple(tensor.shape[dim] for tensor in tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    aligned = result.data_ptr() % 16 == 0 and not any(address % 16 for address in addresses)
+    key = result.get_device(), result.element_size(), result.shape, dim, sizes, aligned
+    for part, pad, launch, numbers in _CONCATENATIONS[key]:
+        launch(result.data_ptr(), *addresses[part], *pad, *numbers)
+
+
+def _plan_concatenation(
+    device: int, item_bytes: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], aligned: bool
+) -> list[tuple[slice, list[int], Any, tuple[int, ...]]]:
+    """Return launches: which inputs each takes, zeros for those that it lacks, and the numbers of its arguments."""
+    rows_, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    widths = [size * inner for size in sizes]
     starts = [sum(widths[:i]) for i in range(len(widths))]
-    out_width, vector = sum(widths), 16 // result.element_size()
-    vectors = not any(
-        number % vector for number in (*widths, out_width)
-    ) and not any(tensor.data_ptr() % 16 for tensor in (result, *tensors))  # fmt: skip
-    device = result.get_device()
+    out_width, vector = sum(widths), 16 // item_bytes
+    vectors = aligned and not any(width % vector for width in (*widths, out_width))
     limit = 16 * device_info(device).sm_count
-    for first in range(0, len(tensors), _MAX_INPUTS):
+    launches = []
+    for first in range(0, len(widths), _MAX_INPUTS):
         part = slice(first, first + _MAX_INPUTS)
-        given, pad = tensors[part], _MAX_INPUTS - len(tensors[part])
-        largest = max(widths[part]) * rows_ // (vector if vectors else 1)
+        given = widths[part]
+        pad = [0] * (_MAX_INPUTS - len(given))
+        largest = max(given) * rows_ // (vector if vectors else 1)
         grid = (min(-(-largest // _THREADS), limit), len(given))
-        launch = _CONCAT.bind((_TOKEN_OF_SIZE[result.element_size()],), device, grid, _THREADS)
-        launch(
-            result.data_ptr(), *[tensor.data_ptr() for tensor in given], *[0] * pad,
-            *widths[part], *[1] * pad, *starts[part], *[0] * pad, rows_, out_width, vectors,
-        )  # fmt: skip
+        launch = _CONCAT.bind((_TOKEN_OF_SIZE[item_bytes],), device, grid, _THREADS)
+        numbers = *given, *[1] * len(pad), *starts[part], *pad, rows_, out_width, int(vectors)
+        launches.append((part, pad, launch, numbers))
+    return launches
+
+
+_CONCATENATIONS = Plans(_plan_concatenation)
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:

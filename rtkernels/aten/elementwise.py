@@ -55,6 +55,7 @@ _RANK = NotHandled("more than 6 dimensions")
 _OUT = NotHandled("out= of another dtype or shape")
 _RANGE = NotHandled("number out of range")
 _COMPLEX = NotHandled("complex")
+_NUMBERS_ONLY = NotHandled("numbers only")
 _LAZY = NotHandled("lazy negative or conjugate")
 
 
@@ -263,6 +264,8 @@ def run(
                 device, like = at, operand
     if out is not None:
         device = out.get_device()
+    elif like is None:
+        return _NUMBERS_ONLY  # torch.add(2, 3)
     metas, addresses, numbers = [], [], []
     for operand in operands:
         if not isinstance(operand, Tensor):

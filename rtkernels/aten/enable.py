@@ -8,6 +8,7 @@ kernel, which was looked up before it was overridden.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import warnings
@@ -34,7 +35,13 @@ from rtkernels.runtime.launch.device import emulate_features
 Record = Callable[[str, str | None], None]
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _warned: set[str] = set()
-_inside = threading.local()  # .handler: a handler runs in this thread, and aten ops that it calls go to torch
+
+
+class _Inside(threading.local):
+    handler = False  # True: one runs in this thread, and aten ops that it calls go to torch
+
+
+_inside = _Inside()
 
 
 class _Choice:
@@ -70,8 +77,8 @@ def enable(
 
     Args:
         include: What to take: aten overloads (``"sum.dim_IntList"``), operators (``"sum"``: all overloads and the
-            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads expected to be faster
-            than torch's.
+            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads that were measured to
+            be faster than torch's.
         exclude: What to leave to torch, named likewise.
         record: True writes a line per call to the logger "rtkernels", a path to that file; a function gets the
             overload and the reason why torch's kernel ran, or None if ours did. None or False: calls are counted
@@ -80,8 +87,8 @@ def enable(
     Raises:
         ArgumentError: A name is no overload, operator or family.
     """
-    choice = _chosen(include, exclude, record)
-    with _lock:
+    with _lock, _collector_paused():
+        choice = _chosen(include, exclude, record)
         if _choices and not getattr(_choices[-1], "scoped", False):
             _choices.pop()
         _choices.append(choice)
@@ -115,9 +122,9 @@ def use(
     Returns:
         A context manager.
     """
-    choice = _chosen(include, exclude, record)
-    choice.scoped = True
-    with _lock:
+    with _lock, _collector_paused():
+        choice = _chosen(include, exclude, record)
+        choice.scoped = True
         _choices.append(choice)
         _apply()
     try:
@@ -139,6 +146,21 @@ def enabled() -> list[str]:
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _collector_paused():
+    """Registering makes thousands of small objects that stay: a collection in between looks at all of torch's in vain,
+    which takes several times as long as the registration.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.collect(0)  # of what was made here only; else the next allocation might look at everything
+            gc.enable()
 
 
 def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
@@ -204,33 +226,41 @@ def _native_kernel(name: str, key: str) -> Any:
 
 
 def _override(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
-    name, handler, torch_kernel = row.name, row.handler, _torch_kernel(row.name, native)
+    name, handler, inside = row.name, row.handler, _inside
+    # Torch takes numbers in the place of tensors for some pointwise operators, and for copies.
+    torch_kernel = _torch_kernel(name, native) if row.family in ("ew", "copy") else native.call_boxed
     count: Count = count_of(name, row.family)
-    on_cpu, family, small = key == "CPU", row.family, row.small
-    limits = table.MIN_ELEMENTS
+    on_cpu, limits = key == "CPU", table.MIN_ELEMENTS
+    measured = name if name in limits else row.family
+    if row.small or on_cpu:
+        limits = {measured: 0}
 
     def override(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_inside, "handler", False):
+        if inside.handler:
             return torch_kernel(keyset, *args, **kwargs)
-        if not small and _elements(args) < limits[family] and not on_cpu:
-            reason = "small"
+        if _elements(args) < limits[measured]:
+            count.torch["small"] += 1
+            if record is not None:
+                record(name, "small")
+            return torch_kernel(keyset, *args, **kwargs)
+        inside.handler = True
+        try:
+            result = emulated(args, kwargs) if on_cpu else handler(*args, **kwargs)
+        except _CANNOT_LAUNCH as error:
+            reason = _not_launched(name, error)
+        except ArgumentError:  # torch raises its own
+            reason = "invalid arguments"
+        except OverflowError:  # a plan would need more blocks than a grid has
+            reason = "too large"
         else:
-            _inside.handler = True
-            try:
-                result = emulated(args, kwargs) if on_cpu else handler(*args, **kwargs)
-            except _CANNOT_LAUNCH as error:
-                reason = _not_launched(name, error)
-            except ArgumentError:  # torch raises its own
-                reason = "invalid arguments"
-            else:
-                if type(result) is not NotHandled:
-                    count.ours += 1
-                    if record is not None:
-                        record(name, None)
-                    return result
-                reason = result.reason
-            finally:
-                _inside.handler = False
+            if type(result) is not NotHandled:
+                count.ours += 1
+                if record is not None:
+                    record(name, None)
+                return result
+            reason = result.reason
+        finally:
+            inside.handler = False
         count.torch[reason] += 1
         if record is not None:
             record(name, reason)
@@ -264,9 +294,12 @@ def _torch_kernel(name: str, native: Any) -> Callable[..., Any]:
         if not places:  # at the first call: schemas take long to look up
             types = [str(argument.type) for argument in table.schema_of(name).arguments]
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
-        numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
-        if not numbers:
+        for i in places:
+            if i < len(args) and not isinstance(args[i], torch.Tensor):
+                break
+        else:
             return boxed(keyset, *args, **kwargs)
+        numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
         given = [value for value in args if isinstance(value, torch.Tensor)]
         values = list(args)
         if not given:  # torch.add(2, 3)
@@ -302,7 +335,8 @@ def _elements(args: tuple[Any, ...]) -> int:
     found = -1
     for value in args:
         if isinstance(value, torch.Tensor):
-            found = max(found, value.numel())
+            if (count := value.numel()) > found:
+                found = count
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
             found = max(found, sum(tensor.numel() for tensor in value if tensor is not None))
     return found if found >= 0 else 1 << 62  # factories: their sizes are no tensors

@@ -8,22 +8,35 @@ of an embedding gives zeros there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.index.embedding import BACKWARD as EMBEDDING_BWD
-from rtkernels.ops.index.embedding import FORWARD as EMBEDDING
 from rtkernels.ops.index.gathering import gather, gatherable
-from rtkernels.ops.index.row_moves_operators import SCATTER_INTO
 from rtkernels.ops.shared.strided import FLOATS
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
 )
+_SEVERAL = NotHandled("several indices, or a mask")
 _INDICES = (torch.int32, torch.int64)
+
+
+@cache
+def _embedding_operators() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.index import embedding
+
+    return embedding
+
+
+@cache
+def _scatter_into() -> Any:
+    from rtkernels.ops.index.row_moves_operators import SCATTER_INTO
+
+    return SCATTER_INTO
 
 
 def _outside(index: Tensor, n: int) -> bool:
@@ -69,7 +82,7 @@ def _embedding(
         return _RANK
     if weight.numel() == 0 or indices.numel() == 0:
         return _EMPTY
-    return _INVALID if _outside(indices, weight.shape[0]) else EMBEDDING.call(weight, indices, 0)
+    return _INVALID if _outside(indices, weight.shape[0]) else _embedding_operators().FORWARD.call(weight, indices, 0)
 
 
 def _embedding_dense_backward(
@@ -81,7 +94,7 @@ def _embedding_dense_backward(
         return _DTYPE
     if grad_output.numel() == 0 or num_weights == 0 or grad_output.shape[:-1] != indices.shape:
         return _EMPTY
-    return EMBEDDING_BWD.call(grad_output, indices, num_weights, 0, padding_idx)
+    return _embedding_operators().BACKWARD.call(grad_output, indices, num_weights, 0, padding_idx)
 
 
 def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
@@ -97,7 +110,7 @@ def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
     if out is x and not x.is_contiguous():
         return _STRIDES
     made = x.clone(memory_format=torch.contiguous_format) if out is None else out
-    SCATTER_INTO.launch(made, source, index.contiguous(), None, True)
+    _scatter_into().launch(made, source, index.contiguous(), None, True)
     return made
 
 
@@ -124,14 +137,62 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     return _add_rows(x, index[:, 0], src[: index.shape[0], : index.shape[1]], None)
 
 
+def _only_index(x: Tensor, indices: Any) -> tuple[int, Tensor] | NotHandled:
+    """Return the one tensor of indices, with its dimension; NotHandled if there are several, or a mask."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or len(indices) > x.dim():
+        return _SEVERAL
+    dim, index = given[0]
+    if index.dtype not in _INDICES or index.device != x.device:
+        return _DTYPE
+    if x.numel() == 0 or index.numel() == 0:
+        return _EMPTY
+    n = x.shape[dim]
+    return _INVALID if not index.is_cuda and bool(((index < -n) | (index >= n)).any()) else (dim, index)
+
+
+def _index(x: Tensor, indices: Any) -> Any:
+    found = _only_index(x, indices)
+    if isinstance(found, NotHandled):
+        return found
+    dim, index = found
+    if x.dtype.itemsize > 8:
+        return _DTYPE
+    if not x.is_contiguous():
+        return _STRIDES  # torch's result has the order of its dimensions
+    made = gather(x, index.reshape(-1), dim, select=True, from_end=True)
+    return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
+
+
+def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
+    """Sums into rows, as the gradient of ``x[index]`` asks for; torch sorts for it. All else is torch's."""
+    if not accumulate:
+        return _OPTION
+    found = _only_index(x, indices)
+    if isinstance(found, NotHandled):
+        return found
+    dim, index = found
+    if x.dtype not in FLOATS or values.dtype != x.dtype:
+        return _DTYPE
+    if dim != 0 or x.dim() < 2 or not x.is_contiguous():
+        return _STRIDES
+    if tuple(values.shape) != (*index.shape, *x.shape[1:]):
+        return _OPTION  # broadcast
+    rows_, places = x.shape[0], index.reshape(-1)
+    places = torch.where(places < 0, places + rows_, places)
+    values = values.reshape(places.numel(), -1)
+    _scatter_into().launch(x.view(rows_, -1), values, places, None, True)
+    return x
+
+
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("gather", "idx", _gather, default=True, opinfo=("gather", "take_along_dim"))
-    yield Overload("index_select", "idx", _index_select, default=True, opinfo=("index_select",))
-    yield Overload("embedding", "idx", _embedding, default=True, opinfo=("nn.functional.embedding",))
-    yield Overload(
-        "embedding_dense_backward", "idx", _embedding_dense_backward, default=True, opinfo=("nn.functional.embedding",)
-    )
+    yield Overload("gather", "idx", _gather, opinfo=("gather", "take_along_dim"))
+    yield Overload("index_select", "idx", _index_select, opinfo=("index_select",))
+    yield Overload("embedding", "idx", _embedding, opinfo=("nn.functional.embedding",))
+    yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=("nn.functional.embedding",))
     yield Overload("index_add", "idx", _index_add, opinfo=("index_add",))
     yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",))
     yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",))
+    yield Overload("index.Tensor", "idx", _index, opinfo=("__getitem__",))
+    yield Overload("_index_put_impl_", "idx", _index_put_impl_, opinfo=("index_put", "__getitem__"))

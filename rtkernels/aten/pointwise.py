@@ -28,7 +28,6 @@ from rtkernels.aten.table import NotHandled, Overload
 
 _ROWS: list[Overload] = []
 _BOOL = NotHandled("bool")
-_NO_TENSOR = NotHandled("numbers only")
 _ALIASED = NotHandled("result of another dtype or shape than self")
 _NEGATIVE = NotHandled("negative integer exponent")
 _OPTION = NotHandled("option")
@@ -75,8 +74,8 @@ _unary("relu", functor("Relu", 1, dtypes=NUMBERS), forms="f i", opinfo="nn.funct
 _unary("silu", functor("Silu", 1, dtypes=FLOATS), opinfo="nn.functional.silu")
 _unary("bitwise_not", functor("BitwiseNot", 1, dtypes=INTEGERS | {torch.bool}))
 _unary("isnan", functor("IsNan", 1, result=torch.bool), forms="f")
-_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f", default=True)
-_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", default=True, composite="no gradient")
+_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f")
+_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", composite="no gradient")
 _unary("angle", _float("Angle"), forms="f o")
 _LOGICAL_NOT = functor("LogicalNot", 1, result=torch.bool)
 _unary("logical_not", _LOGICAL_NOT, forms="f")
@@ -269,8 +268,6 @@ _DIV = {
 def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
     if rounding_mode not in _DIV:
         return _OPTION
-    if out is None and not isinstance(self, Tensor) and not isinstance(other, Tensor):
-        return _NO_TENSOR
     return run(_DIV[rounding_mode], (self, other), out=out)
 
 
@@ -332,7 +329,7 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
     return run(_IS_CLOSE, (self, other), (rtol, atol, equal_nan))
 
 
-_add_row("isclose", _isclose, "isclose", default=True, composite="no gradient")
+_add_row("isclose", _isclose, "isclose", composite="no gradient")
 
 # ---- three operands -------------------------------------------------------------------------------------------------
 
@@ -552,3 +549,24 @@ def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
 
 _add_row("glu", _glu, "nn.functional.glu")
 _add_row("glu_backward", _glu_backward, "nn.functional.glu")
+_MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
+
+
+def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Any:
+    if not grad_output.dtype == self.dtype == target.dtype or self.shape != target.shape or not self.numel():
+        return _OPTION
+    scale = 2.0 / self.numel() if reduction == 1 else 2.0
+    return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
+
+
+_add_row("mse_loss_backward", _mse_loss_backward, "nn.functional.mse_loss")
+_DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotion="first")
+
+
+def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Any:
+    if mask.dtype != torch.bool or mask.shape != grad_output.shape:
+        return _OPTION
+    return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
+
+
+_add_row("native_dropout_backward", _native_dropout_backward, "")

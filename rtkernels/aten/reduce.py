@@ -12,6 +12,7 @@ from torch import Tensor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
+from rtkernels.runtime.launch.plans import Plans
 
 _INVALID, _CONVERTED = NotHandled("invalid arguments"), NotHandled("converted first")
 _REASONS = {
@@ -23,14 +24,11 @@ _OTHER_DTYPE = NotHandled("dtype")
 _CAPTURE = NotHandled("host read while a graph is captured")
 
 
-def _dims(x: Tensor, dim: Any) -> tuple[int, ...] | None:
+def _dims(rank: int, dim: Any) -> tuple[int, ...] | None:
     """Return the reduced dimensions, at least 0; None and an empty list mean all. None: invalid ones."""
-    rank = x.dim()
-    if dim is None:
+    if dim is None or dim == ():
         return tuple(range(rank))
-    listed = [dim] if isinstance(dim, int) else list(dim)
-    if not listed:
-        return tuple(range(rank))
+    listed = (dim,) if isinstance(dim, int) else dim
     if rank == 0:
         return () if all(d in (0, -1) for d in listed) and len(listed) == 1 else None
     if any(not -rank <= d < rank for d in listed):
@@ -39,23 +37,34 @@ def _dims(x: Tensor, dim: Any) -> tuple[int, ...] | None:
     return found if len(set(found)) == len(found) else None
 
 
-def _refused(x: Tensor, dims: tuple[int, ...] | None, *, ordered: bool = False) -> NotHandled | None:
+def _prepare(dtype: torch.dtype, shape: Any, stride: Any, dim: Any, ordered: bool) -> tuple[int, ...] | NotHandled:
+    dims = _dims(len(shape), dim)
     if dims is None:
         return _INVALID
-    reason = reducible(x, dims, ordered=ordered)
-    return None if reason is None else _REASONS.get(reason, _OTHER_DTYPE)
+    reason = reducible(dtype, shape, stride, dims, ordered=ordered)
+    return dims if reason is None else _REASONS.get(reason, _OTHER_DTYPE)
+
+
+_PREPARED = Plans(_prepare)  # by metadata: calls like one before only look here
+
+
+def _reduced(x: Tensor, dim: Any, *, ordered: bool = False) -> tuple[int, ...] | NotHandled:
+    """Return the dimensions that a call reduces, or why torch has to do it."""
+    if dim is not None and type(dim) is not int:
+        dim = tuple(dim)
+    return _PREPARED[x.dtype, x.shape, x.stride(), dim, ordered]
 
 
 def _sum_like(monoid: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-        dims = _dims(x, dim)
-        if (refused := _refused(x, dims)) is not None:
-            return refused
+        dims = _reduced(x, dim)
+        if type(dims) is NotHandled:
+            return dims
         natural = x.dtype if x.dtype in FLOATS else torch.int64
         wanted = dtype or natural
         if wanted != natural and not (x.dtype in FLOATS and wanted == torch.float32):
             return _CONVERTED
-        return reduce(x, monoid, dims, keepdim, wanted)[0]
+        return reduce(x, monoid, dims, keepdim, wanted)
 
     return handler
 
@@ -72,13 +81,13 @@ def _prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    dims = _dims(x, dim)
-    if (refused := _refused(x, dims)) is not None:
-        return refused
+    dims = _reduced(x, dim)
+    if type(dims) is NotHandled:
+        return dims
     wanted = dtype or x.dtype
     if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32):
         return _CONVERTED
-    return reduce(x, "sum", dims, keepdim, wanted, finish="divide", number=_count(x, dims))[0]
+    return reduce(x, "sum", dims, keepdim, wanted, finish="divide", number=_count(x, dims))
 
 
 def _mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
@@ -91,10 +100,10 @@ def _count(x: Tensor, dims: Sequence[int]) -> int:
 
 def _extreme(lift: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
-        dims = _dims(x, dim)
-        if (refused := _refused(x, dims)) is not None:
-            return refused
-        return reduce(x, "maximum", dims, keepdim, x.dtype, lift=lift)[0]
+        dims = _reduced(x, dim)
+        if type(dims) is NotHandled:
+            return dims
+        return reduce(x, "maximum", dims, keepdim, x.dtype, lift=lift)
 
     return handler
 
@@ -112,9 +121,9 @@ def _min_all(x: Tensor) -> Any:
 
 def _extreme_dim(lift: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-        dims = _dims(x, dim)
-        if (refused := _refused(x, dims, ordered=True)) is not None:
-            return refused
+        dims = _reduced(x, dim, ordered=True)
+        if type(dims) is NotHandled:
+            return dims
         return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="os")
 
     return handler
@@ -122,69 +131,68 @@ def _extreme_dim(lift: str) -> Callable[..., Any]:
 
 def _arg(lift: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-        dims = _dims(x, dim)
         if x.dtype == torch.bool:
             return _OTHER_DTYPE
-        if (refused := _refused(x, dims, ordered=True)) is not None:
-            return refused
-        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="s")[1]
+        dims = _reduced(x, dim, ordered=True)
+        if type(dims) is NotHandled:
+            return dims
+        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="s")
 
     return handler
 
 
 def _truth(finish: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-        dims = _dims(x, dim)
         if isinstance(dim, (list, tuple)) and not dim:
             return _INVALID  # torch's overloads differ
-        if (refused := _refused(x, dims)) is not None:
-            return refused
+        dims = _reduced(x, dim)
+        if type(dims) is NotHandled:
+            return dims
         wanted = torch.uint8 if x.dtype == torch.uint8 else torch.bool
         number = _count(x, dims)
-        return reduce(x, "count", dims, keepdim, wanted, lift="nonzero", finish=finish, number=number)[0]
+        return reduce(x, "count", dims, keepdim, wanted, lift="nonzero", finish=finish, number=number)
 
     return handler
 
 
 def _count_nonzero(x: Tensor, dim: Any = None) -> Any:
-    dims = _dims(x, dim)
-    if (refused := _refused(x, dims)) is not None:
-        return refused
-    return reduce(x, "count", dims, False, torch.int64, lift="nonzero")[0]
+    dims = _reduced(x, dim)
+    if type(dims) is NotHandled:
+        return dims
+    return reduce(x, "count", dims, False, torch.int64, lift="nonzero")
 
 
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    dims = _dims(x, dim)
-    if (refused := _refused(x, dims)) is not None:
-        return refused
+    dims = _reduced(x, dim)
+    if type(dims) is NotHandled:
+        return dims
     wanted = dtype or x.dtype
     if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32) or isinstance(ord, complex):
         return _CONVERTED
     if ord == math.inf or ord == -math.inf:
-        return reduce(x, "maximum", dims, keepdim, wanted, lift="abs" if ord > 0 else "flip_abs")[0]
+        return reduce(x, "maximum", dims, keepdim, wanted, lift="abs" if ord > 0 else "flip_abs")
     if ord == 0:
-        return reduce(x, "sum", dims, keepdim, wanted, lift="nonzero")[0]
+        return reduce(x, "sum", dims, keepdim, wanted, lift="nonzero")
     if ord == 1:
-        return reduce(x, "sum", dims, keepdim, wanted, lift="abs")[0]
+        return reduce(x, "sum", dims, keepdim, wanted, lift="abs")
     if ord == 2:
-        return reduce(x, "sum", dims, keepdim, wanted, lift="square", finish="root")[0]
-    return reduce(x, "sum", dims, keepdim, wanted, lift="power", power=ord, finish="power", number=1 / ord)[0]
+        return reduce(x, "sum", dims, keepdim, wanted, lift="square", finish="root")
+    return reduce(x, "sum", dims, keepdim, wanted, lift="power", power=ord, finish="power", number=1 / ord)
 
 
 def _moments(finish: str, wanted: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-        dims = _dims(x, dim)
-        if (refused := _refused(x, dims)) is not None:
-            return refused
+        dims = _reduced(x, dim)
+        if type(dims) is NotHandled:
+            return dims
         if x.dtype not in FLOATS:
             return _OTHER_DTYPE
         divisor = max(_count(x, dims) - (1 if correction is None else correction), 0)
         if divisor == 0:
             return _REASONS["empty"]  # no degree of freedom: torch warns
-        made = reduce(x, "moments", dims, keepdim, x.dtype, finish=finish, number=divisor, wanted=wanted)
-        return made if wanted == "os" else made[0]
+        return reduce(x, "moments", dims, keepdim, x.dtype, finish=finish, number=divisor, wanted=wanted)
 
     return handler
 
@@ -233,7 +241,7 @@ def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
 
     def row(name: str, handler: Callable[..., Any], *opinfo: str) -> Overload:
-        return Overload(name, "red", handler, default=True, opinfo=opinfo)
+        return Overload(name, "red", handler, opinfo=opinfo)
 
     yield row("sum", _sum_all, "sum")
     yield row("sum.dim_IntList", _sum, "sum")

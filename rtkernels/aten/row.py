@@ -1,29 +1,36 @@
-"""Operators of whole rows: softmax, log_softmax and layer_norm with their gradients (family ``row``)."""
+"""Operators of rows: softmax, log_softmax, layer, group and weight norm, with their gradients (family ``row``)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.reduce import row_norm
-from rtkernels.ops.reduce.softmax import BACKWARD as SOFTMAX_BWD
+from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
+from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Rows
 
-_DTYPE, _EMPTY, _RANK, _DIM, _OPTION = (
-    NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "not the last dimension", "option")
-)
+_DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
+_FIRST = NotHandled("not the first dimension")
 _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
     outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=plan_as_torch,
 )  # fmt: skip
+
+
+@cache
+def _softmax_bwd() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.reduce.softmax import BACKWARD
+
+    return BACKWARD
 
 
 def _refused(x: Tensor, dim: int) -> NotHandled | None:
@@ -33,12 +40,22 @@ def _refused(x: Tensor, dim: int) -> NotHandled | None:
         return _EMPTY
     if x.dim() == 0:
         return _RANK
-    return None if dim in (-1, x.dim() - 1) else _DIM
+    return None if -x.dim() <= dim < x.dim() else _OPTION
+
+
+def _columns(x: Tensor, dim: int) -> Tensor:
+    """Return x as (outer, n, inner) around a dimension that is not the last."""
+    dim %= x.dim()
+    return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], -1)
 
 
 def _softmax(log: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int, half_to_float: bool) -> Any:
-        return _OPTION if half_to_float else _refused(x, dim) or _SOFTMAX(x, 1.0, log)
+        if half_to_float or (refused := _refused(x, dim)) is not None:
+            return _OPTION if half_to_float else refused
+        if dim in (-1, x.dim() - 1):
+            return _SOFTMAX(x, 1.0, log)
+        return softmax_columns(_columns(x, dim), log).view(x.shape)
 
     return handler
 
@@ -47,8 +64,11 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
     def handler(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
         if input_dtype != output.dtype or grad_output.dtype != output.dtype:
             return _OPTION
-        refused = _refused(output, dim)
-        return SOFTMAX_BWD.call(grad_output, output, None, 1.0, log) if refused is None else refused
+        if (refused := _refused(output, dim)) is not None:
+            return refused
+        if dim in (-1, output.dim() - 1):
+            return _softmax_bwd().call(grad_output, output, None, 1.0, log)
+        return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler
 
@@ -72,11 +92,7 @@ def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandl
 def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     if (refused := _norm_refused(x, normalized_shape, weight, bias)) is not None:
         return refused
-    lead = x.dim() - len(normalized_shape)
-    flat = [None if p is None else p.reshape(-1) for p in (weight, bias)]
-    y, mean, rstd = row_norm.FORWARD(x.reshape(-1, math.prod(normalized_shape)), *flat, eps)
-    statistics = (*x.shape[:lead], *[1] * len(normalized_shape))
-    return y.view(x.shape), mean.view(statistics), rstd.view(statistics)
+    return row_norm.FORWARD(x, weight, bias, len(normalized_shape), True, eps)
 
 
 def _layer_norm_backward(
@@ -86,24 +102,115 @@ def _layer_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight, bias)
     if refused is not None or grad_out.dtype != x.dtype or mean.dtype != torch.float32:
         return refused or _DTYPE
-    cols = math.prod(normalized_shape)
-    dy, rows_, (mean, rstd) = grad_out.reshape(-1, cols), x.reshape(-1, cols), (mean.reshape(-1), rstd.reshape(-1))
     dx = dw = db = None
+    over = len(normalized_shape)
     if output_mask[0]:
-        dx = row_norm.BACKWARD(dy, rows_, None if weight is None else weight.reshape(-1), mean, rstd).view(x.shape)
+        dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
-        grads = row_norm.parameter_grads(dy, rows_, mean, rstd)
-        dw, db = (
-            grad.view(*normalized_shape) if want else None for grad, want in zip(grads, output_mask[1:], strict=True)
-        )
+        grads = row_norm.parameter_grads(grad_out, x, mean, rstd, over)
+        dw, db = (grad if want else None for grad, want in zip(grads, output_mask[1:], strict=True))
     return dx, dw, db
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+    refused = _norm_refused(x, normalized_shape, weight)
+    if refused is not None or eps is None:
+        return refused or _OPTION
+    y, _, rstd = row_norm.FORWARD(x, weight, None, len(normalized_shape), False, eps)
+    return y, rstd
+
+
+def _rms_norm_backward(
+    grad_out: Tensor, x: Tensor, normalized_shape: Any, rstd: Tensor, weight: Tensor | None, output_mask: Any
+) -> Any:
+    refused = _norm_refused(x, normalized_shape, weight)
+    if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
+        return refused or _DTYPE
+    over = len(normalized_shape)
+    dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
+    wanted = output_mask[1] and weight is not None
+    return dx, row_norm.parameter_grads(grad_out, x, None, rstd, over)[0] if wanted else None
+
+
+def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
+    if x.dtype not in FLOATS:
+        return _DTYPE
+    if x.numel() == 0:
+        return _EMPTY
+    if x.numel() != n * c * hxw or group < 1 or c % group or c // group * hxw >= 2**31:
+        return _OPTION
+    for parameter in parameters:
+        if parameter is not None and (parameter.dtype != x.dtype or parameter.numel() != c):
+            return _OPTION
+    return None
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, N: int, C: int, HxW: int, group: int, eps: float
+) -> Any:
+    if (refused := _groups_refused(x, N, C, HxW, group, weight, bias)) is not None:
+        return refused
+    if x.dim() > 3 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return _OPTION  # torch keeps the format on the CPU
+    y, mean, rstd = group_norm.group_norm(x.reshape(N, C, HxW), weight, bias, group, eps)
+    return y.view(x.shape), mean, rstd
+
+
+def _group_norm_backward(
+    grad_out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, N: int, C: int, HxW: int,
+    group: int, output_mask: Any,
+) -> Any:  # fmt: skip
+    refused = _groups_refused(x, N, C, HxW, group, weight)
+    if refused is not None or any(t.dtype != x.dtype for t in (grad_out, mean, rstd)):
+        return refused or _DTYPE
+    wanted = output_mask[0], output_mask[1] or output_mask[2]
+    given = (t.reshape(N, C, HxW) for t in (grad_out, x))
+    dx, parameters = group_norm.group_norm_grads(*given, weight, mean, rstd, group, wanted)
+    dw, db = parameters or (None, None)
+    return (
+        dx.view(x.shape) if output_mask[0] else None, dw if output_mask[1] else None, db if output_mask[2] else None,
+    )  # fmt: skip
+
+
+def _weights_refused(v: Tensor, g: Tensor, dim: int, *norms: Tensor) -> NotHandled | None:
+    if v.dtype not in FLOATS or g.dtype != v.dtype or any(n.dtype != torch.float32 for n in norms):
+        return _DTYPE
+    if v.numel() == 0:
+        return _EMPTY
+    if not v.is_cuda and v.dtype != torch.float32:
+        return _DTYPE  # on the CPU norms have another dtype
+    return None if dim == 0 and v.dim() > 1 and g.numel() == v.shape[0] else _FIRST
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    if (refused := _weights_refused(v, g, dim)) is not None:
+        return refused
+    w, norms = weight_norm.weight_norm(v.reshape(v.shape[0], -1), g.reshape(-1))
+    return w.view(v.shape), norms.view(g.shape)
+
+
+def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int) -> Any:
+    refused = _weights_refused(saved_v, saved_g, dim, saved_norms)
+    if refused is not None or grad_w.dtype != saved_v.dtype:
+        return refused or _DTYPE
+    dw, v = (t.reshape(saved_v.shape[0], -1) for t in (grad_w, saved_v))
+    dv, dg = weight_norm.weight_norm_grads(dw, v, saved_g.reshape(-1), saved_norms.reshape(-1))
+    return dv.view(saved_v.shape), dg.view(saved_g.shape)
 
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
-        yield Overload(f"_{name}", "row", _softmax(log), default=True, opinfo=(name,))
-        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), default=True, opinfo=(name,))
+        yield Overload(f"_{name}", "row", _softmax(log), opinfo=(name,))
+        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), opinfo=(name,))
     opinfo = ("native_layer_norm", "nn.functional.layer_norm")
-    yield Overload("native_layer_norm", "row", _layer_norm, default=True, opinfo=opinfo)
-    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, default=True, opinfo=opinfo)
+    yield Overload("native_layer_norm", "row", _layer_norm, opinfo=opinfo)
+    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, opinfo=opinfo)
+    opinfo = ("nn.functional.group_norm",)
+    yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo)
+    yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo)
+    yield Overload("_weight_norm_interface", "row", _weight_norm)
+    yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):  # else a composite, not reached
+        yield Overload("_fused_rms_norm", "row", _rms_norm)
+        yield Overload("_fused_rms_norm_backward", "row", _rms_norm_backward)

@@ -96,10 +96,10 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> An
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("cumsum", "scan", _cumsum, default=True, opinfo=("cumsum",))
-    yield Overload("cumsum.out", "scan", _cumsum_out, default=True)
+    yield Overload("cumsum", "scan", _cumsum, opinfo=("cumsum",))
+    yield Overload("cumsum.out", "scan", _cumsum_out)
     yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",))
     yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",))
-    yield Overload("nonzero", "scan", _nonzero, default=True, opinfo=("nonzero",))
-    yield Overload("masked_select", "scan", _masked_select, default=True, opinfo=("masked_select",))
+    yield Overload("nonzero", "scan", _nonzero, opinfo=("nonzero",))
+    yield Overload("masked_select", "scan", _masked_select, opinfo=("masked_select",))
     yield Overload("repeat_interleave.Tensor", "scan", _repeat_interleave, opinfo=("repeat_interleave",))

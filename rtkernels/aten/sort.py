@@ -1,17 +1,18 @@
-"""Sorting of aten: sort, topk (family ``sort``); argsort and others are composites of these."""
+"""Sorting of aten: sort, topk, unique, isin (family ``sort``); argsort and others are composites of these."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.router.topk import FORWARD as TOPK
 from rtkernels.ops.scan.compact import nonzero
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
+from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
@@ -19,6 +20,13 @@ _INVALID, _DTYPE, _EMPTY, _RANK = (
 )
 _LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
 _CAPTURE = NotHandled("host read while a graph is captured")
+
+
+@cache
+def _router_topk() -> Any:  # imported by the first call: `enable` is to be quick
+    from rtkernels.ops.router.topk import FORWARD
+
+    return FORWARD
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -68,7 +76,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = TOPK.call(rows, k, True)
+        made = _router_topk().call(rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):
@@ -100,6 +108,16 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
     return values[begins], inverse, counts
 
 
+def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    if elements.dtype not in TOKEN or test_elements.dtype != elements.dtype:
+        return _DTYPE
+    if elements.numel() == 0 or test_elements.numel() == 0:
+        return _EMPTY
+    if elements.device != test_elements.device:
+        return _INVALID
+    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert)
+
+
 def _randperm(
     n: int, *, dtype: Any = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> Any:
@@ -113,9 +131,10 @@ def _randperm(
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, default=True, opinfo=("msort",))
+    yield Overload("sort", "sort", _sort, opinfo=("msort",))
     # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
-    yield Overload("sort.stable", "sort", _sort_stable, default=True)
-    yield Overload("topk", "sort", _topk, default=True)
-    yield Overload("_unique2", "sort", _unique2, default=True, opinfo=("unique",))
+    yield Overload("sort.stable", "sort", _sort_stable)
+    yield Overload("topk", "sort", _topk)
+    yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
+    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",))

@@ -1,4 +1,4 @@
-"""Windows of aten: average and maximum pooling, nearest upsampling (family ``win``)."""
+"""Windows of aten: average and maximum pooling, nearest upsampling, and their gradients (family ``win``)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.ops.window.pooling import avg_pool, max_pool, upsample_nearest
+from rtkernels.ops.window.pooling_bwd import avg_pool_grad, max_pool_grad, upsample_nearest_grad
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _FORMAT = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "channels last")
@@ -63,8 +64,7 @@ def _avg_pool2d(
     if found is None or divisor_override == 0:
         return _INVALID
     out, window, _ = found
-    planes = x if x.dim() == 4 else x.unsqueeze(0)
-    y = avg_pool(planes, out, window, count_include_pad, divisor_override or 0)
+    y = avg_pool(_planes(x), out, window, count_include_pad, divisor_override or 0)
     return y if x.dim() == 4 else y.squeeze(0)
 
 
@@ -76,7 +76,7 @@ def _max_pool2d(
     found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     if found is None:
         return _INVALID
-    made = max_pool(x if x.dim() == 4 else x.unsqueeze(0), *found)
+    made = max_pool(_planes(x), *found)
     return made if x.dim() == 4 else tuple(result.squeeze(0) for result in made)
 
 
@@ -88,14 +88,75 @@ def _upsample_nearest2d(
     out = tuple(output_size)
     if len(out) != 2 or min(out) < 1:
         return _INVALID
-    given = zip(x.shape[2:], out, (scales_h, scales_w), strict=True)
-    return upsample_nearest(
-        x, out, tuple(1 / scale if scale is not None and scale > 0 else n / m for n, m, scale in given)
-    )
+    return upsample_nearest(x, out, _scales(x.shape[2:], out, (scales_h, scales_w)))
+
+
+def _planes(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.unsqueeze(0)
+
+
+def _gradient_refused(dy: Tensor, x: Tensor, out: tuple[int, int]) -> NotHandled | None:
+    if dy.dtype != x.dtype:
+        return _DTYPE
+    return None if tuple(dy.shape) == (*x.shape[:-2], *out) else _INVALID
+
+
+def _avg_pool2d_backward(
+    grad_output: Tensor, x: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None,
+) -> Any:  # fmt: skip
+    if (refused := _refused(x)) is not None:
+        return refused
+    found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
+    if found is None or divisor_override == 0:
+        return _INVALID
+    out, window, _ = found
+    if (refused := _gradient_refused(grad_output, x, out)) is not None:
+        return refused
+    size = tuple(x.shape[-2:])
+    return avg_pool_grad(_planes(grad_output), size, window, count_include_pad, divisor_override or 0).view(x.shape)
+
+
+def _max_pool2d_backward(
+    grad_output: Tensor, x: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
+    indices: Tensor,
+) -> Any:  # fmt: skip
+    if (refused := _refused(x)) is not None:
+        return refused
+    found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
+    if found is None or indices.dtype != torch.int64 or indices.shape != grad_output.shape:
+        return _INVALID
+    out, window, dilation = found
+    if (refused := _gradient_refused(grad_output, x, out)) is not None:
+        return refused
+    size = tuple(x.shape[-2:])
+    return max_pool_grad(_planes(grad_output), _planes(indices), size, window, dilation).view(x.shape)
+
+
+def _scales(size: Any, out: Any, given: tuple[float | None, float | None]) -> tuple[float, ...]:
+    """Return how many elements of the input each of the result stands for, down and across."""
+    sizes = zip(size, out, given, strict=True)
+    return tuple(1 / scale if scale is not None and scale > 0 else n / m for n, m, scale in sizes)
+
+
+def _upsample_nearest2d_backward(
+    grad_output: Tensor, output_size: Any, input_size: Any, scales_h: float | None = None, scales_w: float | None = None
+) -> Any:
+    if (refused := _refused(grad_output, (4,))) is not None:
+        return refused
+    size = tuple(input_size)
+    if tuple(grad_output.shape) != (*size[:2], *output_size) or min(size) < 1:
+        return _INVALID
+    return upsample_nearest_grad(grad_output, size[2:], _scales(size[2:], output_size, (scales_h, scales_w)))
 
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("avg_pool2d", "win", _avg_pool2d, opinfo=("nn.functional.avg_pool2d",))
-    yield Overload("max_pool2d_with_indices", "win", _max_pool2d, opinfo=("nn.functional.max_pool2d",))
-    yield Overload("upsample_nearest2d", "win", _upsample_nearest2d, opinfo=("nn.functional.upsample_nearest",))
+    avg, largest = ("nn.functional.avg_pool2d",), ("nn.functional.max_pool2d",)
+    nearest = ("nn.functional.upsample_nearest",)
+    yield Overload("avg_pool2d", "win", _avg_pool2d, opinfo=avg)
+    yield Overload("avg_pool2d_backward", "win", _avg_pool2d_backward, opinfo=avg)
+    yield Overload("max_pool2d_with_indices", "win", _max_pool2d, opinfo=largest)
+    yield Overload("max_pool2d_with_indices_backward", "win", _max_pool2d_backward, opinfo=largest)
+    yield Overload("upsample_nearest2d", "win", _upsample_nearest2d, opinfo=nearest)
+    yield Overload("upsample_nearest2d_backward", "win", _upsample_nearest2d_backward, opinfo=nearest)

@@ -47,8 +47,8 @@ def run() -> int:
 
 
 def _rms_norm_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
+    exact = x.float()
+    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
 
 
 def _glu_torch(x: torch.Tensor) -> torch.Tensor:
@@ -120,8 +120,8 @@ def _error(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> 
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return float("inf")
-        wide = b.double()
-        distance = ((a.double() - wide).norm() / wide.norm()).item()
+        exact = b.double()
+        distance = ((a.double() - exact).norm() / exact.norm()).item()
         worst = max(worst, distance) if distance == distance else float("inf")
     return worst
 

@@ -34,13 +34,23 @@ _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
 _BOUNDS = re.compile(r"__global__\s+void\s+__launch_bounds__\s*\(")
 _TEMPLATE = re.compile(r"template\s*(<[^;{}]*>)\s*$")
-# Of kernels, where the compiler knows them. Most run once: passes that take long and speed up little are left out, and
-# of debug information all but the lines. GCC forms fused multiply-adds only with expensive optimisations.
+# Of kernels, where the compiler knows them. Most run one time, and optimising is nine tenths of a compilation (parsing
+# the rest): passes that take long and speed up little are left out, and of debug information all but the lines. GCC
+# forms fused multiply-adds only with expensive optimisations, and not at all with -Og.
 _KERNEL_FLAGS = (
     "-fexpensive-optimizations",
     *("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0"),
     "--param=tsan-distinguish-volatile=1",
     *("-fno-tree-dominator-opts", "-fno-tree-loop-optimize", "-fno-tree-pta", "-fira-region=one", "-fno-var-tracking"),
+)
+_GCC_FLAGS = (
+    *("-fno-tree-dse", "-fno-tree-sink", "-fno-tree-slsr", "-fno-tree-ch", "-fno-tree-phiprop", "-fno-tree-bit-ccp"),
+    *("-fno-tree-switch-conversion", "-fno-ssa-phiopt", "-fno-split-paths", "-fno-thread-jumps"),
+    *("-fno-ipa-pure-const", "-fno-ipa-reference", "-fno-ipa-profile", "-fno-ipa-modref"),
+    *("-fno-forward-propagate", "-fno-dse", "-fno-if-conversion", "-fno-if-conversion2", "-fno-move-loop-invariants"),
+    *("-fno-branch-count-reg", "-fno-split-wide-types", "-fno-shrink-wrap", "-fno-compare-elim"),
+    *("-fno-cprop-registers", "-fno-combine-stack-adjustments", "-fno-reorder-blocks"),
+    "-fno-guess-branch-probability",
 )
 _shrunk = False
 
@@ -66,9 +76,15 @@ def _probe(command: tuple[str, ...]) -> str:
 
 
 @cache
-def _accepts(command: tuple[str, ...], flag: str) -> bool:
-    check = [*command, "-Werror", flag, "-x", "c++", "-fsyntax-only", os.devnull]
-    return subprocess.run(check, capture_output=True, check=False).returncode == 0
+def _accepted(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of some flags that the compiler knows; usually it knows all."""
+    check = [*command, "-Werror", *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    if subprocess.run(check, capture_output=True, check=False).returncode == 0:
+        return flags
+    if len(flags) == 1:
+        return ()
+    middle = len(flags) // 2
+    return _accepted(command, flags[:middle]) + _accepted(command, flags[middle:])
 
 
 def _contraction(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -329,7 +345,8 @@ def _build_kernel(
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
         "-fsanitize=thread",
-        *(flag for flag in _KERNEL_FLAGS if _accepts(tool.command, flag)),
+        *_accepted(tool.command, _KERNEL_FLAGS),
+        *(() if "clang" in tool.version else _accepted(tool.command, _GCC_FLAGS)),
         f"-D__CUDA_ARCH__={arch}0",
         *(("-D__CUDA_ARCH_FEAT_SM120_ALL",) if arch == 120 else ()),
         *defines,

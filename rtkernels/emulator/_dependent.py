@@ -40,7 +40,7 @@ class History:
         for touched in (self._until_wait, self._for_good):
             touched[:] = [t for t in touched if not all(owner.expired() for owner in t.owners)]
 
-    def filled(self, tensor: torch.Tensor) -> None:
+    def note_fill(self, tensor: torch.Tensor) -> None:
         """A plain kernel of torch wrote a tensor: all before it have ended, and it is the one to wait for."""
         self._for_good.clear()
         bytes_written = tensor.numel() * tensor.element_size() if tensor.is_contiguous() else 0

@@ -95,5 +95,5 @@ class Recording(TorchFunctionMode):
         if func in _EMPTY and result.device.type == "cpu":
             poison(result)
         elif func in _FILLS and result.device.type == "cpu":
-            history().filled(result)
+            history().note_fill(result)
         return result

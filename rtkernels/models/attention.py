@@ -84,10 +84,9 @@ def attention_forward(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
         elif bias.dtype not in (query.dtype, torch.float32):
             bias = bias.to(query.dtype)
-    out = rtkernels.attention(
-        query, key, value, causal=causal, bias=bias, seqused_k=lengths, layout="bhld", **limits
-    )  # fmt: skip
-    return out.transpose(1, 2), None
+    # Heads inside of tokens, as the projections before and behind it have them: no copies.
+    heads = (t.transpose(1, 2) for t in (query, key, value))
+    return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
 
 
 def replace_attention(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ recognised gets our forward, as norms do; the others keep the implementation tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.recognize import NotRecognized, Recognized, activations, probe_values, twin_of
+from rtkernels.models.reuse import glu
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -53,11 +56,43 @@ def recognize(module: nn.Module) -> Recognized:
     return Recognized("experts", options)
 
 
+class _Product(torch.autograd.Function):
+    """``grouped_mm(x, weight)``, with a gradient of x whose rows behind the last expert's hold anything.
+
+    Nothing reads them here, and the function's own gradient would fill all rows with zeros first.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        ctx.save_for_backward(x, weight, ends)
+        return rtkernels.grouped_mm(x, weight, offs=ends, b_layout="nk")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, ends = ctx.saved_tensors
+        dx = rtkernels.grouped_mm(dy, weight, offs=ends, b_layout="kn") if ctx.needs_input_grad[0] else None
+        dw = rtkernels.grouped_wgrad(dy, x, offs=ends, out_dtype=weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+@cache
+def _torch_is_faster(device: int) -> bool:
+    """Return True where torch's grouped products are kernels for this GPU; elsewhere it waits for the sizes.
+
+    On an H200 its six products of a layer (128 experts, 8192 tokens, top 8) take 3.3 ms in bf16, ours 3.5.
+    """
+    return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Return the products of groups of rows with the weights of their experts ``[experts, out, in]``."""
-    if transposed or x.dtype == torch.float32:
+    dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
+    if transposed or x.dtype == torch.float32 or (dense and _torch_is_faster(x.get_device())):
         return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
-    return rtkernels.grouped_mm(x, weight, offs=ends)
+    if is_dynamo_compiling():
+        return rtkernels.grouped_mm(x, weight, offs=ends)
+    return _Product.apply(x, weight, ends)
 
 
 class _BiasAndHalves(torch.autograd.Function):
@@ -114,14 +149,14 @@ def _experts(
             expert = _expert_of_row(index)
             both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed)
             both = _BiasAndHalves.apply(both, self.gate_up_proj_bias, expert, not concatenated)
-            y = _grouped(rtkernels.glu(both, act=act), self.down_proj, ends, transposed)
+            y = _grouped(glu(both, act=act), self.down_proj, ends, transposed)
             y = _BiasAndHalves.apply(y, self.down_proj_bias, expert, False)
             return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
         permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         both = _grouped(permuted.y, self.gate_up_proj, ends, transposed)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
         # The weight of a choice commutes with the second product.
-        inner = rtkernels.glu(gate, up, act=act, weight=permuted.probs)
+        inner = glu(gate, up, act=act, weight=permuted.probs)
         return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed), index)
 
     return forward

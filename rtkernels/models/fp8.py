@@ -16,13 +16,16 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.errors import ArgumentError
 from rtkernels.models import replace
+from rtkernels.models.fp8_mlp import GatedMlp
 from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
+from rtkernels.models.reuse import NormAndInput, glu_gradient, is_private, may_hand_on
 from rtkernels.nn.fp8_experts import E4M3, Experts
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -53,6 +56,8 @@ class Recipe(NamedTuple):
         wgrad: "bf16" for gradients of weights from 16-bit numbers; codes then do not travel between layers.
         pow2_scale: Round scales up to powers of two.
         save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
+        save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
+            norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
         skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
     """
 
@@ -60,6 +65,7 @@ class Recipe(NamedTuple):
     wgrad: str = "fp8"
     pow2_scale: bool = False
     save_weight: bool = False
+    save: str = "codes"
     skip: tuple[str, ...] = ()
 
     @property
@@ -77,14 +83,16 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
         raise ArgumentError(f"fp8 is {recipe.name!r}; expected True or one of {', '.join(map(repr, RECIPES))}")
     if recipe.wgrad not in ("fp8", "bf16"):
         raise ArgumentError(f"fp8 has wgrad {recipe.wgrad!r}; expected 'fp8' or 'bf16'")
+    if recipe.save not in ("codes", "input"):
+        raise ArgumentError(f"fp8 has save {recipe.save!r}; expected 'codes' or 'input'")
     return recipe._replace(skip=tuple(recipe.skip))
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
 
 
-def recognize(module: nn.Linear, recipe: Recipe) -> Recognized:
-    """Return the replacement of a linear layer.
+def recognize(module: nn.Linear, recipe: Recipe, rows: int | None = None) -> Recognized:
+    """Return the replacement of a linear layer; `rows` are those of all layers that are one product with it.
 
     Raises:
         NotRecognized: It is too small to gain, or of sizes that codes cannot have.
@@ -92,6 +100,7 @@ def recognize(module: nn.Linear, recipe: Recipe) -> Recognized:
     n, k = module.out_features, module.in_features
     if n % _MULTIPLE or k % _MULTIPLE:
         raise NotRecognized(f"its sizes {n} x {k} are no multiples of {_MULTIPLE}")
+    n = rows or n
     if n * k / (n + k) < _SMALLEST_GAIN:
         raise NotRecognized(f"{n} x {k} is too small to gain from fp8")
     return Recognized("fp8_linear", (("recipe", recipe),))
@@ -146,10 +155,19 @@ def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
     return multiply(x, module.weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
 
 
-def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
-    """Return the results of fp8 layers as columns of one tensor, None where they have to be called by themselves.
+class _Merged(NamedTuple):
+    """Weights of fp8 layers that lie one behind the other as one, with codes if they are kept, and the biases."""
 
-    Their weights lie one behind the other, in blocks of 128 rows, so that codes and scales are what they are alone.
+    weight: Tensor
+    codes: Any
+    biases: list[Tensor]
+    recipe: Recipe
+
+
+def _merged_weights(linears: Sequence[nn.Module]) -> _Merged | None:
+    """Return the weights of fp8 layers as one, None where the layers have to be called by themselves.
+
+    They lie one behind the other, in blocks of 128 rows, so that codes and scales are what they are alone.
     """
     kind = replace.replaced(linears[0])
     if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear":
@@ -164,7 +182,16 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
         return None
     whole, versions = Adjacent.apply(*weights), tuple(w._version for w in weights)
     codes = linears[0].codes_of("merged", whole, _weight_codes(recipe), version=versions)
-    return multiply(x, whole, torch.cat(biases) if biases else None, recipe, weight_codes=codes)
+    return _Merged(whole, codes, biases, recipe)
+
+
+def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
+    """Return the results of fp8 layers as columns of one tensor, None where they have to be called by themselves."""
+    made = _merged_weights(linears)
+    if made is None:
+        return None
+    bias = torch.cat(made.biases) if made.biases else None
+    return multiply(x, made.weight, bias, made.recipe, weight_codes=made.codes)
 
 
 def _fp8_linear(original: type[nn.Module], recipe: Recipe) -> Callable[..., Any]:
@@ -184,16 +211,21 @@ def _fp8_linear(original: type[nn.Module], recipe: Recipe) -> Callable[..., Any]
 def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..., Any]:
     plain = replace.forward_of("rms_norm", original, eps=eps, offset=offset)
 
-    def forward(self, hidden_states, residual=None):
+    def forward(self, hidden_states, residual=None, with_input=False):
         fits = isinstance(hidden_states, Tensor) and hidden_states.dtype in (torch.bfloat16, torch.float16)
         fits = fits and not is_sharded(hidden_states)
         # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
         fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
-        weight = getattr(self, "weight", None)
+        weight = norm_weight(self)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
-        if not fits or not alike or is_dynamo_compiling() or torch.is_autocast_enabled(hidden_states.device.type):
-            return plain(self, hidden_states, residual)
+        if not fits or not alike or is_dynamo_compiling() or autocasts(hidden_states):
+            return plain(self, hidden_states, residual, with_input)
+        if with_input and may_hand_on(hidden_states, weight):
+            y, hidden_states = NormAndInput.apply(hidden_states, weight, getattr(self, eps), offset, False)
+            return LazyNorm(hidden_states, weight, getattr(self, eps), offset, stands_for=y), hidden_states
         made = LazyNorm(hidden_states, weight, getattr(self, eps), offset, residual)
+        if with_input:
+            return made, hidden_states
         return made if residual is None else (made, made.sum)
 
     return forward
@@ -206,10 +238,10 @@ class _GluCodes(torch.autograd.Function):
     """The codes of a gated activation, and a tensor without memory that stands for its result and gets the gradient."""
 
     @staticmethod
-    def forward(ctx, gate, up, act):
+    def forward(ctx, gate, up, act, private):
         codes = rtkernels.glu_fp8(gate, up, act=act, layout="both", scale_layout="column")
         ctx.save_for_backward(gate, up)
-        ctx.act = act
+        ctx.act, ctx.private = act, private
         ctx.mark_non_differentiable(*codes)
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         return gate.new_zeros(()).expand(shape), *codes
@@ -218,29 +250,61 @@ class _GluCodes(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, *codes):
         gate, up = ctx.saved_tensors
+        if ctx.private:
+            return *glu_gradient(dy, gate, up, None, ctx.act, False)[:2], None, None
         dx, dup, _ = glu.BACKWARD(dy, gate, up, None, ctx.act, False)
-        return dx, dup if up is not None else None, None
+        return dx, dup if up is not None else None, None, None
 
 
-def glu_codes(gate: Tensor, up: Tensor | None, act: str) -> Any:
-    """Return ``glu(gate, up)`` as codes with scales in columns, with a gradient where gate has one."""
+def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) -> Any:
+    """Return ``glu(gate, up)`` as codes with scales in columns, with a gradient where gate has one.
+
+    If they are `private`, nobody else has gate and up, and their gradient is written over them.
+    """
     if torch.is_grad_enabled() and gate.requires_grad:
-        y, *codes = _GluCodes.apply(gate, up, act)
+        y, *codes = _GluCodes.apply(gate, up, act, private and is_private(gate, up))
         return Codes(*codes, y)
     return rtkernels.glu_fp8(gate, up, act=act, scale_layout="column")
 
 
+def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
+    """Return the result of a gated MLP, with all of it one step of the graph; None where that is not possible."""
+    down = mlp.down_proj
+    if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(down, type(mlp.gate_proj)):
+        return None
+    shape = getattr(x, "shape", ())
+    if down.bias is not None or len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % _MULTIPLE:
+        return None
+    made = _merged_weights((mlp.gate_proj, mlp.up_proj))
+    codes = codes_of(x) if made is not None and not made.biases else None
+    if codes is None or getattr(codes, "q_t", None) is None:
+        return None
+    down_codes = down.codes_of("weight", down.weight, _weight_codes(recipe))
+    return GatedMlp.apply(
+        codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight,
+        residual, act, recipe.save_weight and made.codes is None, recipe.save == "input",
+        x.source() if isinstance(x, LazyNorm) else None, made.codes, down_codes,
+    )  # fmt: skip
+
+
 def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
-    def forward(self, x):
+    def forward(self, x, residual=None):
+        if residual is not None:
+            whole = _as_one_step(self, x, residual, act, recipe) if separate else None
+            return residual + forward(self, x) if whole is None else whole
         if separate:
+            whole = _as_one_step(self, x, None, act, recipe)
+            if whole is not None:
+                return whole
             gate, up = merged(x, (self.gate_proj, self.up_proj)), None
+            private = gate is not None
             if gate is None:
                 gate, up = self.gate_proj(x), self.up_proj(x)
         else:
-            gate, up = self.gate_up_proj(x), None
+            gate, up, private = self.gate_up_proj(x), None, False
         if is_sharded(gate):
             return self.down_proj(rtkernels.glu(gate, up, act=act))
-        return linear(self.down_proj, glu_codes(gate, up, act), recipe)
+        return linear(self.down_proj, glu_codes(gate, up, act, private), recipe)
 
     return forward
 

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import fp8 as quantized
-from rtkernels.models import replace
+from rtkernels.models import replace, reuse
 from rtkernels.models.merged import RotatedHeads, make_adjacent, merged
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("rms_norm", "fp8_norm")
 _GATE_UP = ("gate_proj", "up_proj")
 
 
@@ -90,12 +91,18 @@ def _layer_kind(module: nn.Module) -> Recognized:
     if found is None:
         raise NotRecognized("its forward is none that is known here")
     kind = replace.replaced(module.post_attention_layernorm)
-    if kind is None or kind.kind not in ("rms_norm", "fp8_norm"):
+    if kind is None or kind.kind not in _NORMS:
         raise NotRecognized("the norm behind its attention was not replaced")
     return Recognized("fused_layer", (("order", found[0]), ("scaled", found[1])))
 
 
 def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
+    def first(self, hidden_states):
+        kind = replace.replaced(self.input_layernorm)
+        if kind is not None and kind.kind in _NORMS:
+            return self.input_layernorm(hidden_states, with_input=True)
+        return self.input_layernorm(hidden_states), hidden_states
+
     def rest(self, residual, mixed):
         if scaled:
             mixed = mixed * self.residual_multiplier
@@ -105,6 +112,9 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
         else:
             residual = residual + mixed
             hidden_states = norm(residual)
+        kind = replace.replaced(self.mlp)
+        if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
+            return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
         return residual + (hidden_states * self.residual_multiplier if scaled else hidden_states)
 
@@ -114,12 +124,13 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
             self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs,
         ):  # fmt: skip
+            normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
-                hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask,
+                hidden_states=normed, attention_mask=attention_mask,
                 position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
                 position_embeddings=position_embeddings, **kwargs,
             )  # fmt: skip
-            return rest(self, hidden_states, mixed)
+            return rest(self, residual, mixed)
 
     else:
 
@@ -127,11 +138,12 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
             self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
             past_key_values=None, **kwargs,
         ):  # fmt: skip
+            normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
-                hidden_states=self.input_layernorm(hidden_states), position_embeddings=position_embeddings,
+                hidden_states=normed, position_embeddings=position_embeddings,
                 attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs,
             )  # fmt: skip
-            return rest(self, hidden_states, mixed)
+            return rest(self, residual, mixed)
 
     return forward
 
@@ -225,7 +237,7 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
-        return self.down_proj(rtkernels.glu(both, act=act))
+        return reuse.project(self.down_proj, reuse.glu(both, act=act))
 
     return forward
 
@@ -233,6 +245,18 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
 replace.register("fused_layer", _layer)
 replace.register("fused_attention", _attention)
 replace.register("fused_mlp", _mlp)
+
+
+def rows_together(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the rows of all layers of a product, for each linear layer that may be multiplied with others."""
+    found = {}
+    for module in model.modules():
+        for names in (_QKV, _GATE_UP):
+            linears = [module._modules.get(name) for name in names]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                total = sum(linear.out_features for linear in linears)
+                found |= dict.fromkeys(linears, total)
+    return found
 
 
 def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:

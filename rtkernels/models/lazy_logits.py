@@ -2,7 +2,7 @@
 
 In training with labels nobody does but the loss, which takes hidden states and head instead. Divisions and products by
 a number, a soft cap (divide, tanh, multiply) and conversions are recorded; anything else makes the logits, once, and
-goes on with a tensor. This is no subclass of Tensor: DDP, FSDP and accelerate pass it on as they pass any object.
+goes on with a tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rtkernels.models.lazy import Lazy
+
 
 class Shaping(NamedTuple):
     """What happens to logits before the loss: times `scale`, then, with `softcap`, ``softcap * tanh(x / softcap)``."""
@@ -20,7 +22,7 @@ class Shaping(NamedTuple):
     softcap: float | None
 
 
-class LazyLogits:
+class LazyLogits(Lazy):
     """The logits of hidden states ``[..., hidden size]`` under a head, perhaps shaped."""
 
     def __init__(self, hidden: Tensor, head: nn.Module, steps: tuple[tuple[str, Any], ...] = ()) -> None:
@@ -41,12 +43,6 @@ class LazyLogits:
     def device(self) -> torch.device:
         return self.hidden.device
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.hidden.dim()
-
     def _then(self, name: str, value: Any = None) -> Any:
         if self._made is not None:
             return _applied(self._made, name, value)
@@ -54,8 +50,6 @@ class LazyLogits:
 
     def __mul__(self, other: Any) -> Any:
         return self._then("times", float(other)) if isinstance(other, (int, float)) else self.tensor() * other
-
-    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         return self._then("over", float(other)) if isinstance(other, (int, float)) else self.tensor() / other
@@ -99,38 +93,11 @@ class LazyLogits:
             scale = scale * value if name == "times" else scale / value
         return Shaping(scale, softcap)
 
-    # ---- everything else is the tensor's ----
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[index]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.tensor() + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Tensor:
-        return self.tensor() - other
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return other - self.tensor()
-
-    def __neg__(self) -> Any:
-        return self * -1.0
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        return func(*_made(args), **{name: _made(value) for name, value in (kwargs or {}).items()})
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, steps={list(self.steps)})"
@@ -141,14 +108,6 @@ class LazyLogits:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, LazyLogits):
-        return value.tensor()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_made(v) for v in value)
-    return value
 
 
 def _applied(x: Tensor, name: str, value: Any) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from rtkernels.models.recognize import apply_rope
+from rtkernels.models.recognize import apply_rope, autocasts
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
@@ -119,6 +120,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return True if calling a layer is its product and nothing else: no subclass, hook or adapter, no main_grad."""
+    if _has_any_global_hook():
+        return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     weight = getattr(linear, "weight", None)
     return (
@@ -136,7 +139,7 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     That is under ``torch.compile``, which has a view of its own of such things, under autocast, and for layers with
     hooks, adapters or weights of several dtypes.
     """
-    if is_dynamo_compiling() or not isinstance(x, Tensor) or torch.is_autocast_enabled(x.device.type):
+    if is_dynamo_compiling() or not isinstance(x, Tensor) or autocasts(x):
         return None
     if not all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears):
         return None

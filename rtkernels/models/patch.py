@@ -17,11 +17,12 @@ from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
 from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
+from rtkernels.models import router as routers
 from rtkernels.models.recognize import NotRecognized, Recognized
 
 _REPORT = "_rtkernels_report"
 _OLDEST = (5, 0)
-KINDS = ("norm", "mlp", "rope", "experts", "loss", "attention", "fp8", "fused")
+KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
 
 
 class Site(NamedTuple):
@@ -104,8 +105,11 @@ class _Patcher:
         self.sites: list[Site] = []
         self._known: dict[Any, Recognized | str] = {}
 
-    def visit(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
-        key = (kind, type(module), _scalars(module))
+    def visit(
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None
+    ) -> None:
+        """Replace a module if it is recognised. `more` is what the answer depends on, apart from the module."""
+        key = (kind, type(module), _scalars(module), more)
         if key not in self._known:
             try:
                 self._known[key] = find(module)
@@ -147,7 +151,7 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
 
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, fused_layers: bool = False, attention: bool = False,
+    experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
     fp8: bool | str | quantized.Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
@@ -165,6 +169,8 @@ def patch(
         loss: In training with labels, compute the loss from hidden states and head without making logits. They are
             made if somebody looks at ``outputs.logits``.
         experts: Replace permutation, products, gate and sum of expert layers.
+        router: Replace scores and choice of experts. Off by default: of experts with equal probabilities, which are not
+            rare in 16 bits, another one may be chosen.
         fused_layers: Add residuals inside of norms, normalise and rotate q and k in one op, and multiply q, k and v,
             and gate and up, in one product. A decoder layer or attention is replaced if the text of its forward is
             one of those known here. Weights of such layers are moved into one block of memory each, as parameters
@@ -199,6 +205,8 @@ def patch(
             patcher.visit("mlp", name, module, recognize.mlp)
         elif experts and expert_layers.is_experts(module):
             patcher.visit("experts", name, module, expert_layers.recognize)
+        elif router and routers.is_router(module):
+            patcher.visit("router", name, module, routers.recognize)
         elif rope and rope_view.is_attention(module):
             patcher.visit("rope", name, module, rope_view.recognize)
     if attention:
@@ -208,7 +216,7 @@ def patch(
         except NotRecognized as error:
             patcher.note("attention", "", inner, str(error))
     if recipe is not None:
-        _replace_linears(inner, recipe, patcher)
+        _replace_linears(inner, recipe, patcher, fused_layers)
     if fused_layers:
         fusing.fuse(inner, patcher.note)
     if loss and hasattr(inner, "get_output_embeddings"):
@@ -217,7 +225,7 @@ def patch(
             patcher.note("loss", "", inner, None)
         except NotRecognized as error:
             patcher.note("loss", "", inner, str(error))
-    chosen = {"norm": norm, "mlp": mlp, "rope": rope, "experts": experts, "loss": loss}
+    chosen = {"norm": norm, "mlp": mlp, "rope": rope, "experts": experts, "router": router, "loss": loss}
     chosen |= {"attention": attention, "fp8": recipe is not None, "fused": fused_layers}
     made = PatchReport(patcher.sites, tuple(kind for kind in KINDS if chosen[kind]))
     inner.__dict__[_REPORT] = made
@@ -227,15 +235,17 @@ def patch(
     return made
 
 
-def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher) -> None:
-    """Replace the linear layers of a model, except for its head."""
+def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher, fused: bool) -> None:
+    """Replace the linear layers of a model, except for its head; those that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
+    rows = fusing.rows_together(model) if fused else {}
     for name, module in modules.items():
         if any(part in name for part in recipe.skip):
             patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
         elif type(module) is nn.Linear and module is not head:
-            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe))
+            together = rows.get(module)
+            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe, rows=together), together)
     for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)

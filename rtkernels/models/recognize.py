@@ -82,7 +82,13 @@ def twin_of(
     return twin
 
 
-def _positional(function: Callable[..., Any]) -> list[str]:
+def autocasts(x: Tensor) -> bool:
+    """Return True inside of ``torch.autocast`` for x's device; meta has none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def positional(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's positional arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
@@ -105,6 +111,11 @@ def is_norm(module: nn.Module) -> bool:
     return any(isinstance(getattr(module, name, None), float) for name in _EPSILONS)
 
 
+def norm_weight(module: nn.Module) -> Tensor | None:
+    """Return the weight of a recognised norm; a buffer of that name is one that it does not use."""
+    return None if "weight" in module._buffers else getattr(module, "weight", None)
+
+
 def norm(module: nn.Module) -> Recognized:
     """Return which norm a candidate computes.
 
@@ -114,11 +125,15 @@ def norm(module: nn.Module) -> Recognized:
     given = {name: p for name, p in module._parameters.items() if p is not None}
     if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")
-    if len(_positional(type(module).forward)) != 2:
+    if len(positional(type(module).forward)) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
     width = given["weight"].shape[0] if given else 64
     fresh = {name: torch.randn(width, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(given)}
     twin = twin_of(module, fresh)
+    twin._buffers = {  # a norm that multiplies with one is none of ours
+        name: torch.randn(b.shape, generator=torch.Generator().manual_seed(7)) for name, b in module._buffers.items()
+        if b is not None and b.is_floating_point()
+    }  # fmt: skip
     eps_name = next(name for name in _EPSILONS if isinstance(getattr(module, name, None), float))
     eps, weight, bias = getattr(module, eps_name), fresh.get("weight"), fresh.get("bias")
     theirs, found = partial(type(module).forward, twin), []
@@ -161,7 +176,7 @@ def mlp(module: nn.Module) -> Recognized:
     Raises:
         NotRecognized: None of ours.
     """
-    if len(_positional(type(module).forward)) != 2:
+    if len(positional(type(module).forward)) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
     if any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()):
         raise NotRecognized("it has a dropout")
@@ -198,7 +213,7 @@ def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     Raises:
         NotRecognized: None of ours.
     """
-    names = _positional(function)
+    names = positional(function)
     if names[:4] != ["q", "k", "cos", "sin"]:
         raise NotRecognized(f"its arguments are {', '.join(names)}; expected q, k, cos, sin")
     q, k = probe_values(2, 3, 5, 16, seed=3), probe_values(2, 1, 5, 16, seed=4)

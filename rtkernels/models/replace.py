@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.merged import is_plain
+from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
+from rtkernels.models.reuse import NormAndInput, glu, may_hand_on, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -88,19 +90,22 @@ def _fits(x: Any, weight: Tensor | None) -> bool:
     """Return True if our norm gives what the module's own would: the same dtype of results, and one we have."""
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
         return False
-    return weight is None or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return weight is None or x.dtype == weight.dtype or autocasts(x)
 
 
 def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
-    def forward(self, hidden_states, residual=None):
-        weight = getattr(self, "weight", None)
+    def forward(self, hidden_states, residual=None, with_input=False):
+        weight = norm_weight(self)
         if not _fits(hidden_states, weight):
             total = hidden_states if residual is None else residual + hidden_states
-            return own(self, total) if residual is None else (own(self, total), total)
+            return own(self, total) if residual is None and not with_input else (own(self, total), total)
+        if with_input and may_hand_on(hidden_states, weight):
+            return NormAndInput.apply(hidden_states, weight, getattr(self, eps), offset, True)
         options = {"eps": getattr(self, eps), "offset": offset}
-        return rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
+        made = rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
+        return (made, hidden_states) if with_input else made
 
     return forward
 
@@ -109,7 +114,7 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     own = original.forward
 
     def forward(self, hidden_states):
-        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        weight, bias = norm_weight(self), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
         return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
@@ -118,15 +123,14 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
 
 
 def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
-    if separate:
+    names = ("gate_proj", "up_proj") if separate else ("gate_up_proj",)
 
-        def forward(self, x):
-            return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
-
-    else:
-
-        def forward(self, x):
-            return self.down_proj(rtkernels.glu(self.gate_up_proj(x), act=act))
+    def forward(self, x):
+        linears = [self._modules[name] for name in names]
+        made = [linear(x) for linear in linears]
+        if not all(is_plain(linear) for linear in linears):
+            return self.down_proj(rtkernels.glu(*made, act=act))
+        return project(self.down_proj, glu(*made, act=act))
 
     return forward
 

@@ -120,6 +120,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RTKERNELS_CUDA_INCLUDE", None, "directory of the CUDA headers", _path),
     Variable("RTKERNELS_FALLBACK", "off", "torch: use torch where no kernel can run", _choice("off", "torch")),
     Variable("RTKERNELS_LINEINFO", False, "1: compile with -lineinfo, for profilers", _boolean),
+    Variable("RTKERNELS_DEBUG", False, "1: check positions that only the device knows, and wait for it", _boolean),
     Variable("RTKERNELS_LOG", "warning", "warning, info or debug", _choice("warning", "info", "debug")),
     Variable("RTKERNELS_EMULATE", False, "1 or a target: run kernels on the host", _emulate),
 )

@@ -21,6 +21,7 @@ DTYPE_TOKEN = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
 
@@ -61,14 +62,14 @@ def row_count(shape: Sequence[int]) -> int:
     return count
 
 
-def vector_bytes(*multiples: int, most: int = 16) -> int:
-    """Return the widest access in bytes (a power of two up to `most`) that every given byte count allows.
+def vector_bytes(*multiples: int, limit: int = 16) -> int:
+    """Return the widest access in bytes (a power of two up to `limit`) that every given byte count allows.
 
     Args:
         multiples: Addresses, row lengths and row strides, all in bytes.
-        most: A power of two.
+        limit: A power of two.
     """
-    bits = most
+    bits = limit
     for value in multiples:
         bits |= value
     return bits & -bits
@@ -77,11 +78,11 @@ def vector_bytes(*multiples: int, most: int = 16) -> int:
 # ---- groups of threads that share a row (RowGroup in common/reduce.cuh) ---------------------------------------------
 
 
-def group_threads(vectors: int, most: int) -> int:
+def group_threads(vectors: int, limit: int) -> int:
     """Return how many threads share a row of `vectors` accesses: a power of two up to 32, else whole warps."""
     if vectors <= 32:
         return 1 << max(vectors - 1, 0).bit_length()
-    return min(-(-vectors // 32) * 32, most)
+    return min(-(-vectors // 32) * 32, limit)
 
 
 def divisor(d: int) -> int:
@@ -110,32 +111,32 @@ def block_of(threads_per_row: int) -> int:
     return threads_per_row if threads_per_row > 32 else 128
 
 
-class Runs(NamedTuple):
-    """How kernels built on Runs (common/row_slices.cuh) cut a matrix, and the launch that covers it."""
+class RowSlices(NamedTuple):
+    """How kernels built on RowSlices (common/row_slices.cuh) cut a matrix, and the launch that covers it."""
 
     threads_per_row: int
-    runs_per_row: int
+    slices_per_row: int
     grid: int
     block: int
 
 
-def runs(rows: int, cols: int, per_thread: int, most: int = 256) -> Runs:
-    """Cut `rows` rows of `cols` columns into runs of `per_thread` columns for each of at most `most` threads."""
-    threads = group_threads(-(-cols // per_thread), most)
+def row_slices(rows: int, cols: int, per_thread: int, limit: int = 256) -> RowSlices:
+    """Cut `rows` rows of `cols` columns into slices of `per_thread` columns for each of up to `limit` threads."""
+    threads = group_threads(-(-cols // per_thread), limit)
     per_row, block = -(-cols // (threads * per_thread)), block_of(threads)
-    return Runs(threads, per_row, min(-(-rows * per_row // (block // threads)), GRID_LIMIT), block)
+    return RowSlices(threads, per_row, min(-(-rows * per_row // (block // threads)), GRID_LIMIT), block)
 
 
-_PASSING_BYTES = 300 << 20
+_EVICT_FIRST_BYTES = 300 << 20
 
 
-def passing(nbytes: int) -> bool:
+def reads_evict_first(nbytes: int) -> bool:
     """Return True if kernels that read `nbytes` and write much less should mark them as the first to leave L2.
 
     Else they push out what was written there before, and the memory is busy with that as well. It saves up to the time
     of writing L2's size, but such reads are 4 % slower, so it is for a few times that size (docs/decisions/common.md).
     """
-    return nbytes <= _PASSING_BYTES
+    return nbytes <= _EVICT_FIRST_BYTES
 
 
 # ---- tensors --------------------------------------------------------------------------------------------------------

@@ -358,8 +358,8 @@ class Progress:
             self._tell(failure)
         if self._terminal:
             width = max(10, min(40, shutil.get_terminal_size().columns - 20))
-            filled = width * done // max(total, 1)
-            self._stream.write(f"\r[{'#' * filled}{'.' * (width - filled)}] {done}/{total}")
+            bar = width * done // max(total, 1)
+            self._stream.write(f"\r[{'#' * bar}{'.' * (width - bar)}] {done}/{total}")
             self._stream.flush()
         elif (tenths := 10 * done // max(total, 1)) > self._tenths:
             self._tenths = tenths

@@ -78,3 +78,21 @@ def test_errors_are_torchs() -> None:
             function()
         with pytest.raises(torchs.type), taken("sm_90", "idx"):
             function()
+
+
+@emulated
+@at(*PLACES)
+def test_indices_in_brackets(place: str) -> None:
+    def both(x: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        y = x[index]
+        y.backward(torch.arange(y.numel(), dtype=y.dtype, device=y.device).view(y.shape))
+        return [y.detach(), x.grad]
+
+    x = torch.randn(10, 6)
+    for index in (torch.tensor([3, -1, 3, 0, 9, -10]), torch.tensor([[1, -2], [1, 5]])):
+        compare(place, "idx", both, x, index)
+        compare(place, "idx", lambda x, index: x[:, index % 6 - 3], x, index)
+        compare(place, "idx", lambda x, index: x.long()[index], x, index)
+    compare(place, "idx", lambda x, mask: x[mask], x, x[:, 0] > 0, ours=False)
+    compare(place, "idx", lambda x, index: torch.ops.aten.index.Tensor(x[0], [index]), x, torch.tensor(-2))

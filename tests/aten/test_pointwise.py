@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from support.overrides import taken
 from support.places import emulated
 
 import rtkernels
@@ -23,7 +24,7 @@ def _counters():
     rtkernels.aten.reset()
 
 
-def check(function, *args, taken: bool = True, device: str = "cpu"):
+def check(function, *args, ours: bool = True, device: str = "cpu"):
     """Compare a function of torch ops with itself on our kernels: values, dtypes, strides; return the result."""
     args = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]  # keeps strides of dense ones
     want = function(*[arg.clone() if isinstance(arg, torch.Tensor) and arg._base is None else arg for arg in args])
@@ -40,7 +41,7 @@ def check(function, *args, taken: bool = True, device: str = "cpu"):
         table.MIN_ELEMENTS.update(limits)
     torch.testing.assert_close(got, want, equal_nan=True)
     assert got.dtype == want.dtype and got.stride() == want.stride()
-    if taken:
+    if ours:
         left = [row for row in rtkernels.report(as_rows=True) if row["torch"]]
         assert not left, left
     return got
@@ -98,16 +99,16 @@ def test_in_place_and_out(device: str) -> None:
             shared[1:].add_(shared[:-1])
     wrong = iter([torch.empty(3, device=device) for _ in range(2)])
     with pytest.warns(UserWarning, match="resized"):
-        check(lambda x: torch.add(x, 1, out=next(wrong)), x, taken=False, device=device)
+        check(lambda x: torch.add(x, 1, out=next(wrong)), x, ours=False, device=device)
 
 
 def test_nan_infinities_and_numbers() -> None:
     special = torch.tensor([0.0, -0.0, 1.5, -1.5, math.nan, math.inf, -math.inf])
     check(torch.maximum, special, special.flip(0).clone())
     check(lambda x: x * 0.1, special.bfloat16())
-    check(lambda x: x + True, torch.arange(5, dtype=torch.int32), taken=False)
-    check(lambda x: x == 0.1, torch.full((5,), 0.1).bfloat16(), taken=False)
-    check(lambda x: x + 300, torch.arange(5, dtype=torch.uint8), taken=False)  # torch wraps
+    check(lambda x: x + True, torch.arange(5, dtype=torch.int32), ours=False)
+    check(lambda x: x == 0.1, torch.full((5,), 0.1).bfloat16(), ours=False)
+    check(lambda x: x + 300, torch.arange(5, dtype=torch.uint8), ours=False)  # torch wraps
 
 
 def test_gradient_of_a_chain() -> None:
@@ -116,7 +117,7 @@ def test_gradient_of_a_chain() -> None:
     def gradient(x):
         return torch.autograd.grad(((x * 2 + x) * torch.arange(7.0)).sum(), x)[0]
 
-    check(gradient, x, taken=False)
+    check(gradient, x, ours=False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -142,11 +143,23 @@ def test_copies(device: str) -> None:
         check(function, x, device=device)
     check(lambda x: torch.cat([x]), x, device=device)
     one = x.clone()
-    with rtkernels.emulate("sm_80"), rtkernels.use("cat"):
+    with taken("sm_80" if device == "cpu" else "cuda", "cat"):
         assert torch.cat([one]).data_ptr() != one.data_ptr()
     check(torch.clone, doubles.t(), device=device)
-    check(lambda z: z.conj().clone(), torch.randn(3, dtype=torch.complex64), taken=False, device=device)
-    check(lambda z: z.conj().imag.clone(), torch.randn(3, dtype=torch.complex64), taken=False, device=device)
+    check(lambda x: torch.empty_like(x).copy_(2.5), x, ours=False, device=device)
+    check(lambda z: z.conj().clone(), torch.randn(3, dtype=torch.complex64), ours=False, device=device)
+    check(lambda z: z.conj().imag.clone(), torch.randn(3, dtype=torch.complex64), ours=False, device=device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_torch_has_kernels_for(device: str) -> None:
+    x, y = torch.randn(5, 7), torch.randn(5, 7)
+    dropped, of_squares = torch.ops.aten.native_dropout_backward.default, torch.ops.aten.mse_loss_backward.default
+    check(lambda g, mask: dropped(g, mask, 2.0), x, y > 0, device=device)
+    for reduction in (0, 1, 2):
+        grad = y * 2 if reduction == 0 else y[0, 0].clone()
+        check(lambda g, x, y, how=reduction: of_squares(g, x, y, how), grad, x, y, device=device)
 
 
 def test_pointwise_from_an_expression() -> None:
@@ -181,7 +194,7 @@ def test_pointwise_from_an_expression() -> None:
 @pytest.mark.gpu
 def test_a_captured_graph_replays_with_new_data() -> None:
     x, y = torch.randn(1 << 20, device="cuda"), torch.tensor(3.0, device="cuda")
-    with rtkernels.use(["ew", "copy"]):
+    with taken("cuda", ["ew", "copy"]):
         for _ in range(2):
             torch.where(x > 0, x * y, x).masked_fill_(x < -1, y)
         graph = torch.cuda.CUDAGraph()
@@ -197,7 +210,11 @@ def test_a_captured_graph_replays_with_new_data() -> None:
 @pytest.mark.slow
 def test_more_than_2_to_31_elements() -> None:
     x = torch.ones(2**31 + 5, dtype=torch.int8, device="cuda")
-    with rtkernels.use(["ew", "copy"]):
-        assert torch.equal((x + 1)[-5:], torch.full((5,), 2, dtype=torch.int8, device="cuda"))
-        assert (x[::2] + x[::2])[-1] == 2
-    assert all(not row["torch"] for row in rtkernels.report(as_rows=True))
+    rtkernels.aten.reset()
+    with rtkernels.use("add"):
+        flat, strided = x + 1, x[::2] + x[::2]
+    assert torch.equal(flat[-5:], torch.full((5,), 2, dtype=torch.int8, device="cuda"))
+    assert strided[-1] == 2
+    assert [(row["overload"], row["ours"], row["torch"]) for row in rtkernels.report(as_rows=True)] == [
+        ("add.Tensor", 2, 0)
+    ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.overrides import compare
+from support.overrides import compare, device_of, taken
 from support.places import at, emulated
+
+from rtkernels.aten import row
 
 PLACES = ("sm_90", "cuda")
 
@@ -29,8 +31,22 @@ def test_softmax(place: str, dtype: torch.dtype, function) -> None:
 
 
 @emulated
-def test_other_dimensions_are_torchs() -> None:
-    compare("sm_90", "row", lambda x: x.softmax(0), torch.randn(3, 5), ours=False)
+@at(*PLACES)
+@pytest.mark.parametrize("function", [torch.softmax, pytest.param(torch.log_softmax, marks=pytest.mark.slow)])
+def test_softmax_of_other_dimensions(place: str, function) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        made = []
+        for dim in range(x.dim() - 1):
+            given = x.detach().clone().requires_grad_()
+            y = function(given, dim)
+            y.backward(dy)
+            made += [y.detach(), given.grad]
+        return made
+
+    special = torch.randn(4, 3)
+    special[:, 0], special[1, 1], special[2, 2] = -torch.inf, -torch.inf, torch.nan
+    for x in (torch.randn(3, 5), torch.randn(2, 19, 8), torch.randn(3, 1, 7), torch.randn(2, 3, 4, 36), special):
+        compare(place, "row", both, x, torch.randn(x.shape), rtol=1e-5, atol=1e-5)
 
 
 @emulated
@@ -53,8 +69,82 @@ def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool)
     compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
 
 
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("shape", [(3, 40), (5, 1), (2, 7, 33)], ids=str)
+def test_rms_norm(place: str, shape: tuple[int, ...]) -> None:
+    """By its handlers: a torch without CUDA has no operator for them."""
+    device, over = device_of(place), shape[-1:]
+    given = [torch.randn(size, device=device, requires_grad=True) for size in (shape, over)]
+    want = torch.nn.functional.rms_norm(given[0], over, given[1], 1e-5)
+    dy = torch.randn(shape, device=device)
+    expected = torch.autograd.grad(want, given, dy)
+    x, weight = (t.detach() for t in given)
+    with taken(place, "row"):
+        y, rstd = row._rms_norm(x, over, weight, 1e-5)
+        grads = row._rms_norm_backward(dy, x, over, rstd, weight, [True, True])
+    for a, b in zip((y, *grads), (want, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layer_norm_of_halves_keeps_fp32_statistics(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(33, 1000, device="cuda").to(dtype), *torch.randn(2, 1000, device="cuda").to(dtype)
     compare("cuda", "row", lambda x, w, b: torch.native_layer_norm(x, (1000,), w, b, 1e-5), x, weight, bias)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 6, 4, 4), 3), ((3, 4), 2), ((1, 8, 5, 7), 8), pytest.param((1, 4, 60, 70), 2, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_group_norm(place: str, shape: tuple[int, ...], groups: int, affine: bool) -> None:
+    def both(x: torch.Tensor, dy: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]
+        y = torch.nn.functional.group_norm(given[0], groups, *given[1:])
+        y.backward(dy)
+        return [y.detach(), *(t.grad for t in given)]
+
+    torch.manual_seed(0)
+    parameters = [torch.randn(shape[1]) for _ in range(2)] if affine else []
+    compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
+    def both(x: torch.Tensor, target: torch.Tensor, *weight: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        loss = torch.nn.functional.nll_loss(x, target, *weight, ignore_index=2, reduction=reduction)
+        loss.backward(torch.full_like(loss, 1.5))
+        return [loss.detach(), x.grad]
+
+    torch.manual_seed(0)
+    for shape in ((5, 8), (7, 7), (2, 4, 3, 5), (5000, 3)):
+        places = shape[:1] + shape[2:]
+        target = torch.randint(0, shape[1], places)
+        weight = [torch.rand(shape[1])] if weighted else []
+        compare(place, "row", both, torch.randn(shape), target, *weight, rtol=1e-5, atol=1e-5)
+    ignored = torch.full((3,), 2)
+    compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
+
+
+@pytest.mark.slow
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)
+def test_weight_norm(place: str, shape: tuple[int, ...]) -> None:
+    def both(v: torch.Tensor, g: torch.Tensor, dw: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (v, g)]
+        w, norms = torch.ops.aten._weight_norm_interface(*given, 0)
+        w.backward(dw)
+        return [w.detach(), norms, *(t.grad for t in given)]
+
+    g = torch.randn(shape[0], *[1] * (len(shape) - 1))
+    compare(place, "row", both, torch.randn(shape), g, torch.randn(shape), rtol=1e-4, atol=1e-5)

@@ -82,3 +82,19 @@ def test_randperm(place: str) -> None:
     with taken(place, "sort"):
         made = torch.randperm(300, device=device_of(place))
     assert torch.equal(made.sort().values.cpu(), torch.arange(300))
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.int64, marks=pytest.mark.slow)])
+def test_isin(place: str, dtype: torch.dtype) -> None:
+    x = torch.randint(0, 40, (7, 33)).to(dtype)
+    if dtype.is_floating_point:
+        x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -0.0
+    for count in (1, 9, 2500):
+        values = torch.randint(0, 60, (count,)).to(dtype)
+        if dtype.is_floating_point and count > 1:
+            values[:2] = torch.tensor([torch.nan, torch.inf])
+        for invert in (False, True):
+            compare(place, "sort", lambda x, v, invert=invert: torch.isin(x, v, invert=invert), x, values)
+    compare(place, "sort", torch.isin, x[:, ::2], x[0, 3:9])

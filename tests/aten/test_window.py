@@ -39,6 +39,33 @@ def test_pools(place: str, window: dict) -> None:
         compare(place, "win", lambda x: torch.ops.aten.max_pool2d_with_indices(x, *_listed(window)), x)
 
 
+def with_gradient(function):
+    """Return a function that gives its result and the gradient of its argument."""
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        y = function(x)
+        y.backward(torch.arange(y.numel(), dtype=y.dtype, device=y.device).view(y.shape))
+        return [y.detach(), x.grad]
+
+    return both
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    "window", [*(pytest.param(w, marks=pytest.mark.slow) for w in WINDOWS[:2]), WINDOWS[2]], ids=str
+)
+def test_gradients_of_pools(place: str, window: dict) -> None:
+    for x in (torch.randn(2, 3, 7, 5), torch.randn(3, 6, 7)):
+        compare(place, "win", with_gradient(lambda x: functional.avg_pool2d(x, **window)), x)
+        compare(place, "win", with_gradient(lambda x: functional.avg_pool2d(x, **window, count_include_pad=False)), x)
+        compare(place, "win", with_gradient(lambda x: functional.avg_pool2d(x, **window, divisor_override=3)), x)
+        for dilation in (1, 2):
+            how = {**window, "dilation": dilation, "return_indices": True}
+            compare(place, "win", with_gradient(lambda x, how=how: functional.max_pool2d(x, **how)[0]), x)
+
+
 def _listed(window: dict) -> tuple:
     given = (window["kernel_size"], window.get("stride", ()), window.get("padding", 0))
     pairs = ([v, v] if isinstance(v, int) else list(v) for v in given)
@@ -60,3 +87,4 @@ def test_dilated_maximum(place: str) -> None:
 def test_upsample_nearest(place: str, how: dict) -> None:
     for x in (x for x in inputs() if x.dim() == 4):
         compare(place, "win", lambda x: functional.interpolate(x, mode="nearest", **how), x, rtol=0, atol=0)
+        compare(place, "win", with_gradient(lambda x: functional.interpolate(x, mode="nearest", **how)), x.contiguous())

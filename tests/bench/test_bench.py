@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+import rtkernels
 from bench import __main__ as cli
 from bench import meta, peers
-from bench.measure import host, run
+from bench.measure import host, host_calls, run
 from bench.measure.timing import Timer, Timing
 from bench.report import accepted, readme
 from bench.report import tables as report
 from bench.rows.row import Row
+from rtkernels import _public
 from rtkernels.errors import ArgumentError
 
 
@@ -322,11 +324,22 @@ def test_record_takes_a_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_host_modes() -> None:
-    modes = host._modes(lambda x, w: lambda: x * w, [torch.ones(4), torch.full((4,), 2.0)], True)
-    assert list(modes) == ["no_grad", "inference", "grad", "grad_backward"]
-    assert not modes["no_grad"]().requires_grad and modes["grad"]().requires_grad
+    modes = host._gradient_modes(lambda x, w: lambda: x * w, [torch.ones(4), torch.full((4,), 2.0)])
+    assert list(modes) == ["inference", "grad", "grad_backward"]
+    assert not modes["inference"]().requires_grad and modes["grad"]().requires_grad
     assert len(modes["grad_backward"]()) == 2
-    assert list(host._modes(lambda x: lambda: x, [torch.ones(4)], False)) == ["no_grad", "inference"]
+
+
+def test_every_public_function_has_a_host_row() -> None:
+    made = host_calls.calls(rtkernels, "cpu")
+    public = {name for name in _public.OPS if name.islower()}
+    assert {name.partition(" ")[0] for name in made} == public - host_calls.WITHOUT_ROW
+
+
+@pytest.mark.slow
+def test_the_calls_of_host_rows_work() -> None:
+    for _, make in host_calls.calls(rtkernels, "cpu").values():
+        make()()
 
 
 def test_sweep_times_every_point_on_a_simulated_device() -> None:

@@ -6,14 +6,13 @@ import torch
 
 from bench.__main__ import main
 from bench.measure import aten
-from rtkernels.aten import table
+from bench.report import aten as chosen
+from rtkernels.aten import measured, table
 
 
 def test_arguments_fit_the_schemas() -> None:
     without = []
     for row in table.table().values():
-        if row.family not in ("ew", "copy"):
-            continue
         given = aten.arguments(row, (8, 8), torch.float32, "cpu")
         if given is None:
             without.append(row.name)
@@ -32,3 +31,22 @@ def test_cases_and_summary(capsys) -> None:
     assert "| cat | 2.00 | 2.00 |  |  | |" in aten.summary(found)
     assert main(["aten", "--ways", "nobody"]) == 2
     assert "unknown ways nobody" in capsys.readouterr().err
+
+
+def test_the_default_set_follows_from_the_record() -> None:
+    result = chosen.load()
+    assert measured.DEFAULT == chosen.default_set(result)
+    assert chosen.MEASURED.read_text(encoding="utf-8") == chosen.measured_module(result)
+    assert set(measured.DEFAULT) <= set(table.table()) | {"_fused_rms_norm", "_fused_rms_norm_backward"}
+
+
+def test_a_threshold_leaves_small_calls_to_torch() -> None:
+    def case(n: int, torchs: float, ours: float) -> dict:
+        times = {"torch": {"operator": torchs, "submit": 5.0}, "rtkernels": {"operator": ours, "submit": 9.0}}
+        return {"overload": "sum", "shape": [n], "dtype": "float32", **times}
+
+    host = {"torch sum": 5.0, "given back sum": 6.0}
+    result = {"host": host, "cases": [case(100, 5.0, 20.0), case(1 << 20, 20.0, 20.0), case(1 << 24, 90.0, 45.0)]}
+    alone, best, size = chosen.choice(result)["sum"]
+    assert size == 1 << 20 and alone < best and abs(best - (5 / 6 * 1 * 2) ** (1 / 3)) < 1e-9
+    assert chosen.default_set(result) == {"sum": 1 << 20}

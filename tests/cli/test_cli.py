@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import run_python
 
 import rtkernels
 from rtkernels.__main__ import main
@@ -50,8 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "rtkernels", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return run_python("-m", "rtkernels", *arguments, env=env)
 
 
 # ---- usage and errors ------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_missing_compiler_is_one_line_and_code_1(capsys, monkeypatch):
 
 
 def test_closed_pipe_is_quiet():
-    code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json']))"
+    code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json', '--op', 'scaled_mm']))"
     command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=300)

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import run_python
 
 from rtkernels.__main__ import main
 from rtkernels.cli import doctor
@@ -182,7 +181,7 @@ from rtkernels.__main__ import main
 sys.exit(main(["doctor", "--json"]))
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RTKERNELS_CACHE": "sometimes", "RTKERNELS_TYPO": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", code, env=env)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert len([text for text in report["problems"] if "CuPy cannot be imported" in text]) == 1

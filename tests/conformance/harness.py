@@ -119,6 +119,13 @@ def compare(got: Any, want: Any, exact: Any) -> None:
             assert mine <= 2 * native, f"error {mine:.3g}, torch's {native:.3g}"
 
 
+def _as_double(value: Any) -> Any:
+    """Return a floating tensor in float64, and that dtype for one that an argument asks for."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
 def check(op: Any, dtype: torch.dtype, device: str, *, limit: int | None = None) -> int:
     """Compare one OpInfo for one dtype, forward and backward; return how many samples there were."""
     grad = op.supports_autograd and dtype.is_floating_point
@@ -130,11 +137,7 @@ def check(op: Any, dtype: torch.dtype, device: str, *, limit: int | None = None)
             continue
 
         def exact(sample: Any = sample) -> Any:
-            double = tree_map(
-                lambda v: v.detach().double().requires_grad_(v.requires_grad)
-                if isinstance(v, torch.Tensor) and v.is_floating_point() else v,
-                (sample.input, sample.args, sample.kwargs),
-            )  # fmt: skip
+            double = tree_map(_as_double, (sample.input, sample.args, sample.kwargs))
             return run(op, type(sample)(double[0], args=double[1], kwargs=double[2]), grad)
 
         with overridden(device):

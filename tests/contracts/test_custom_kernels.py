@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.interpreter import run_python
 
 from rtkernels.errors import SourceError
 from rtkernels.runtime import targets
@@ -56,9 +55,7 @@ def test_the_page_works_and_its_cache_does_not_know_the_folder(tmp_path: Path) -
         for name, text in files.items():
             (tmp_path / folder / name).write_text(text, encoding="utf-8")
         env = {**os.environ, "PYTHONPATH": str(ROOT), "RTKERNELS_CACHE_DIR": str(tmp_path / "cache")}
-        done = subprocess.run(
-            [sys.executable, "-c", USE], cwd=tmp_path / folder, env=env, capture_output=True, text=True, timeout=300
-        )
+        done = run_python("-c", USE, cwd=tmp_path / folder, env=env)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split("\n")[-2])
     assert said == ["True 0 6 0", "False 0 6 0"]

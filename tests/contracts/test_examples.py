@@ -22,14 +22,10 @@ def test_moe_layer_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 def test_generate_gives_the_tokens_of_transformers(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    import torch
-
-    if (place == "cuda") != torch.cuda.is_available():
-        pytest.skip("the example takes the GPU where there is one")
     example = runpy.run_path(str(EXAMPLES / "generate.py"))
-    found = example["main"](["--tiny", "--tokens", "5"])
+    found = example["main"](["--tiny", "--device", place, "--tokens", "5"])
     assert found.shape == (1, 5) and "5 tokens in" in capsys.readouterr().out
-    assert example["main"](["--tiny", "--tokens", "3", "--fp8"]).shape == (1, 3)
+    assert example["main"](["--tiny", "--device", place, "--tokens", "3", "--fp8"]).shape == (1, 3)
 
 
 @pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
@@ -41,12 +37,13 @@ def test_the_policy_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFi
     assert "torch eager" in capsys.readouterr().out
 
 
-def test_training_learns_and_agrees_with_the_plain_model(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_training_learns_and_agrees_with_the_plain_model(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     main = runpy.run_path(str(EXAMPLES / "train.py"))["main"]
-    sizes = ["--tiny", "--steps", "12", "--batch", "4", "--length", "48"]
+    sizes = ["--tiny", "--device", place, "--steps", "12", "--batch", "4", "--length", "48"]
     losses = main(sizes)
     printed = capsys.readouterr().out
     assert "norm" in printed and "tokens/s" in printed
     assert losses[-1] < 0.8 * losses[0]
-    assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3)
+    assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3 if place == "cpu" else 2e-2)  # bf16 there

@@ -36,11 +36,11 @@ def test_compiles_without_spills(name: str, target: str, request: pytest.Fixture
         return
     expressions = [kernel.expression(variant) for variant in variants]
     if not request.config.getoption("--full"):
-        tenth = request.config.getoption("--tenth")
+        part = request.config.getoption("--part")
         # Products and attention take seconds each.
         step = (3 if target in OFTEN else 12) * (4 if str(kernel.unit).startswith(("gemm/", "attention/")) else 1)
         step *= 8 if kernel.tier == "aten" else 1  # variants of a small number of templates
-        expressions = [e for e in expressions if zlib.crc32(f"{e} {target}".encode()) % step == tenth % step]
+        expressions = [e for e in expressions if zlib.crc32(f"{e} {target}".encode()) % step == part % step]
         if not expressions:
             return
     entry = cache.load(kernel.unit, expressions, compiled_for(target), kernel.flags, op=kernel.op)

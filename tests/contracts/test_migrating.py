@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.catalogues import FLASHRT, LINGHE
 
 import rtkernels
 from rtkernels.compat import aten, gn
@@ -171,3 +172,14 @@ def test_torch_order() -> None:
     torch.testing.assert_close(aten.grouped_mm(t["a16"], b.transpose(1, 2), t["offs"]), wanted, rtol=1e-2, atol=1e-2)
     got = aten.grouped_mm(t["dy"].t(), t["x"], t["offs"])
     assert got.shape == (3, N, K) and got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("library", "names", "without"), [("linghe", LINGHE, 6), ("FlashRT", FLASHRT, 2)])
+def test_every_function_of_a_library_has_a_call(library: str, names: list[str], without: int) -> None:
+    """All but those that the document says have no counterpart."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    named = {word for there, _ in _calls() for word in re.findall(r"\w+(?:::\w+)?", there)}
+    named |= {word for there, _ in _calls() for word in re.findall(r"\w+\.\w+", there)}
+    absent = [name for name in names if name not in named]
+    assert len(absent) <= without, f"{library}: no call for {', '.join(absent)}"
+    assert all(re.search(rf"`{re.escape(name)}`", text) for name in absent), f"{library}: not mentioned: {absent}"

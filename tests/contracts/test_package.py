@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.interpreter import run_python
 
 import rtkernels
 
@@ -24,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def python(code: str, *, cwd: Path | None = None, **environment: str) -> str:
     """Run code in a fresh interpreter that finds this checkout's package, and return what it printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", code, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -270,12 +270,13 @@ def test_messages_name_packages_that_exist():
 
 
 def test_the_example_of_the_guide_works(tmp_path: Path):
-    """docs/adding_an_op.md promises that two files make an op; take them from there and see."""
+    """docs/adding_an_op.md promises an op with its gradient in two files, 60 lines of Python; take them and see."""
     shutil.copytree(ROOT / "rtkernels", tmp_path / "rtkernels", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "cuda_src", tmp_path / "cuda_src")
     guide = (ROOT / "docs" / "adding_an_op.md").read_text(encoding="utf-8")
     files = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.+?)\n```", guide, re.DOTALL)
     assert len(files) == 2
+    assert len(dict(files)["rtkernels/ops/act/squared_relu.py"].splitlines()) <= 60
     for name, text in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n", encoding="utf-8")
@@ -288,10 +289,14 @@ y = rtkernels.squared_relu(x)
 torch.testing.assert_close(y, x.relu() ** 2)
 y.sum().backward()
 torch.testing.assert_close(x.grad, 2 * x.relu())
-(op,) = registry.get("squared_relu").torch_ops
-torch.library.opcheck(op.overload, (torch.randn(3, 5),))
+forward, backward = registry.get("squared_relu").torch_ops
+torch.library.opcheck(forward.overload, (torch.randn(3, 5),))
+torch.library.opcheck(backward.overload, (torch.randn(3, 5), torch.randn(3, 5)))
 report = rtkernels.warm(["sm_80", "sm_90a"], ["squared_relu"])
 used = [row.meta["resources"] for row in rtkernels.cache.ls(op="squared_relu")]
+with rtkernels.emulate("sm_80"):
+    torch.testing.assert_close(rtkernels.squared_relu(x.detach()), y.detach())
+    torch.testing.assert_close(backward(torch.ones_like(y), x.detach()), 2 * x.detach().relu())
 print(len(used), len(report.failures), max(u["spill_stores"] for r in used for u in r.values()),
       max(u["registers"] for r in used for u in r.values()) <= 40)
 """,
@@ -299,4 +304,4 @@ print(len(used), len(report.failures), max(u["spill_stores"] for r in used for u
         PYTHONPATH=str(tmp_path),
         RTKERNELS_CACHE_DIR=str(tmp_path / "cache"),
     )
-    assert printed.split("\n")[-2] == "12 0 0 True"
+    assert printed.split("\n")[-2] == "24 0 0 True"

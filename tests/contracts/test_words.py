@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,8 +18,10 @@ RETIRED = frozenset(
     "wide ahead turn turns piece pieces runs team teams held few once even filled most least beside early late passing "
     "again recall remember recent".split()
 )
-# What the glossary puts in the place of a retired word, and names that are not ours.
-KEPT = frozenset(("few_rows", "lane_team", "once_differentiable", "call_once", "mad_wide", "most_common", "kTiesEven"))
+# What the glossary puts in the place of a retired word, as parts of longer names too.
+KEPT_PAIRS = frozenset((("few", "rows"), ("lane", "team"), ("lane", "teams")))
+# Names that are not ours, or that everybody has.
+KEPT = frozenset(("once_differentiable", "call_once", "warn_once", "mad_wide", "most_common", "kTiesEven"))
 
 _STRING = r'"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"'
 _PYTHON_TEXT = re.compile(rf"{_STRING}|#[^\n]*")
@@ -32,12 +35,19 @@ def words_of(identifier: str) -> list[str]:
     return [part.lower() for part in _PART.findall(identifier)]
 
 
+def retired(identifier: str) -> bool:
+    """Return whether a word of an identifier is retired, and not one that the glossary keeps next to its neighbour."""
+    words = words_of(identifier)
+    kept = {place + i for place, pair in enumerate(pairwise(words)) if pair in KEPT_PAIRS for i in (0, 1)}
+    return identifier not in KEPT and any(word in RETIRED for place, word in enumerate(words) if place not in kept)
+
+
 def count(path: Path) -> Counter[str]:
     """Return how often each identifier with a retired word is written in a file, outside of comments and strings."""
     text = _PYTHON_TEXT if path.suffix == ".py" else _DEVICE_TEXT
     code = text.sub("", path.read_text(encoding="utf-8")).replace("#pragma once", "")
     found = Counter(_IDENTIFIER.findall(code))
-    return Counter({name: n for name, n in found.items() if name not in KEPT and RETIRED.intersection(words_of(name))})
+    return Counter({name: n for name, n in found.items() if retired(name)})
 
 
 def counts() -> dict[str, int]:
@@ -66,7 +76,9 @@ def test_the_glossary_names_every_retired_word() -> None:
 def test_words_of_identifiers() -> None:
     assert words_of("RowTeam_wide8") == ["row", "team", "wide"]
     assert words_of("BYTES_AHEAD") == ["bytes", "ahead"]
-    assert not RETIRED.intersection(words_of("returned_evenly"))
+    assert not retired("returned_evenly")
+    assert not retired("kLaneTeams") and not retired("few_rows_step")
+    assert retired("few_lanes") and retired("lane_team_turn")
 
 
 if __name__ == "__main__":

@@ -120,3 +120,36 @@ def test_messages(tmp_path: Path) -> None:
     save_file(files, tmp_path / "coded" / "model.safetensors")
     with pytest.raises(RtkError, match=r"lacks 1 tensors of the model: model\.norm\.weight"):
         models.serve_fp8(tmp_path / "coded")
+
+
+LOADED = [
+    "qwen3_moe", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_the_loader_of_transformers_takes_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    model = made(kind)
+    models.export_fp8(model, tmp_path)
+    wanted = logits(models.serve_fp8(tmp_path))
+    # Where there is a GPU of today it makes fp8 modules, wherever they are; without one, weights of 16 bits.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and p.shape[-2] % 128 and "embed" not in name and "head" not in name:
+            continue  # it takes the rows of all scales to be equally many
+        got = plain.get_parameter(name)
+        error = float(((got.float() - p.float()).norm() / p.float().norm()).detach())
+        assert got.dtype == torch.bfloat16 and error < 0.04, (name, error)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
+    monkeypatch.undo()
+    names = {type(m).__name__ for m in loaded.modules()}
+    assert "FP8Linear" in names and ("FP8Experts" in names) == (kind != "qwen3")
+    models.serve_fp8(loaded)
+    assert not any(type(m).__name__.startswith("FP8") for m in loaded.modules())
+    assert torch.equal(logits(loaded), wanted)

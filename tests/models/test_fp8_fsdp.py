@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import spawn
 from torch import nn
 
 from rtkernels.errors import ArgumentError
@@ -101,12 +102,12 @@ def _whole(t: Any) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_patched_model(tmp_path: Any) -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    torch.multiprocessing.spawn(_joined, args=(_patched_model, str(tmp_path)), nprocs=WORLD)
+    spawn(_joined, _patched_model, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_codes_are_gathered(tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_joined, args=(_gathered_codes, str(tmp_path)), nprocs=WORLD)
+    spawn(_joined, _gathered_codes, str(tmp_path))
 
 
 def test_a_gathered_weight_gives_its_codes() -> None:

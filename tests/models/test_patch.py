@@ -248,3 +248,25 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = build("qwen3")
     assert models.patch(model).replaced["norm"] == 9
+
+
+class _Buffered(nn.Module):
+    """A norm with a buffer called weight, which it may use or not."""
+
+    def __init__(self, uses_it: bool) -> None:
+        super().__init__()
+        self.eps, self.uses_it = 1e-6, uses_it
+        self.register_buffer("weight", torch.ones(96))
+
+    def forward(self, x):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return y * self.weight[: x.shape[-1]] if self.uses_it else y
+
+
+def test_a_buffer_is_no_weight() -> None:
+    model = nn.Sequential(_Buffered(False), _Buffered(True))
+    x = torch.randn(3, 48)
+    wanted = model(x)
+    report = models.patch(model, loss=False)
+    assert [site.reason for site in report.sites] == [None, "it computes none of our ops"]
+    torch.testing.assert_close(model(x), wanted)

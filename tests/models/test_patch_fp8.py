@@ -181,3 +181,11 @@ def test_what_is_saved_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     )
     own, ours, codes = _saved_bytes(plain), _saved_bytes(patched), _saved_bytes(fp8)
     assert ours < 0.7 * own and codes < 0.92 * ours, (own, ours, codes)
+
+
+def test_layers_that_are_one_product_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 60)  # 64 x 128 is too small, 128 + 64 + 64 rows are not
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    for fused, left in ((False, {"k_proj", "v_proj"}), (True, set())):
+        report = models.patch(build("qwen3", **sizes), fp8=True, fused_layers=fused)
+        assert {site.name.rpartition(".")[2] for site in report.left_alone} == left, str(report)

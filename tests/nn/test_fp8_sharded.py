@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compare import relative_error
+from support.processes import spawn
 from torch import Tensor, nn
 
 import rtkernels
@@ -37,7 +38,7 @@ def _joined(rank: int, test: Callable[[int, Any], None], path: str) -> None:
 
 
 def _run(test: Callable[[int, Any], None], tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_joined, args=(test, str(tmp_path)), nprocs=WORLD)
+    spawn(_joined, test, str(tmp_path))
 
 
 def _model() -> nn.Sequential:

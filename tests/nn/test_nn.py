@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import assert_no_worse, running_on
+from support.interpreter import run_python
 from support.places import DTYPES, at, short
 from torch import Tensor, nn
 
@@ -268,4 +267,5 @@ def test_found_lazily() -> None:
         "import sys, rtkernels; assert 'rtkernels.nn' not in sys.modules; rtkernels.nn.RMSNorm(4); "
         "assert 'cupy' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr

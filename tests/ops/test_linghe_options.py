@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from support.compare import assert_same_bits, running_on
 from support.places import at
+from support.processes import spawn
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -168,7 +168,7 @@ def _member(rank: int, port: int) -> None:
 
 @pytest.mark.slow
 def test_embedding_over_processes() -> None:
-    mp.spawn(_member, args=(29000 + os.getpid() % 1000,), nprocs=2)
+    spawn(_member, 29000 + os.getpid() % 1000)
 
 
 def test_tensors_of_transformer_engine() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import spawn
 from torch import Tensor
 
 import rtkernels
@@ -36,7 +37,7 @@ def _joined(rank: int, test: Callable[[int, Any], None], path: str) -> None:
 
 
 def _run(test: Callable[[int, Any], None], tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(_joined, args=(test, str(tmp_path)), nprocs=WORLD)
+    spawn(_joined, test, str(tmp_path))
 
 
 def _model(dtype: torch.dtype) -> torch.nn.Module:

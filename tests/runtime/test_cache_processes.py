@@ -6,12 +6,11 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.interpreter import Program, run_python
 
 import rtkernels
 from rtkernels import cache
@@ -73,8 +72,7 @@ def start(work):
 
     def start_worker(code, compile_seconds=0.0):
         environment = {**os.environ, "PYTHONPATH": str(Path(rtkernels.__file__).parent.parent)}
-        command = [sys.executable, "-c", PRELUDE + code, str(work), str(compile_seconds)]
-        worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        worker = Program("-c", PRELUDE + code, str(work), str(compile_seconds), env=environment)
         running.append(worker)
         return worker
 
@@ -146,8 +144,8 @@ def test_cache_killed_holder_frees_the_lock(work, start):
     _until(lambda: (work / "compiles").exists())
     lock = next(cache.path().glob("v2/locks/*.lock"))
     assert lock.read_text().split()[0] == str(holder.pid)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.kill()
+    holder.communicate()
     started = time.monotonic()
     entry = load()
     assert time.monotonic() - started < 60
@@ -217,8 +215,8 @@ time.sleep(60)
     _until(lambda: list(work.glob("child-*")))
     child = int(next(work.glob("child-*")).name.split("-")[1])
     try:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
+        parent.kill()
+        parent.communicate()
         started = time.monotonic()
         assert load().source == "compiled"
         assert time.monotonic() - started < 60
@@ -254,7 +252,9 @@ print(json.dumps([loads, quarantined]))
 
 def test_cache_import_loads_no_compiler(start):
     code = """
-import json
+import json, sys
 print(json.dumps([name for name in ("cupy", "cupy_backends", "cuda.pathfinder") if name in sys.modules]))
 """
-    assert _results([start(code)]) == [[]]
+    of_torch = json.loads(run_python("-c", code).stdout)
+    assert of_torch in ([], ["cuda.pathfinder"])  # torch 2.15 loads that one
+    assert _results([start(code)]) == [of_torch]

@@ -6,12 +6,12 @@ import hashlib
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from support.cache_stub import KERNEL, SM80, edit_meta, install_compiler, install_sources, load, load_anew
+from support.interpreter import run_python
 
 from rtkernels import cache
 from rtkernels.errors import ArgumentError, NotWarmError
@@ -386,8 +386,7 @@ def run(code: str, folder: Path, *arguments: object, **environment: str) -> subp
     """Run Python without a home directory, in a folder."""
     kept = {name: text for name, text in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
     env = {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **environment}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    return run_python("-c", code, *map(str, arguments), env=env, cwd=folder)
 
 
 def others_can_reach(path: Path) -> bool:

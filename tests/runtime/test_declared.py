@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rtkernels.ops.pointwise.inplace import ADD
 from rtkernels.ops.reduce import row_dot, softmax
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.declared import Aligned, Dense, DenseFloat, Meta, Rows, UnitStride, dense_as, misaligned
-from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
+from rtkernels.runtime.operator.plan import Memory, Step, StepPlan, Steps
 
 
 def _meta(t: Tensor) -> Meta:
@@ -99,3 +100,17 @@ def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None
         assert op.replay(x, y) is None
         torch.testing.assert_close(scope["run_and_keep"](x, x), op.reference(x, x))
         assert op.replay(x, x) is None
+
+
+def test_results_that_nobody_asked_for_are_made_one_time_for_plain_calls() -> None:
+    """A gradient hangs on the results of a call, so those of a recorded one are its own."""
+    given: list[tuple[Any, ...]] = []
+    outputs = {"y": Memory((2,), torch.float32), "z": None}
+    steps = Steps(Step(lambda *args: given.append(args), "x", "y", "z"))
+    plan = StepPlan("half", ["x"], (), outputs, "tuple", steps, -1)
+    recorded, plain = [plan.run(7) for _ in range(2)], [plan.run_plain(7) for _ in range(2)]
+    assert recorded[0][1] is not recorded[1][1] and plain[0][1] is plain[1][1]
+    assert recorded[0][1].shape == plain[0][1].shape == (0,) and plain[0][0] is not plain[1][0]
+    assert all(args[0] == 7 and args[1] and args[2] == 0 for args in given)
+    everything = StepPlan("all", ["x"], (), {"y": Memory((2,), torch.float32)}, "single", Steps(), -1)
+    assert everything.run is everything.run_plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import assert_same_bits
+from support.interpreter import run_python
 from support.ways import assert_equal_bits, captured
 
 import rtkernels
@@ -75,7 +75,8 @@ def test_a_fresh_process_on_cpu_loads_no_cupy() -> None:
         "rtkernels.rms_norm(torch.randn(4, 8), torch.randn(8))\n"
         "assert 'cupy' not in sys.modules and not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    done = run_python("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_memory_only_when_the_cache_is_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_blocks_than_can_be_resident_are_refused() -> None:
     partial, out = torch.randn(4, 64, device="cuda"), torch.empty(64, device="cuda")
     arguments = (partial.data_ptr(), out.data_ptr(), 4, 64, 0)
-    most = column_sum._KERNEL.most_resident(("fp32",), 0, 256, 1024)
+    most = column_sum._KERNEL.max_resident_blocks(("fp32",), 0, 256, 1024)
     assert most >= torch.cuda.get_device_properties(0).multi_processor_count
     launch = column_sum._KERNEL.bind(("fp32",), 0, most + 1, 256, 1024, resident=True)
     for _ in range(2):

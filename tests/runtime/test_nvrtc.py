@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.interpreter import run_python
 from support.places import compiled_for
 
 import rtkernels
@@ -276,7 +276,7 @@ def test_nvrtc_cupy_imports_where_its_cache_cannot_be_made(tmp_path):
         "path = os.environ['CUPY_CACHE_DIR'];"
         "assert os.path.isdir(path); print(path)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = run_python("-c", code, env=environment)
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip()).exists()
 

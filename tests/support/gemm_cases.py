@@ -17,6 +17,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
           "e5m2": torch.float8_e5m2, "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32}  # fmt: skip
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
+FLOAT_ACTS = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu": torch.nn.functional.gelu,
+}
+# Relative to the sum of magnitudes: what the result's type rounds to, and fp32 sums with room for their order.
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20, "int32": 0.0}
+
 
 class Operand(NamedTuple):
     tensor: Tensor
@@ -165,3 +175,85 @@ def run(backend: Any, product: Product, tensors: Mapping[str, Tensor]) -> None:
         emulate_features(emulator.active())
         with emulator.recording():
             launch()
+
+
+# ---- one product, compared ------------------------------------------------------------------------------------------
+
+
+def on_device(tensor: Tensor, device: str) -> Tensor:
+    """Return a tensor with the same strides on a device."""
+    if device == "cpu":
+        return tensor
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((reach,), (1,)).to(device)
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def result_memory(token: str, *shape: int, padding: int = 0, aligned: bool = True) -> tuple[Tensor, Matrix]:
+    """Return poisoned memory for a result, and its description."""
+    pitch = shape[-1] + padding
+    memory = torch.full((*shape[:-1], pitch + 1), 77, dtype=DTYPES[token])
+    out = memory.view(-1)[0 if aligned else 1 :].as_strided(
+        shape, [*([shape[-2] * pitch] * (len(shape) - 2)), pitch, 1]
+    )
+    return out, Matrix(token, pitch, False, aligned, shape[-2] * pitch if len(shape) == 3 else 0)
+
+
+def check(got: Tensor, wanted: Tensor, magnitude: Tensor, token: str, sums: str = "fp32") -> None:
+    """Compare with the exact result, where `magnitude` is that of what was added up."""
+    got = got.double()
+    assert torch.equal(got.isnan(), wanted.isnan()), "NaN"
+    wanted, got = wanted.nan_to_num(0.0, posinf=1e300, neginf=-1e300), got.nan_to_num(0.0, posinf=1e300, neginf=-1e300)
+    allowed = ROUNDING[token] * wanted.abs() + (2.0**-20 if sums == "fp32" else 2.0**-8) * magnitude + 1e-30
+    if token == "int32":
+        allowed = torch.zeros_like(wanted)
+    wrong = (got - wanted).abs() > allowed
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first {got[wrong][0]} for {wanted[wrong][0]}"
+
+
+def plain(
+    backend: Any, a: str, b: str, m: int, n: int, k: int, *, out: str = "bf16", scale_a: dict | None = None,
+    scale_b: dict | None = None, sums: str = "fp32", seed: int = 0, operand_a: dict | None = None,
+    operand_b: dict | None = None, device: str = "cpu", **rest,
+) -> None:  # fmt: skip
+    """Make a product without groups and compare it; `rest` are fields of Product."""
+    random = generator(seed)
+    left = operand(a, m, k, random, **(operand_a or {}))
+    right = operand(b, n * (2 if rest.get("gate") else 1), k, random, **(operand_b or {}))
+    result, matrix = result_memory(out, m, n)
+    tensors = {"a": left.tensor, "b": right.tensor, "out": result}
+    x, y, described = left.values, right.values, {}
+    for name, given, rows in (("scale_a", scale_a, m), ("scale_b", scale_b, right.values.shape[0])):
+        if given is not None:
+            s = scaling(rows, k, random, **given)
+            tensors[name], described[name] = s.tensor, s.scales
+            x, y = (x * s.values, y) if name == "scale_a" else (x, y * s.values)
+    if rest.get("global_scale"):
+        tensors["global_scale"] = torch.tensor([0.5, 3.0])[: rest["global_scale"]]
+    wanted, magnitude = x @ y.T, x.abs() @ y.abs().T
+    if rest.get("global_scale"):
+        factor = torch.ones(right.values.shape[0], dtype=torch.float64) * 0.5
+        if rest["global_scale"] == 2:
+            factor[n:] = 3.0
+        wanted, magnitude = wanted * factor, magnitude * factor
+    if rest.get("bias"):
+        tensors["bias"] = torch.randn(right.values.shape[0], generator=random).to(DTYPES[rest["bias"]])
+        wanted = wanted + tensors["bias"].double()
+    if rest.get("gate"):
+        magnitude = (magnitude[:, :n] + 1) * (magnitude[:, n:] + 1)
+        wanted = FLOAT_ACTS[rest["gate"]](wanted[:, :n]) * wanted[:, n:]
+    if rest.get("add"):
+        tensors["add"] = torch.randn(m, n, generator=random).to(DTYPES[rest["add"]])
+        wanted, rest["add_pitch"] = wanted + tensors["add"].double(), n
+    wanted = FLOAT_ACTS[rest.get("act")](wanted)
+    if rest.get("accumulate"):
+        wanted = wanted + 77
+    product = Product(m, n, k, left.matrix, right.matrix, matrix, sums=sums, **described, **rest)
+    moved = {name: on_device(t, device) for name, t in tensors.items()}
+    run(backend, product, moved)
+    result.copy_(moved["out"])
+    check(result, wanted, magnitude + 1e-3, out, sums)

@@ -75,7 +75,8 @@ def assert_like_reference(
             assert differ <= codes * a.numel(), f"result {i}: {differ} of {a.numel()} codes"
             continue
         off = (a.double() - b.double()).abs()
-        fits = (off <= 2 * ROUND[a.dtype] * b.double().abs() + 1e-6) | (a.isnan() & b.isnan()) | (a == b)
+        slack = 1e-5 if a.dtype == torch.float32 else 1e-6  # terms of about 10 that cancel, with and without fma
+        fits = (off <= 2 * ROUND[a.dtype] * b.double().abs() + slack) | (a.isnan() & b.isnan()) | (a == b)
         assert fits.all(), f"result {i} is off by {off.nan_to_num(0).max()}"
 
 
@@ -87,4 +88,4 @@ def assert_captures(call: Callable[[], Any]) -> None:
     wanted, found = (x if isinstance(x, tuple | list) else [x] for x in (wanted, found))
     for a, b in zip(found, wanted, strict=True):
         if isinstance(b, Tensor):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

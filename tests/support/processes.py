@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 WORLD = 2
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "pytest"]
 Check = Callable[[int, Any], None]
 
 
@@ -30,9 +32,15 @@ def _joined(rank: int, checks: Sequence[Check], path: str) -> None:
         dist.destroy_process_group()
 
 
+def spawn(function: Callable[..., None], *args: Any) -> None:
+    """Run ``function(rank, *args)`` in two processes, forked from one that has imported what most of them need."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    torch.multiprocessing.start_processes(function, args=args, nprocs=WORLD, start_method="forkserver")
+
+
 def run_in_processes(checks: Sequence[Check], path: Any) -> None:
     """Run checks, one behind the other, in two processes; each gets its rank and a mesh of both."""
-    torch.multiprocessing.spawn(_joined, args=(tuple(checks), str(path)), nprocs=WORLD)
+    spawn(_joined, tuple(checks), str(path))
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:

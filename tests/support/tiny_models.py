@@ -44,18 +44,29 @@ def build(kind: str, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind)
     for name, value in {**_SIZES, **changes}.items():
-        if hasattr(config, name):
+        if hasattr(config, name) and not _is_computed(config, name):
             setattr(config, name, value)
-    if hasattr(config, "head_dim") and kind.startswith("deepseek"):
+    for name, value in list(vars(config).items()):  # a model that repeats its own loss
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    if getattr(config, "n_shared_experts", 1) is None:
+        config.n_shared_experts = 1
+    if hasattr(config, "head_dim") and hasattr(config, "qk_rope_head_dim"):
         config.head_dim, config.num_key_value_heads = _SIZES["qk_rope_head_dim"], config.num_attention_heads
         config.qk_head_dim = _SIZES["qk_nope_head_dim"] + _SIZES["qk_rope_head_dim"]
-    if getattr(config, "layer_types", None) is not None:
+    if getattr(config, "layer_types", None) is not None and not _is_computed(config, "layer_types"):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     model = AutoModelForCausalLM.from_config(config).float().train()
     for parameter in model.parameters():  # norms begin as ones or zeros, which hides mistakes
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape)
     return model
+
+
+def _is_computed(config: Any, name: str) -> bool:
+    """Return True for a property that cannot be set."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def tokens(batch: int = 2, length: int = 17, seed: int = 0) -> Tensor:

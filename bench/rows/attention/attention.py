@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.rows.row import Row
-from rtkernels.ops.attention.attention import attention, attention_varlen
+from rtkernels.ops.attention.attention import BACKWARD, FORWARD, attention, attention_varlen
 
 # batch, heads of q, heads of k and v, length, width, causal
 _SIZES = (
@@ -19,6 +19,7 @@ _SIZES = (
     (4, 32, 32, 4096, 64, True),
     (2, 16, 16, 4096, 256, True),
 )
+_BACKWARD_SIZES = (_SIZES[0], _SIZES[1], _SIZES[3], _SIZES[4])
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -36,6 +37,49 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
+def _gradients(plain: Any) -> Any:
+    """Return what makes the gradients of q, k and v by autograd, one sequence at a time: scores are large."""
+
+    def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        parts = []
+        for b in range(q.shape[0]):
+            leaves = [t[b : b + 1].detach().requires_grad_() for t in (q, k, v)]
+            parts.append(torch.autograd.grad(plain(*leaves), leaves, dy[b : b + 1]))
+        return tuple(torch.cat(grads) for grads in zip(*parts, strict=True))
+
+    return run
+
+
+def backward_row(
+    name: str, shape: str, make: Any, plain: Any, scale: float, causal: bool, products: int, nbytes: int
+) -> Row:
+    """Return a row of gradients, which are made from q, k, v, the result and its lse.
+
+    Args:
+        name: Of the row.
+        shape: That of the forward row.
+        make: Of the forward row: q, k and v.
+        plain: The forward in plain torch.
+        scale: Factor of the products.
+        causal: Whether the last query sees all keys.
+        products: Operations of a forward and a backward product for each pair of a query and a key that see each other.
+        nbytes: Bytes of all tensors.
+    """
+    options = (scale, -1, 0 if causal else -1, 0.0, 0, 0, False, "auto")
+
+    def make_all(device: str, generator: torch.Generator) -> dict[str, Any]:
+        given = make(device, generator)
+        q, k, v = given["q"], given["k"], given["v"]
+        out, lse = FORWARD(q, k, v, *[None] * 6, *options)
+        dy = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
+        return {"dy": dy, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+
+    def ours(dy, q, k, v, out, lse):
+        return BACKWARD(dy, None, q, k, v, out, lse, *[None] * 6, *options, True, True, True, False, False)[:3]
+
+    return Row(name=name, shape=shape, make=make_all, ours=ours, torch=_gradients(plain), bytes=nbytes, flops=products)
+
+
 def rows() -> Iterator[Row]:
     for batch, heads, heads_kv, length, width, causal in _SIZES:
 
@@ -49,7 +93,7 @@ def rows() -> Iterator[Row]:
                 for name, count in shapes.items()
             }
 
-        mask = "causal" if causal else "full"
+        mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
         yield Row(
             name="attention_fwd",
             shape=f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}",
@@ -58,7 +102,14 @@ def rows() -> Iterator[Row]:
             torch=lambda q, k, v, causal=causal: _plain(q, k, v, causal),
             fused=lambda q, k, v, causal=causal: _fused(q, k, v, causal),
             bytes=2 * batch * length * width * (2 * heads + 2 * heads_kv),
+            flops=pairs * 4 * width,
         )
+        if (batch, heads, heads_kv, length, width, causal) in _BACKWARD_SIZES:
+            yield backward_row(
+                "attention_bwd", f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}", make,
+                lambda q, k, v, causal=causal: _plain(q, k, v, causal), width**-0.5, causal, pairs * 10 * width,
+                2 * batch * length * width * (4 * heads + 4 * heads_kv),
+            )  # fmt: skip
 
     def make_packed(device: str, generator: torch.Generator) -> dict[str, Any]:
         qkv = torch.randn(16384, 3, 16, 128, device=device, generator=generator).bfloat16()
@@ -73,4 +124,5 @@ def rows() -> Iterator[Row]:
         torch=lambda q, k, v, ends: _plain(*(t.view(8, 2048, 16, 128) for t in (q, k, v)), True).flatten(0, 1),
         fused=lambda q, k, v, ends: _fused(*(t.view(8, 2048, 16, 128) for t in (q, k, v)), True).flatten(0, 1),
         bytes=2 * 16384 * 16 * 128 * 4,
+        flops=8 * 16 * 2048**2 // 2 * 4 * 128,
     )

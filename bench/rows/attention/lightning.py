@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.rows.row import Row
-from rtkernels.ops.attention.lightning import lightning_attention, lightning_attention_step
+from rtkernels.ops.attention.lightning import BACKWARD, lightning_attention, lightning_attention_step
 
 
 def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -28,6 +28,16 @@ def _chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Ten
     return torch.cat(parts, 1) * width**-0.5
 
 
+def _backward(dy, q, k, v, decay):
+    needs = (False, True, True, True, False)
+    return BACKWARD(dy, None, q, k, v, decay, None, None, q.shape[-1] ** -0.5, *needs)[:3]
+
+
+def _chunked_bwd(dy, q, k, v, decay):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(_chunked(*leaves, decay), leaves, dy)
+
+
 def rows() -> Iterator[Row]:
     for batch, length, heads in ((2, 4096, 64), (1, 16384, 32)):  # the first one is linghe's
 
@@ -44,6 +54,19 @@ def rows() -> Iterator[Row]:
             ours=lambda q, k, v, decay: lightning_attention(q, k, v, decay),
             torch=_chunked,
             bytes=2 * batch * length * heads * 128 * 4,
+        )
+
+        def make_bwd(device: str, generator: torch.Generator, make=make) -> dict[str, Any]:
+            given = make(device, generator)
+            return {"dy": torch.randn_like(given["q"]), **given}
+
+        yield Row(
+            name="lightning_attention_bwd",
+            shape=f"{batch}x{length} {heads} heads of 128",
+            make=make_bwd,
+            ours=_backward,
+            torch=_chunked_bwd,
+            bytes=2 * batch * length * heads * 128 * 7,
         )
 
     def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench.rows.attention.attention import backward_row
 from bench.rows.row import Row
 from rtkernels.ops.attention.mla import mla_attention
 
@@ -36,6 +37,7 @@ def rows() -> Iterator[Row]:
                 for name, width in (("q", 192), ("k", 192), ("v", 128))
             }
 
+        pairs = batch * heads * length**2 // 2
         yield Row(
             name="mla_attention_fwd",
             shape=f"{batch}x{length} {heads} heads of 192/128 causal",
@@ -44,4 +46,9 @@ def rows() -> Iterator[Row]:
             torch=_plain,
             fused=_fused,
             bytes=2 * batch * length * heads * (2 * 192 + 2 * 128),
+            flops=pairs * 2 * (192 + 128),
         )
+        yield backward_row(
+            "mla_attention_bwd", f"{batch}x{length} {heads} heads of 192/128 causal", make, _plain, _SCALE, True,
+            pairs * 2 * (3 * 192 + 2 * 128), 2 * batch * length * heads * (4 * 192 + 4 * 128),
+        )  # fmt: skip

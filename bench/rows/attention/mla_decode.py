@@ -41,4 +41,5 @@ def rows() -> Iterator[Row]:
             ours=lambda q, cache, lengths, table: mla_decode(q, cache, lengths, page_table=table),
             torch=_dense,
             bytes=2 * batch * (length * _WIDTH + heads * (_WIDTH + _VALUE)),
+            flops=2 * batch * heads * length * (_WIDTH + _VALUE),
         )

@@ -44,6 +44,7 @@ def rows() -> Iterator[Row]:
             ours=lambda q, k, v, sq, sk, sv, **_: attention_quantized(q, k, v, sq, sk, sv),
             torch=_plain,
             bytes=_BATCH * _HEADS * _WIDTH * (3 * _QUERIES + (1 + bytes_of_v) * _KEYS),
+            flops=4 * _BATCH * _HEADS * _QUERIES * _KEYS * _WIDTH,
         )
 
     def make_16(device: str, generator: torch.Generator) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def rows() -> Iterator[Row]:
         yield _row("int4_row", sizes, partial(_int4, sizes=sizes), None, 0.5, recipe="row", packed=("int4", "int4"))
         make = partial(_nvfp4, sizes=sizes)
         yield _row("nvfp4", sizes, make, None, 0.5625, recipe="nvfp4", packed=("e2m1", "e2m1"))
-    for sizes in DECODING:
+    for sizes in (*DECODING, SQUARES[2]):
         for kind, packed in (("int4", "int4"), ("nvfp4", "e2m1")):
             m, n, k = sizes
             row = _row(f"bf16_{kind}", sizes, partial(_weights, sizes=sizes, kind=kind), None, 0, packed=(None, packed))

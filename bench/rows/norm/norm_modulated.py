@@ -50,6 +50,11 @@ def rows() -> Iterator[Row]:
             bytes=n * (2 + 2 + 4 + 2 + 1),
         )  # fmt: skip
         yield Row(
+            name="rms_norm_residual_layer_style_fp8", shape=f"{count}x{cols}",
+            make=lambda device, g, make=make: {**(given := make(device, g)), "style": given["style"][0].contiguous()},
+            ours=_ours, torch=_torch, bytes=n * (2 + 2 + 2 + 1),
+        )  # fmt: skip
+        yield Row(
             name="rms_norm_nvfp4", shape=f"{count}x{cols}",
             make=lambda device, g, make=make: {"x": make(device, g)["x"]},
             ours=lambda x: rms_norm(x, quant=Quant("nvfp4", 1.0))[:1],

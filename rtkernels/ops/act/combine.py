@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
@@ -20,7 +20,7 @@ from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, check_same, group_threads, row_count, row_stride, token
 from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
-from rtkernels.runtime.operator.plan import IN_TORCH, Offset, Step, Steps
+from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
@@ -79,7 +79,7 @@ def _plan(x: Meta, *values: Any) -> Steps:
     shape = _result_shape(x, layout)
     rows, cols = row_count(shape), shape[-1]
     if rows >= 2**31:
-        return IN_TORCH
+        raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     metas = {"x": x, **{name: meta for name, meta in operands.items() if meta is not None}}
     dtype = next((m.dtype for m in metas.values() if m.dtype != torch.float32), torch.float32)
     strides = {name: row_stride(meta.shape, meta.stride) for name, meta in metas.items()}
@@ -118,8 +118,9 @@ def _plan(x: Meta, *values: Any) -> Steps:
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
     launch = _KERNEL.bind(
-        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads)
-    )
+        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads),
+        overlap=True,
+    )  # fmt: skip
     tensors = ("x", *names.values(), "quant_scale", 0 if first is None else "amax", "factor", "out", "kept")
     steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
     numbers = (rows, cols, strides["x"], *steps_of, threads, slices, slice_cols, flags)

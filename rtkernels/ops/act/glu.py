@@ -10,198 +10,25 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_bwd_over, plan_fwd
 from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
-from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    block_of,
-    check_same,
-    group_threads,
     may_overlap,
     nothing,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
 )
-from rtkernels.runtime.operator.autograd import detached, may_overwrite, needs_grad, once_differentiable, overwrite_once
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Meta, Operator, Rows, misaligned
+from rtkernels.runtime.operator.autograd import (
+    check_overwrite,
+    detached,
+    may_overwrite,
+    needs_grad,
+    once_differentiable,
+)
+from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard
-
-_UNIT, _GENERIC_UNIT = "act/glu.cu", "act/glu_generic.cu"
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-ACT_TYPES = {
-    "silu": "Silu",
-    "gelu_tanh": "GeluTanh",
-    "gelu_erf": "GeluErf",
-    "relu": "Relu",
-    "relu2": "Relu2",
-    "sigmoid": "Sigmoid",
-    "none": "Identity",
-    "swiglu_oai": "SwigluOai",
-}
-_THREADS = 256
-# Vectors a thread has in flight of each input. The elementwise backward needs only one: there are three inputs, and
-# every thread slot of an SM is filled.
-_FWD_ROWS = 2
-_BWD_ROWS = 1
-_BWD_CHUNKS = 2
-_GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
-_GENERIC_ELEMENTS = 4  # a thread has in flight of each input
-_STRIP = 31  # lane_bits of a block that works on one row
-
-
-def _variants(in_flight: int) -> list[tuple[Any, ...]]:
-    return [(t, act, _WIDTH[t], in_flight) for t in _WIDTH for act in ACT_TYPES.values()]
-
-
-_BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_fp32:i64"
-_FWD = Kernel(
-    _UNIT, "glu_fwd", template="T Act VEC ROWS", max_registers=40,
-    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
-    "lane_bits:i64",
-    variants=_variants(_FWD_ROWS),
-)  # fmt: skip
-_BWD = Kernel(
-    _UNIT, "glu_bwd", template="T Act VEC ROWS", max_registers=40,
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
-    variants=_variants(_BWD_ROWS),
-)  # fmt: skip
-_BWD_BY_ROW = Kernel(
-    _UNIT, "glu_bwd_rows", template="T Act VEC CHUNKS", max_registers=76,
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
-    variants=_variants(_BWD_CHUNKS),
-)  # fmt: skip
-# For rows that can only be accessed an element at a time.
-_FWD_GENERIC = Kernel(
-    _GENERIC_UNIT, "glu_fwd_generic", template="THREADS", max_registers=64,
-    args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
-    "threads_per_row:i64 type:i64 act:i64",
-    variants=[(_THREADS,)],
-)  # fmt: skip
-_BWD_GENERIC = Kernel(
-    _GENERIC_UNIT, "glu_bwd_generic", template="THREADS", max_registers=64,
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 type:i64 "
-    "act:i64",
-    variants=[(_THREADS,)],
-)  # fmt: skip
-
-
-# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
-
-
-def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
-    """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    dtype, shape, _, device = x[:4]
-    if act not in ACT_TYPES:
-        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
-    token("x", dtype)
-    if not shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
-    if up is None:
-        if shape[-1] % 2:
-            raise ArgumentError(f"x has an odd last dimension, {shape[-1]}; expected gate and up of equal size, or up=")
-        shape = (*shape[:-1], shape[-1] // 2)
-    else:
-        check_same("up", up[0], dtype, "dtype")
-        check_same("up", up[1], shape, "shape")
-        check_same("up", up[3], device, "device index")
-    if weight is not None:
-        token("weight", weight[0], (dtype, torch.float32))
-        if tuple(weight[1]) != tuple(shape[:-1]):
-            raise ArgumentError(
-                f"weight has shape {tuple(weight[1])}; expected {tuple(shape[:-1])}, one number for each row of x"
-            )
-        check_same("weight", weight[3], device, "device index")
-    return tuple(shape)
-
-
-def _check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool) -> None:
-    shape = check_inputs(x, up, weight, act)
-    check_same("dy", dy.dtype, x.dtype, "dtype")
-    check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
-    check_same("dy", dy.device, x.device, "device index")
-    if weight_grad and weight is None:
-        raise ArgumentError("weight_grad is True but there is no weight")
-
-
-def weight_fp32(weight: Meta | None) -> int:
-    return int(weight is not None and weight.dtype == torch.float32)
-
-
-def _tile(rows: int, vectors: int, rows_per_thread: int) -> tuple[tuple[int, int, int], int, int]:
-    """Return grid, block and lane_bits (see Tile in act/glu.cu) that cover rows of `vectors` accesses each."""
-    strips = -(-vectors // _THREADS)
-    lanes = group_threads(-(-vectors // strips), _THREADS)
-    block, bits, rows_at_once = lanes, _STRIP, 1
-    if lanes <= 32:
-        block, bits, rows_at_once = _THREADS, lanes.bit_length() - 1, _THREADS // lanes
-    row_blocks = -(-rows // (rows_at_once * rows_per_thread))
-    depth = -(-row_blocks // 65535)
-    return (strips, -(-row_blocks // depth), depth), block, bits
-
-
-def _rows_of_threads(rows: int, cols: int, per_thread: int) -> tuple[tuple[int, int], int, int]:
-    """Return grid, block and threads per row of kernels in which a group of threads works on a row."""
-    threads = group_threads(-(-cols // per_thread), _THREADS)
-    block = block_of(threads)
-    row_blocks = -(-rows // (block // threads))
-    depth = -(-row_blocks // GRID_LIMIT)
-    return (-(-row_blocks // depth), depth), block, threads
-
-
-def _generic_types(t: str, act: str) -> tuple[int, int]:
-    """Return the type and the activation as the kernels for rows of any alignment take them."""
-    return _GENERIC_TYPES[t], list(ACT_TYPES).index(act)
-
-
-def _plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: int) -> Steps:
-    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
-    rows, cols = row_count(x.shape), x.shape[-1] // (2 if up is None else 1)
-    gate_stride = row_stride(x.shape, x.stride)
-    up_stride = gate_stride if up is None else row_stride(up.shape, up.stride)
-    sizes = rows, cols, gate_stride, up_stride, weight_fp32(weight)
-    if vector_bytes(misaligned(x, up), cols * size, gate_stride * size, up_stride * size) < 16:
-        grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
-        launch, ending = _FWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
-    else:
-        grid, block, lane_bits = _tile(rows, cols // _WIDTH[t], _FWD_ROWS)
-        variant = t, ACT_TYPES[act], _WIDTH[t], _FWD_ROWS
-        launch, ending = _FWD.bind(variant, device, grid, block), (lane_bits,)
-    return Steps(Step(launch, "x", "up", "weight", "y", *sizes, *ending))
-
-
-def _plan_bwd(
-    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool, device: int,
-    results: tuple[str, ...] = ("dx", "dup"),
-) -> Steps:  # fmt: skip
-    """Return what writes the gradients to `results`, x and up themselves perhaps: each thread writes what it read."""
-    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), dy.shape[-1]
-    strides = [row_stride(meta.shape, meta.stride) for meta in (dy, x, x if up is None else up)]
-    vec = _WIDTH[t]
-    sizes = rows, cols, *strides, x.shape[-1], weight_fp32(weight)
-    dweight = ("dweight",)
-    if vector_bytes(misaligned(dy, x, up), cols * size, *(s * size for s in strides)) < 16:
-        grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
-        launch, ending = _BWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
-    elif weight_grad:
-        grid, block, threads = _rows_of_threads(rows, cols, vec * _BWD_CHUNKS)
-        launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, _BWD_CHUNKS), device, grid, block)
-        ending = (threads,)
-    else:
-        grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
-        launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
-        dweight, ending = (), (lane_bits,)
-    return Steps(Step(launch, "dy", "x", "up", "weight", *results, *dweight, *sizes, *ending))
-
-
-def _plan_bwd_over(*values: Any) -> Steps:
-    return _plan_bwd(*values, results=("x", "up"))
 
 
 def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, *options: Any) -> tuple[Any, ...]:
@@ -260,18 +87,18 @@ def _bwd_outputs(dy, x, up, weight, act, weight_grad):
 _X, _UP = Rows("x", None), Rows("up", None, optional=True)
 _DY, _WEIGHT = Rows("dy", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
-    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", outputs=_outputs, plan=_plan_fwd,
+    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", outputs=_outputs, plan=plan_fwd,
     reference=_reference_fwd, check=check_inputs,
 )  # fmt: skip
 BACKWARD = Operator(
     "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, bool weight_grad", results="dx dup dweight",
-    outputs=_bwd_outputs, plan=_plan_bwd, reference=_reference_bwd, check=_check_bwd,
+    outputs=_bwd_outputs, plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
 BACKWARD_OVER = InPlaceOperator(
     "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
     options="str act, bool weight_grad", results="dweight", outputs=lambda *values: _bwd_outputs(*values)[2:],
-    plan=_plan_bwd_over, reference=_reference_bwd_over, check=_check_bwd, prepare=_check_over,
+    plan=plan_bwd_over, reference=_reference_bwd_over, check=check_bwd, prepare=_check_over,
 )  # fmt: skip
 
 
@@ -310,7 +137,7 @@ class _Glu(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         if ctx.overwrites:
-            overwrite_once(ctx, "glu", (dy,))
+            check_overwrite(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):
@@ -400,7 +227,7 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
 OP = Op(
     "glu",
     public=("glu",),
-    kernels=(_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC),
+    kernels=KERNELS,
     torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("combine", "nvfp4"),
 )

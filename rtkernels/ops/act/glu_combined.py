@@ -9,11 +9,12 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
-from rtkernels.ops.act.glu import ACT_TYPES
-from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4
+from rtkernels.ops.act.glu_nvfp4 import GLU
+from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.row_quant import memory_for, result_shapes, wanted
+from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wanted
 from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.recorded import refuse_outputs
 
@@ -34,20 +35,84 @@ class GluOut(NamedTuple):
     global_scale: Tensor | float | None = None
 
 
-def glu_of_codes(x: Any, up: Any, act: str, **options: Any) -> Tensor | GluOut:
+class _Results(NamedTuple):
+    """Memory of results; None for what is not made."""
+
+    out: Tensor
+    scale: Tensor | None
+    global_scale: Tensor | None
+    kept: Tensor | None
+
+    def returned(self, want: Wanted, quant: Any) -> Tensor | GluOut:
+        """Return what ``glu`` returns."""
+        if self.scale is None and self.kept is None:
+            return self.out
+        given = quant.scale if hasattr(quant, "scale") else None
+        if want.kind == "nvfp4":
+            return GluOut(self.out, self.scale, self.kept, given if self.global_scale is None else self.global_scale)
+        return GluOut(self.out, given if self.scale is None else self.scale, self.kept)
+
+
+def _results(
+    want: Wanted, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, inputs: dict[str, Tensor | None],
+    keep: bool, out: Tensor | None, scale_out: Tensor | None, same: tuple[str, ...] = (),
+) -> _Results:  # fmt: skip
+    code_shape, scales = result_shapes(want, shape)
+    made = memory_for("out", out, code_shape, want.dtype, like, inputs, same)
+    made_scale = made_global = None
+    if scales is not None:
+        made_scale = memory_for("scale_out", scale_out, *scales, like, {**inputs, "out": made})
+    elif scale_out is not None:
+        raise ArgumentError("scale_out is given; expected None where no scale is made")
+    if want.kind == "nvfp4" and want.dynamic:
+        made_global = torch.empty((), dtype=torch.float32, device=like.device)
+    kept = torch.empty(shape, dtype=dtype, device=like.device) if keep else None
+    return _Results(made, made_scale, made_global, kept)
+
+
+def glu_of_codes(
+    x: Any, up: Any, act: str, *, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool,
+    out: Tensor | None, scale_out: Tensor | None,
+) -> Tensor | GluOut:  # fmt: skip
     """``glu`` of gate and up in NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``.
 
     Exact until the result. Scales of one dimension are swizzled ones.
     """
-    values = []
-    for name, given in (("x", x), ("up", up)):
-        pair = isinstance(given, tuple) and len(given) in (2, 3) and all(isinstance(t, Tensor) for t in given[:2])
-        if not pair:
-            raise ArgumentError(f"{name} is {type(given).__name__}; expected (codes, scales[, global scale]) of NVFP4")
-        codes, scales, *rest = given
-        swizzled = scales.dim() == 1 and codes.dim() > 1
-        values.append(dequantize_nvfp4(codes, scales, *rest, swizzled=swizzled, dtype=torch.float32))
-    return glu_combined(*values, act=act, **options)
+    given: list[Any] = []
+    for name, pair in (("x", x), ("up", up)):
+        good = isinstance(pair, tuple) and len(pair) in (2, 3) and all(isinstance(t, Tensor) for t in pair[:2])
+        if not good:
+            raise ArgumentError(f"{name} is {type(pair).__name__}; expected (codes, scales[, global scale]) of NVFP4")
+        codes, scales, *rest = pair
+        if not codes.dim():
+            raise ArgumentError(f"{name}[0] has no dimensions; expected at least one")
+        number = rest[0] if rest else None
+        if number is not None and not isinstance(number, Tensor):
+            number = torch.full((), float(a_number(f"{name}[2]", number)), device=codes.device)
+        given += detached(codes if codes.dtype == torch.uint8 else codes.view(torch.uint8), scales, number)
+    check_option("layout", layout, ("concat",))
+    shape = (*given[0].shape[:-1], 2 * given[0].shape[-1])
+    factors = _checked_factors(channel_scale, shape[-1])
+    if factors is not None and factors.dtype == torch.float16:
+        factors = factors.float()
+    if keep and quant is None:
+        raise ArgumentError("keep is True; expected False without quant: the result is what would be kept")
+    want = wanted(quant, torch.float32)
+    inputs = dict(zip(("x[0]", "x[1]", "x[2]", "up[0]", "up[1]", "up[2]"), given, strict=True))
+    made = _results(want, shape, torch.float32, given[0], inputs, keep, out, scale_out)
+    GLU(
+        *given, factors, want.scale, made.out, made.kept, made.scale, made.global_scale, act, want.kind, want.swizzled,
+        want.static, want.floor,
+    )  # fmt: skip
+    return made.returned(want, quant)
+
+
+def _checked_factors(channel_scale: Tensor | None, cols: int) -> Tensor | None:
+    if channel_scale is None:
+        return None
+    if tuple(channel_scale.shape) != (cols,):
+        raise ArgumentError(f"channel_scale has shape {tuple(channel_scale.shape)}; expected ({cols},)")
+    return channel_scale.detach()
 
 
 def glu_combined(
@@ -70,35 +135,20 @@ def glu_combined(
     if keep and quant is None:
         raise ArgumentError("keep is True; expected False without quant: the result is what would be kept")
     shape = tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    if channel_scale is not None and tuple(channel_scale.shape) != (shape[-1],):
-        raise ArgumentError(f"channel_scale has shape {tuple(channel_scale.shape)}; expected ({shape[-1]},)")
+    _checked_factors(channel_scale, shape[-1])
     inputs = {"x": x, "up": up, "channel_scale": channel_scale}
     if is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.values()):
         return _with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out)
     want = wanted(quant, x.dtype)
     inputs = dict(zip(inputs, detached(*inputs.values()), strict=True))
-    code_shape, scales = result_shapes(want, shape)
-    made = memory_for("out", out, code_shape, want.dtype, x, inputs, ("x", "up") if up is not None else ())
-    made_scale = made_global = None
-    if scales is not None:
-        made_scale = memory_for("scale_out", scale_out, *scales, x, {**inputs, "out": made})
-    elif scale_out is not None:
-        raise ArgumentError("scale_out is given; expected None where no scale is made")
-    if want.kind == "nvfp4" and want.dynamic:
-        made_global = torch.empty((), dtype=torch.float32, device=x.device)
-    kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None
+    made = _results(want, shape, x.dtype, x, inputs, keep, out, scale_out, ("x", "up") if up is not None else ())
     factors = None if channel_scale is None else inputs["channel_scale"].reshape(1, -1)
     way = "plain" if up is not None else layout
     COMBINE(
-        inputs["x"], None, None, inputs["up"], factors, None, None, want.scale, None, made, kept, made_scale,
-        made_global, act, False, False, way, "", want.kind, want.swizzled, want.static, want.floor, 1.0,
+        inputs["x"], None, None, inputs["up"], factors, None, None, want.scale, None, made.out, made.kept, made.scale,
+        made.global_scale, act, False, False, way, "", want.kind, want.swizzled, want.static, want.floor, 1.0,
     )  # fmt: skip
-    if made_scale is None and not keep:
-        return made
-    given = quant.scale if hasattr(quant, "scale") else None
-    if want.kind == "nvfp4":
-        return GluOut(made, made_scale, kept, given if made_global is None else made_global)
-    return GluOut(made, given if made_scale is None else made_scale, kept)
+    return made.returned(want, quant)
 
 
 def _with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out) -> Tensor:

@@ -12,7 +12,7 @@ from rtkernels.ops.act import glu_smooth_fp8 as smooth_quant
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_STREAM
 from rtkernels.ops.act.glu_fp8_plan import check_backward, check_forward, outputs_bwd, outputs_fwd, plan_bwd, plan_fwd
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
-from rtkernels.ops.shared.fp8_layout import Fp8Layout
+from rtkernels.ops.shared.fp8_layout import asked
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.into import into
@@ -121,9 +121,11 @@ def glu_fp8(
         return GluFp8(*interop.call_with(glu_fp8, locals()))
     if out is not None:
         return into(glu_fp8, locals())
-    x, up, weight = detached(x, up, weight)
-    outputs = FORWARD.call(x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts)
-    return GluFp8(*Fp8Layout((), layout).asked(outputs))
+    options = counts, act, layout, pow2_scale, scale_layout, check_counts
+    outputs = FORWARD.replay(x, up, weight, *options)
+    if outputs is None:
+        outputs = FORWARD.call(*detached(x, up, weight), *options)
+    return GluFp8(*asked(layout, outputs))
 
 
 def glu_fp8_backward(
@@ -167,11 +169,12 @@ def glu_fp8_backward(
         return into(glu_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
-    dy, x, up, weight = detached(dy, x, up, weight)
-    *codes, dx, dweight = BACKWARD.call(
-        dy, x, up, weight, counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
-    )
-    codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)
+    options = counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
+    made = BACKWARD.replay(dy, x, up, weight, *options)
+    if made is None:
+        made = BACKWARD.call(*detached(dy, x, up, weight), *options)
+    *codes, dx, dweight = made
+    codes = asked("" if keep == "dense" else layout, codes)
     return GluFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)
 
 

@@ -14,7 +14,8 @@ from rtkernels.runtime.targets import Target
 FAST_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _STREAM = "act/glu_fp8_stream.cu"
-_FAST, _ANY = "act/glu_fp8_double_buffered.cu", "act/glu_fp8_generic.cu"
+_FAST = "act/glu_fp8_double_buffered.cu"
+_ANY = "act/glu_fp8_generic.cu"
 _FAST_SPACE = 128 << 10  # of shared memory, for fast kernels to be worth while
 _OUTPUTS = "q:ptr scale:ptr q_t:ptr scale_t:ptr"
 _COMMON = "experts:i64 count_width:i64 row_blocks:i64 by_group:i64 pow2:i64 check:i64"
@@ -52,7 +53,7 @@ BWD_STREAM = Kernel(
     variants=_stream_variants,
 )  # fmt: skip
 ANY = Kernel(
-    _ANY, "glu_fp8_any", template="WIDE MIXED", max_registers=128,
+    _ANY, "glu_fp8_any", template="FP32 MIXED", max_registers=128,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr factor:ptr max_abs:ptr rows:i64 "
     f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64",
     variants=list(product((False, True), (False, True))),

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu import ACT_TYPES, check_inputs
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_STREAM
+from rtkernels.ops.act.glu_plan import ACT_TYPES, check_inputs
 from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.ops.shared.fp8_layout import (
     GROUP,
@@ -30,8 +30,11 @@ KEEPS = ("fp8", "dense", "both")
 
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the numbers that glu_fp8_any takes
 ACTS = {act: number for number, act in enumerate(ACT_TYPES)}
-_THREADS, _FAST_THREADS = 512, 256
-_STATIC_SHARED, _FAST_STATIC_SHARED, _STREAM_STATIC_SHARED = 26624, 23104, 36096
+_THREADS = 512
+_FAST_THREADS = 256
+_STATIC_SHARED = 26624
+_FAST_STATIC_SHARED = 23104
+_STREAM_STATIC_SHARED = 36096
 _RESERVED_SHARED = 1024  # per block, by the hardware
 _IN_REGISTERS = 2  # of a thread's rows of the last input, kept in registers by the backward
 _RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow

@@ -7,7 +7,8 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702
+_OAI_LIMIT = 7.0
+_OAI_ALPHA = 1.702
 
 
 def _sigmoid_gate(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from rtkernels.ops.act import glu_fp8_plan as plans
 from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, generic_step
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
 from rtkernels.ops.quant import reference as fp8
-from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, row_blocks_of
+from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, asked, row_blocks_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import check_same, nothing, row_count, row_stride, vector_bytes
@@ -23,10 +23,11 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, mis
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_THREADS, _BLOCKS = 256, 4  # threads of a block (a warp works on a row), and blocks per multiprocessor
+_THREADS = 256  # of a block; a warp works on a row
+_BLOCKS = 4  # per multiprocessor
 
 SMOOTH = Kernel(
-    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="WIDE", max_registers=128,
+    "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="FP32", max_registers=128,
     args="dy:ptr gate:ptr up:ptr weight:ptr counts:ptr smooth:ptr factor:ptr q:ptr scale:ptr dx:ptr dweight:ptr "
     "max_abs:ptr rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 experts:i64 "
     "count_width:i64 pow2:i64 check:i64 act:i64 type:i64 words:i64",
@@ -301,5 +302,5 @@ def glu_smooth_fp8_backward(
         smooth, row_factor = (None if t is None else t.detach().reciprocal() for t in (smooth, row_factor))
     inputs = detached(dy, x, up, smooth, row_factor, weight)
     *codes, dx, dweight = BACKWARD.call(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
-    codes = Fp8Layout((), "" if keep == "dense" else layout).asked(codes)
+    codes = asked("" if keep == "dense" else layout, codes)
     return GluSmoothFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)

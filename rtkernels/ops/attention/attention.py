@@ -342,4 +342,5 @@ OP = Op(
     public=("attention", "attention_varlen"),
     kernels=backends.KERNELS,
     torch_ops=(FORWARD, OUT, BACKWARD),
+    uses=("decode",),
 )

@@ -1,4 +1,7 @@
-"""Which backend runs an attention: the first one that can. What all of them leave undone is done here."""
+"""Which backend runs an attention: the first one that can. What all of them leave undone is done here.
+
+Few queries over many keys are left to the kernels of decoding, which split the keys (``decode_plan.serves``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import mma_plan, sm90_plan
+from rtkernels.ops.attention import decode_plan, mma_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -35,9 +38,6 @@ def _chosen(problem: Attention, name: str, device: int, backward: bool) -> Modul
     for key, backend in BACKENDS.items():
         if name in ("auto", key):
             reason = backend.unsupported(problem, target, backward)
-            if reason is None and name == "auto" and key == "sm90" and problem.kv_limit is not None:
-                # Right in the emulator; a test on an H200 failed and was not explained (docs/decisions/attention.md).
-                reason = "limits per query are left to mma"
             if reason is None:
                 return backend
             reasons.append(f"{key}: {reason}")
@@ -66,6 +66,8 @@ def _with_tails(steps: Steps, tails: list[Step]) -> Steps:
 
 def forward(problem: Attention, name: str, device: int) -> Steps:
     """Return the launches of a forward pass."""
+    if name == "auto" and decode_plan.serves(problem, device_info(device).sm_count):
+        return decode_plan.steps_short(problem, device)
     steps = _chosen(problem, name, device, False).steps_forward(problem, device)
     if not problem.varlen:
         return steps

@@ -61,6 +61,48 @@ def _integers(name: str, meta: Meta | None, shapes: tuple[tuple[int, ...], ...],
         raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, {what}")
 
 
+def check_width(name: str, meta: Meta, largest: int, unit: int = 8) -> None:
+    """Raise an ArgumentError unless the heads of a tensor have a multiple of `unit` elements, up to `largest`."""
+    width = meta.shape[-1]
+    if not unit <= width <= largest or width % unit:
+        raise ArgumentError(
+            f"{name} has heads of {width} elements; expected a multiple of {unit} from {unit} to {largest}"
+        )
+
+
+def check_shared_heads(q: Meta, k: Meta, of: str = "k") -> None:
+    """Raise an ArgumentError unless heads of q share those of keys evenly."""
+    if k.shape[-2] < 1 or q.shape[-2] % k.shape[-2] or q.shape[-2] < 1:
+        raise ArgumentError(f"q has {q.shape[-2]} heads; expected a multiple of the {k.shape[-2]} heads of {of}")
+
+
+def check_factor(scale: float) -> None:
+    """Raise an ArgumentError unless the factor of products is positive."""
+    if not 0.0 < scale < float("inf"):
+        raise ArgumentError(f"scale is {scale}; expected a positive number")
+
+
+def check_grid(name: str, meta: Meta, batch: int) -> None:
+    """Raise an ArgumentError unless sequences and heads are few enough for the second and third dimension of a grid."""
+    if max(batch, meta.shape[-2]) > 65535:
+        raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected up to 65535 sequences and heads")
+
+
+def check_cache_rows(q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, name: str) -> None:
+    """Raise an ArgumentError unless lengths and pages of a cache fit to q [batch, length, heads, width]."""
+    batch = q.shape[0]
+    for what, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
+        if meta is None:
+            continue
+        if meta.dtype != torch.int32:
+            raise ArgumentError(f"{what} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
+        if meta.dim() != dims or meta.shape[0] != batch:
+            expected = "[batch]" if dims == 1 else "[batch, pages]"
+            raise ArgumentError(f"{what} has shape {tuple(meta.shape)}; expected {expected}, batch {batch}")
+    if page_table is None and cache.shape[0] != batch:
+        raise ArgumentError(f"{name} has {cache.shape[0]} sequences; expected {batch}, as many as q, or a page_table")
+
+
 def check_heads(q: Meta, k: Meta, v: Meta, dims: int, order: str) -> None:
     """Raise an ArgumentError unless q, k and v fit together. `order`: the dimensions, in words."""
     for name, meta in (("q", q), ("k", k), ("v", v)):
@@ -71,11 +113,8 @@ def check_heads(q: Meta, k: Meta, v: Meta, dims: int, order: str) -> None:
         raise ArgumentError(f"k has heads of {k.shape[-1]} elements; expected {q.shape[-1]}, those of q")
     check_same("v", tuple(v.shape[:-1]), tuple(k.shape[:-1]), "shape but for the last dimension", of="k")
     for name, meta in (("q", q), ("v", v)):
-        width = meta.shape[-1]
-        if not 8 <= width <= MAX_WIDTH or width % 8:
-            raise ArgumentError(f"{name} has heads of {width} elements; expected a multiple of 8 from 8 to {MAX_WIDTH}")
-    if k.shape[-2] < 1 or q.shape[-2] % k.shape[-2] or q.shape[-2] < 1:
-        raise ArgumentError(f"q has {q.shape[-2]} heads; expected a multiple of the {k.shape[-2]} heads of k and v")
+        check_width(name, meta, MAX_WIDTH)
+    check_shared_heads(q, k, "k and v")
 
 
 def check(
@@ -114,8 +153,7 @@ def check(
         check_same("bias", tuple(bias.shape), (*broadcast, *shape[2:]), "shape", of="batch, heads, q and k")
     _integers("lengths", lengths, ((batch,),), "one for each sequence")
     _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
-    if not scale > 0.0 or scale == float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    check_factor(scale)
     if not -float("inf") < softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap}; expected a finite number")
     for name, side in (("left", left), ("right", right)):

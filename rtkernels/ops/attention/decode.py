@@ -11,7 +11,8 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale, window_sides
-from rtkernels.ops.attention.checks import HALVES, Heads, strides
+from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_shared_heads, strides
+from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
@@ -57,18 +58,7 @@ def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table
             )
     if k_cache.shape[-1] != q.shape[-1]:
         raise ArgumentError(f"k_cache has heads of {k_cache.shape[-1]} elements; expected {q.shape[-1]}, those of q")
-    for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
-        if meta is None:
-            continue
-        if meta.dtype != torch.int32:
-            raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
-        if meta.dim() != dims or meta.shape[0] != q.shape[0]:
-            expected = "[batch]" if dims == 1 else "[batch, pages]"
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
-    if page_table is None and k_cache.shape[0] != q.shape[0]:
-        raise ArgumentError(
-            f"k_cache has {k_cache.shape[0]} sequences; expected {q.shape[0]}, as many as q, or a page_table"
-        )
+    check_cache_rows(q, k_cache, lengths, page_table, "k_cache")
 
 
 def check_scale(name: str, scale: Meta | None, heads: int) -> None:
@@ -82,16 +72,14 @@ def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, sc
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width]")
     check_cache(q, k_cache, v_cache, lengths, page_table)
     heads, heads_kv = q.shape[2], k_cache.shape[2]
-    if not heads_kv or heads % heads_kv:
-        raise ArgumentError(f"q has {heads} heads; expected a multiple of the {heads_kv} heads of k_cache")
+    check_shared_heads(q, k_cache, "k_cache")
     for name, meta in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_scale(name, meta, heads_kv)
         if meta is not None and k_cache.dtype not in CODES:
             raise ArgumentError(f"{name} is given for a cache of q's dtype; expected None")
     if sinks is not None:
         check_same("sinks", tuple(sinks.shape), (heads,), "shape", of="heads of q")
-    if not scale > 0.0 or scale == float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    check_factor(scale)
     if not 0.0 <= softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
 
@@ -216,4 +204,4 @@ def attention_decode(
     return (out, lse) if return_lse else out
 
 
-OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE), torch_ops=(FORWARD,))
+OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE, CLUSTER), torch_ops=(FORWARD,))

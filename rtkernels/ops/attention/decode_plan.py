@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import decode_cluster_plan
 from rtkernels.ops.attention.mma_plan import tile_pitch
+from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
@@ -70,6 +73,7 @@ class Decode(NamedTuple):
     right: int
     scale: float
     softcap: float
+    out: tuple[int, int, int] | None = None  # None: dense
 
 
 def split_count(blocks: int, lkv: int, slots: int) -> int:
@@ -88,11 +92,44 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         waves = blocks * splits / slots
         efficiency.append(waves / -(-blocks * splits // slots))
     best = max(efficiency)
-    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.9 * best)
+    return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.95 * best)
 
 
-def steps(call: Decode, device: int) -> Steps:
-    """Return the launches of a call."""
+def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
+    """Return the memory for outputs and lse of splits; none without splits."""
+    if splits == 1:
+        return {}
+    return {
+        "parts": Memory((splits, rows, width), torch.float32),
+        "part_lse": Memory((splits, rows), torch.float32),
+    }
+
+
+def dense_strides(lq: int, heads: int, width: int) -> tuple[int, int, int]:
+    """Return those of a dense result [batch, lq, heads, width], of sequences, rows and heads."""
+    return lq * heads * width, heads * width, width
+
+
+def combine(
+    token: str, sinks: str | int, sizes: tuple[int, int, int, int], splits: int, out: tuple[int, int, int], device: int
+) -> Step:
+    """Return the launch that merges splits into a result of these sizes [batch, lq, heads, width], and lse."""
+    batch, lq, heads, width = sizes
+    rows = batch * lq * heads
+    return Step(
+        COMBINE.bind((token,), device, rows, 128, overlap=True),
+        *("parts", "part_lse", sinks, "out", "lse", rows, splits, lq, heads, width, *out),
+    )
+
+
+TENSORS = ("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks")
+
+
+def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> Steps:
+    """Return the launches of a call whose tensors have these names."""
+    alone = decode_cluster_plan.steps(call, device, tensors)
+    if alone is not None:
+        return alone
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)
     if width is None:
         raise ArgumentError(
@@ -113,37 +150,54 @@ def steps(call: Decode, device: int) -> Steps:
     )
     slots = info.sm_count * resident
     splits = split_count(blocks, call.lkv, slots)
-    rows = call.batch * call.lq * call.heads_q
     page_size = call.page_size or max(call.lkv, 1)  # a sequence of a contiguous cache is one page
-    out = (call.lq * call.heads_q * call.d_v, call.heads_q * call.d_v, call.d_v)
-    scratch = {}
-    if splits > 1:
-        scratch = {
-            "parts": Memory((splits, rows, call.d_v), torch.float32),
-            "part_lse": Memory((splits, rows), torch.float32),
-        }
-    made = [
-        Step(
-            DECODE.bind(
-                (call.token, call.codes, width),
-                device,
-                (row_tiles * splits, call.heads_kv, call.batch),
-                32 * warps,
-                shared,
-            ),
-            *("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale", "sinks", "out", "lse"),
-            *(("parts", "part_lse") if scratch else (0, 0)),
-            *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
-            *(page_size, divisor(page_size), call.table_row),
-            *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
-            *(call.left, call.right, call.scale, call.softcap),
-        )
-    ]
-    if scratch:
-        made.append(
-            Step(
-                COMBINE.bind((call.token,), device, rows, 128, overlap=True),
-                *("parts", "part_lse", "sinks", "out", "lse", rows, splits, call.lq, call.heads_q, call.d_v, *out),
-            )
-        )
-    return Steps(*made, scratch=scratch)
+    out = call.out or dense_strides(call.lq, call.heads_q, call.d_v)
+    scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)
+    kernel = Step(
+        DECODE.bind(
+            (call.token, call.codes, width),
+            device,
+            (row_tiles * splits, call.heads_kv, call.batch),
+            32 * warps,
+            shared,
+            overlap=True,
+        ),
+        *(*tensors, "out", "lse"),
+        *(("parts", "part_lse") if scratch else (0, 0)),
+        *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
+        *(page_size, divisor(page_size), call.table_row),
+        *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
+        *(call.left, call.right, call.scale, call.softcap),
+    )
+    sizes = (call.batch, call.lq, call.heads_q, call.d_v)
+    merge = [combine(call.token, tensors[-1], sizes, splits, out, device)] if scratch else []
+    return Steps(kernel, *merge, scratch=scratch)
+
+
+def serves(problem: Attention, sm_count: int) -> bool:
+    """Return whether an attention has so few queries that splitting its keys over blocks is the quickest way.
+
+    The rows of a block are the queries of all heads that share keys, 16 at a time; a tile of the other kernels has 64
+    to 192 queries of one head. So up to 16 queries and 64 rows are quicker this way, and up to 64 queries where the
+    other kernels would leave half of the multiprocessors idle (docs/decisions/attention.md has the times).
+    """
+    p = problem
+    if p.varlen or p.bias is not None or p.kv_limit is not None or p.softcap < 0.0 or 0 in (p.lq, p.lkv, p.batch):
+        return False
+    fits = max(p.batch, p.heads_kv) <= 65535 and max(p.d_qk, p.d_v) <= _WIDTHS[-1] and p.d_qk % 8 == p.d_v % 8 == 0
+    if not fits or not all(strides.aligned for strides in (p.q, p.k, p.v)):
+        return False
+    if p.lq * p.group > 4 * _ROWS:
+        return False
+    return p.lq <= _ROWS or (2 * p.batch * p.heads_q <= sm_count and p.lkv >= 1024)
+
+
+def steps_short(problem: Attention, device: int) -> Steps:
+    """Return the launches of an attention that ``serves``."""
+    p = problem
+    call = Decode(
+        token=p.token, codes=0, batch=p.batch, lq=p.lq, heads_q=p.heads_q, heads_kv=p.heads_kv, d_qk=p.d_qk, d_v=p.d_v,
+        lkv=p.lkv, page_size=0, table_row=0, q=p.q[:3], k=p.k[:3], v=p.v[:3], k_scale_head=0, v_scale_head=0,
+        left=p.left, right=p.right, scale=p.scale, softcap=p.softcap, out=p.out[:3],
+    )  # fmt: skip
+    return steps(call, device, ("q", "k", "v", "lengths" if p.lengths else 0, 0, 0, 0, "sinks" if p.sinks else 0))

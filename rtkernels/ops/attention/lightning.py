@@ -12,7 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
-from rtkernels.ops.attention.checks import HALVES, Heads, made, strides
+from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
 from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
@@ -34,34 +34,29 @@ def _state_shape(q: Meta, v: Meta, cu: Meta | None) -> tuple[int, ...]:
     return (_batch(q, cu), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
-def _check_widths(q: Meta, v: Meta) -> None:
-    for name, meta in (("q", q), ("v", v)):
-        if not 8 <= meta.shape[-1] <= MAX_WIDTH or meta.shape[-1] % 8:
-            raise ArgumentError(
-                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of 8 from 8 to {MAX_WIDTH}"
-            )
-
-
-def _check(
-    q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta | None, cu: Meta | None, scale: float, wants_state: bool = False
-) -> None:
-    dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
+def _check_operands(q: Meta, k: Meta, v: Meta, decay: Meta, scale: float, dims: int, order: str, batch: int) -> None:
     for name, meta in (("q", q), ("k", k), ("v", v)):
         if meta.dim() != dims:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions, {order}")
         check_same(name, meta.dtype, q.dtype, "dtype", of="q")
     check_same("k", tuple(k.shape), tuple(q.shape), "shape", of="q")
     check_same("v", tuple(v.shape[:-1]), tuple(q.shape[:-1]), "shape but for the last dimension", of="q")
-    _check_widths(q, v)
+    for name, meta in (("q", q), ("v", v)):
+        check_width(name, meta, MAX_WIDTH)
     check_same("decay", tuple(decay.shape), (q.shape[-2],), "shape", of="heads of q")
+    check_factor(scale)
+    check_grid("q", q, batch)
+
+
+def _check(
+    q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta | None, cu: Meta | None, scale: float, wants_state: bool = False
+) -> None:
+    dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
+    _check_operands(q, k, v, decay, scale, dims, order, q.shape[0] if cu is None else cu.numel() - 1)
     if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
         raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
     if state is not None:
         check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
-    if not 0.0 < scale < float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
-    if max(_batch(q, cu), q.shape[-2]) > 65535:
-        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and heads")
 
 
 def _outputs(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state) -> tuple[Memory | None, ...]:
@@ -213,10 +208,7 @@ def lightning_attention(
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            lightning_attention, q, k, v, decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            return_state=return_state,
-        )  # fmt: skip
+        return interop.call_with(lightning_attention, locals())
     if out is not None:
         return into(lightning_attention, locals())
     _refuse_decay_gradients(decay)
@@ -236,19 +228,8 @@ def _refuse_decay_gradients(decay: Tensor) -> None:
 
 
 def _check_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: float) -> None:
-    for name, meta in (("q", q), ("k", k), ("v", v)):
-        if meta.dim() != 3:
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, heads, width]")
-        check_same(name, meta.dtype, q.dtype, "dtype", of="q")
-    check_same("k", tuple(k.shape), tuple(q.shape), "shape", of="q")
-    check_same("v", tuple(v.shape[:-1]), tuple(q.shape[:-1]), "shape but for the last dimension", of="q")
-    _check_widths(q, v)
-    check_same("decay", tuple(decay.shape), (q.shape[1],), "shape", of="heads of q")
+    _check_operands(q, k, v, decay, scale, 3, "[batch, heads, width]", q.shape[0])
     check_same("state", tuple(state.shape), (*q.shape, v.shape[-1]), "shape", of="q and v")
-    if not 0.0 < scale < float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
-    if max(q.shape[:2]) > 65535:
-        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and heads")
 
 
 def _plan_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: float, device: int) -> Steps:
@@ -295,7 +276,7 @@ def lightning_attention_step(
         [batch, heads, width of v]. Not differentiable.
     """
     if not isinstance(q, Tensor):
-        return interop.call(lightning_attention_step, q, k, v, decay, state, scale=scale)
+        return interop.call_with(lightning_attention_step, locals())
     if out is not None:
         return into(lightning_attention_step, locals())
     refuse_gradients("lightning_attention_step", [q, k, v, decay, state])

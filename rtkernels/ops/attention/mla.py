@@ -89,4 +89,4 @@ def _largest(q: Tensor, k: Tensor, same: bool, of_q: int | None, of_k: int | Non
     )
 
 
-OP = Op("mla", public=("mla_attention",), kernels=(), torch_ops=(), uses=("attention",))
+OP = Op("mla", public=("mla_attention",), kernels=(), torch_ops=(), uses=("attention", "decode"))

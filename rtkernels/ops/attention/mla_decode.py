@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
-from rtkernels.ops.attention.checks import HALVES, Heads
+from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
-from rtkernels.ops.attention.decode_plan import COMBINE, split_count
+from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -21,7 +22,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _ROWS, _KEYS, _THREADS, _WIDTH, _VALUE = 32, 32, 256, 576, 512  # mla_decode.cu
@@ -39,6 +40,29 @@ KERNEL = Kernel(
     tier="serve",
 )
 
+KERNEL_SM90 = Kernel(
+    "attention/mla_decode_sm90.cu",
+    "mla_decode_sm90",
+    template="T",
+    args="cache:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
+    "d_qk:i64 d_v:i64 splits:i64 page_size:i64 box_rows:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 right:i64 "
+    "scale:f64",
+    variants=[("bf16",), ("fp16",)],
+    max_registers=168,
+    needs=("wgmma",),
+    tier="serve",
+)
+_SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
+_SM90_SHARED = 3 * 64 * 128 * 9 + 64 + 1024
+
+
+def _box_rows(cache: Meta, page_table: Meta | None) -> int:
+    """Return how many rows of a tile the copy engine gets at a time, 0 where pages do not hold whole boxes."""
+    if page_table is None:
+        return _SM90_KEYS
+    rows = math.gcd(cache.shape[1], _SM90_KEYS)
+    return rows if rows >= 8 else 0
+
 
 def _check(
     q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float
@@ -49,22 +73,11 @@ def _check(
         raise ArgumentError(f"kv_cache has shape {tuple(cache.shape)}; expected [pages or batch, rows, width]")
     check_same("kv_cache", cache.dtype, q.dtype, "dtype", of="q")
     check_same("kv_cache", cache.shape[-1], q.shape[-1], "width", of="q")
-    if not 8 <= q.shape[-1] <= _WIDTH or q.shape[-1] % 8:
-        raise ArgumentError(f"q has heads of {q.shape[-1]} elements; expected a multiple of 8 from 8 to {_WIDTH}")
+    check_width("q", q, _WIDTH)
     if not 8 <= value_width <= min(_VALUE, q.shape[-1]) or value_width % 8:
         raise ArgumentError(f"value_width is {value_width}; expected a multiple of 8 to {min(_VALUE, q.shape[-1])}")
-    for name, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
-        if meta is None:
-            continue
-        if meta.dtype != torch.int32:
-            raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected int32")
-        if meta.dim() != dims or meta.shape[0] != q.shape[0]:
-            expected = "[batch]" if dims == 1 else "[batch, pages]"
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {expected}, batch {q.shape[0]}")
-    if page_table is None and cache.shape[0] != q.shape[0]:
-        raise ArgumentError(f"kv_cache has {cache.shape[0]} sequences; expected {q.shape[0]}, as q, or a page_table")
-    if not scale > 0.0 or scale == float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    check_cache_rows(q, cache, lengths, page_table, "kv_cache")
+    check_factor(scale)
     if q.shape[0] > 65535 or q.shape[1] * q.shape[2] >= 2**31:
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and 2^31 rows")
 
@@ -85,33 +98,31 @@ def _plan(
     (batch, lq, heads, width), token, info = q.shape, DTYPE_TOKEN[q.dtype], device_info(device)
     pages = 1 if page_table is None else page_table.shape[1]
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
-    row_tiles, rows = -(-lq * heads // _ROWS), batch * lq * heads
+    box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
+    row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
     splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
-    scratch = {}
-    if splits > 1:
-        scratch = {
-            "parts": Memory((splits, rows, value_width), torch.float32),
-            "part_lse": Memory((splits, rows), torch.float32),
-        }
-    made = [
-        Step(
+    scratch = part_memory(splits, rows, value_width)
+    made = ("parts", "part_lse") if scratch else (0, 0)
+    table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
+    of_q = tuple(_step(q, i) for i in range(3))
+    if box_rows:
+        steps = (2 * _step(cache, 1) or 2 * cache.shape[2], 2 * _step(cache, 0) or 2 * cache.shape[2])
+        boxes = Boxes("kv_cache", token, (width, cache.shape[1], cache.shape[0]), steps, (64, box_rows, 1))
+        kernel = Step(
+            KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, _SM90_SHARED),
+            *(boxes, "q", "lengths", "page_table", "out", "lse", *made, heads, lq, lkv, width, value_width, splits),
+            *(page_size, box_rows, table_row, *of_q, right, scale),
+        )
+    else:
+        kernel = Step(
             KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
             *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
-            *(("parts", "part_lse") if scratch else (0, 0)),
-            *(heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size)),
-            *(0 if page_table is None else page_table.shape[1], *(_step(q, i) for i in range(3))),
-            *(_step(cache, 0), _step(cache, 1), 0 if causal else -1, scale),
+            *(*made, heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size), table_row, *of_q),
+            *(_step(cache, 0), _step(cache, 1), right, scale),
         )
-    ]
-    if scratch:
-        out = (lq * heads * value_width, heads * value_width, value_width)
-        made.append(
-            Step(
-                COMBINE.bind((token,), device, rows, 128, overlap=True),
-                *("parts", "part_lse", 0, "out", "lse", rows, splits, lq, heads, value_width, *out),
-            )
-        )
-    return Steps(*made, scratch=scratch)
+    sizes, out = (batch, lq, heads, value_width), dense_strides(lq, heads, value_width)
+    merge = [combine(token, 0, sizes, splits, out, device)] if scratch else []
+    return Steps(kernel, *merge, scratch=scratch)
 
 
 def _reference(q, kv_cache, lengths, page_table, value_width, causal, scale):
@@ -167,10 +178,7 @@ def mla_decode(
         it and lse, float32 [batch, heads, tokens] ([batch, heads]).
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            mla_decode, q, kv_cache, seqlens, page_table=page_table, value_width=value_width, scale=scale,
-            causal=causal, return_lse=return_lse,
-        )  # fmt: skip
+        return interop.call_with(mla_decode, locals())
     if out is not None:
         return into(mla_decode, locals())
     refuse_gradients("mla_decode", [q, kv_cache])
@@ -186,4 +194,4 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-OP = Op("mla_decode", public=("mla_decode",), kernels=(KERNEL, COMBINE), torch_ops=(FORWARD,))
+OP = Op("mla_decode", public=("mla_decode",), kernels=(KERNEL, KERNEL_SM90, COMBINE), torch_ops=(FORWARD,))

@@ -21,6 +21,20 @@ _L2_BYTES = 24 << 20  # of keys and values that blocks work on at the same time
 ANY_TYPE = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 
 
+_SCORE_ARGUMENTS = (
+    "bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 left:i64 right:i64 "
+    "scale_factor:i64 softcap_inverse:i64"
+)
+WALK_ARGUMENTS = (
+    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64"  # blocks, and lengths
+)
+
+
+def stride_arguments(names: str) -> str:
+    """Return the arguments of a kernel that are strides of these tensors: of sequences, rows and heads."""
+    return " ".join(f"{name}_{of}:i64" for name in names.split() for of in ("batch", "row", "head"))
+
+
 class Tiles(NamedTuple):
     """Widths up to which a kernel serves heads, 16-row blocks of queries per warp, keys of a tile."""
 
@@ -44,12 +58,8 @@ _FWD = Kernel(
     "attention/attention_mma_fwd.cu",
     "attention_mma_fwd",
     template="T DQK DV MT BN",
-    args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr pairs:i64 "
-    "heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
-    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 "
-    "lse_batch:i64 lse_head:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
-    "limit_batch:i64 "
-    "left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
+    args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
+    f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 {_SCORE_ARGUMENTS}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in FORWARD_TILES],
     max_registers=255,
 )
@@ -74,21 +84,16 @@ _GRAD_TILES = (
 )
 _APART = 257  # of both widths together: from here on dk and dv do not fit into the registers of one kernel
 _GRAD_ROWS = 64  # of a block
-_GRAD_NUMBERS = (
-    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 "
-    "q_head:i64 "
-    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
-    "lse_batch:i64 lse_head:i64 count:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
-    "limit_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64"
-)
+_GRAD_STRIDES = f"{stride_arguments('q k v dout')} lse_batch:i64 lse_head:i64 count:i64 {_SCORE_ARGUMENTS}"
+_GRAD_NUMBERS = f"{WALK_ARGUMENTS} {_GRAD_STRIDES}"
 _GRAD_TENSORS = "q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr"
 _GRAD_UNIT = "attention/attention_mma_bwd.cu"
 _STATS = Kernel(
     _GRAD_UNIT,
     "attention_mma_stats",
     template="T",
-    args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr stats:ptr lq:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 "
-    "dout_batch:i64 dout_row:i64 dout_head:i64 lse_batch:i64 lse_head:i64 count:i64",
+    args=f"out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr stats:ptr lq:i64 d_v:i64 {stride_arguments('out dout')} "
+    "lse_batch:i64 lse_head:i64 count:i64",
     variants=[(t,) for t in _TOKENS],
     max_registers=64,
 )
@@ -104,7 +109,7 @@ _DQ = Kernel(
     _GRAD_UNIT,
     "attention_mma_dq",
     template="T DQK DV BN",
-    args=f"{_GRAD_TENSORS} dq:ptr dq_batch:i64 dq_row:i64 dq_head:i64 {_GRAD_NUMBERS}",
+    args=f"{_GRAD_TENSORS} dq:ptr {stride_arguments('dq')} {_GRAD_NUMBERS}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _GRAD_TILES],
     max_registers=255,
 )
@@ -112,8 +117,7 @@ _DKV = Kernel(
     _GRAD_UNIT,
     "attention_mma_dkv",
     template="T DQK DV BQ PARTS",
-    args=f"{_GRAD_TENSORS} dk:ptr dv:ptr dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 "
-    f"{_GRAD_NUMBERS}",
+    args=f"{_GRAD_TENSORS} dk:ptr dv:ptr {stride_arguments('dk dv')} {_GRAD_NUMBERS}",
     variants=[
         (t, *tiles, parts)
         for t in _TOKENS
@@ -128,10 +132,7 @@ _DBIAS = Kernel(
     "attention_mma_dbias",
     template="T D BN",
     args="q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr dbias:ptr batch:i64 heads:i64 "
-    "group:i64 bias_batches:i64 bias_heads:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 q_head:i64 "
-    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
-    "lse_batch:i64 lse_head:i64 count:i64 bias_type:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 "
-    "limit_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
+    f"group:i64 bias_batches:i64 bias_heads:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 {_GRAD_STRIDES}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _BIAS_TILES],
     max_registers=255,
 )
@@ -190,8 +191,7 @@ def steps_forward(problem: Attention, device: int) -> Steps:
     tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q
     if tiles * pairs == 0:
         return Steps()
-    if tiles * pairs > GRID_LIMIT:
-        raise ValueError(f"attention of {pairs} heads of {problem.lq} queries; expected fewer than 2^31 tiles")
+    check_tiles(tiles, pairs, problem.lq)
     section = _section(problem, pairs, problem.group)
     return Steps(
         Step(
@@ -203,6 +203,12 @@ def steps_forward(problem: Attention, device: int) -> Steps:
             *(problem.left, problem.right, *score_arguments(problem)),
         )
     )
+
+
+def check_tiles(tiles: int, pairs: int, lq: int) -> None:
+    """Raise a ValueError unless there are fewer tiles than a grid can have blocks."""
+    if tiles * pairs > GRID_LIMIT:
+        raise ValueError(f"attention of {pairs} heads of {lq} queries; expected fewer than 2^31 tiles")
 
 
 def head_section(bytes_per_key: int, lkv: int, pairs: int, group: int) -> int:

@@ -12,6 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.append_kv_cache import rotated
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.rope.rope import rope as rotate
+from rtkernels.ops.shared.positions import check_positions
 from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
@@ -19,7 +20,7 @@ from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 
@@ -111,8 +112,8 @@ def _plan(
     lanes = group_threads(units, 32)
     heads = q_heads + 2 * kv_heads
     if tokens * heads * lanes >= 2**31:
-        return IN_TORCH
-    launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS)
+        raise ArgumentError(f"qkv has {tokens} tokens of {heads} heads; expected fewer than {2**31 // (heads * lanes)}")
+    launch = _KERNEL.bind((dtype, n), device, -(-tokens * heads * lanes // _THREADS), _THREADS, overlap=True)
     numbers = (
         *(tokens, length, q_heads, kv_heads, dim, stride, *places, k.shape[-3] if cached else -1, pairs, *tables),
         *(int(pos is not None and pos.numel() > 1), first, lanes, flags, float(eps)),
@@ -215,6 +216,7 @@ def _forward(qkv, q_norm, k_norm, cos, sin, pos, options, out, k_cache=None, v_c
     cached = k_cache is not None
     if cached:
         k, v = k_cache, v_cache
+        check_positions("pos", pos, first, lead[-1], k_cache.shape[-3])
     else:
         shape = (*lead, kv_heads, dim)
         k, v = (memory_for(f"out[{i}]", out[i], shape, qkv.dtype, qkv, inputs) for i in (1, 2))
@@ -251,7 +253,8 @@ def qkv_split(
             the last dimension: takes k at each token's position. Returned instead of k. Overwritten in part.
         v_cache: Likewise for v.
         pos: Position of the first token: a number, or int32 on the device, one or ``[batch]``, which the host never
-            reads. None for 0. Tokens beyond a cache are left out; those beyond the tables become NaN.
+            reads. None for 0. Tokens beyond a cache are left out; those beyond the tables become NaN. With
+            ``RTKERNELS_DEBUG=1`` tokens beyond a cache are an error, for which each call waits for the device.
         out: ``(q, k, v)``, contiguous, to take the results; None for those that are new. With caches ``(q,)``.
 
     Returns:

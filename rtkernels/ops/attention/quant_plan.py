@@ -1,16 +1,22 @@
-"""Quantised attention by mma.sync: kernel records and launches."""
+"""Quantised attention by mma.sync and, on sm_90a, by wgmma: kernel records and launches."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention.mma_plan import head_section, tile_pitch
+from rtkernels.ops.attention.mma_plan import (
+    WALK_ARGUMENTS,
+    check_tiles,
+    head_section,
+    stride_arguments,
+    tile_pitch,
+)
 from rtkernels.ops.attention.problem import Strides
+from rtkernels.ops.attention.sm90_plan import heads_in_l2
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT
-from rtkernels.runtime.operator.plan import Step
+from rtkernels.runtime.operator.plan import Boxes, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _TOKENS = ("bf16", "fp16")
@@ -26,7 +32,12 @@ _THREADS = 128
 
 def _variants(target: Target) -> list[tuple[Any, ...]]:
     kinds = [k for k in _KINDS if "fp8_cvt" in target.features or not (k[0] == E4M3 or k[1] == VALUES_E4M3)]
-    return [(t, *kind, d) for t in _TOKENS for kind in kinds for d in _WIDTHS]
+    return [(t, *kind, d) for kind in kinds for t in _TOKENS if t == kernel_token(t, kind[1]) for d in _WIDTHS]
+
+
+def kernel_token(token: str, values: int) -> str:
+    """Return the type that a kernel is compiled for: values with codes are served by one for both types of results."""
+    return token if values == VALUES_16 else "bf16"
 
 
 FORWARD = Kernel(
@@ -34,19 +45,31 @@ FORWARD = Kernel(
     "attention_mma_quant",
     template="T QK PV D",
     args="q:ptr k:ptr v:ptr scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
-    "pairs:i64 heads:i64 group:i64 tiles:i64 section:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 q_batch:i64 q_row:i64 "
-    "q_head:i64 k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 "
-    "out_head:i64 lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 sq_shift:i64 sk_batch:i64 sk_head:i64 "
-    "sk_shift:i64 sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 scale:f64",
+    f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 "
+    "sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 "
+    "out_fp16:i64 scale:f64",
     variants=_variants,
     max_registers=255,
 )
+FORWARD_SM90 = Kernel(
+    "attention/attention_sm90_quant.cu",
+    "attention_sm90_quant",
+    template="T QK PV D",
+    args="q:tmap k:tmap v:tmap scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
+    f"counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "
+    "lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 "
+    "sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 heads_together:i64 out_fp16:i64 scale:f64",
+    variants=_variants,
+    max_registers=168,
+    needs=("wgmma",),
+)
+_SM90_ROWS, _SM90_KEYS = 128, 128
 _QUANTIZE_UNIT = "attention/attention_quantize.cu"
 KEY_SUMS = Kernel(
     _QUANTIZE_UNIT,
     "attention_key_sums",
     template="T",
-    args="k:ptr sums:ptr rows:i64 width:i64 k_batch:i64 k_row:i64 k_head:i64",
+    args=f"k:ptr sums:ptr rows:i64 width:i64 {stride_arguments('k')}",
     variants=[(t,) for t in _TOKENS],
     max_registers=64,
 )
@@ -54,16 +77,16 @@ ROWS = Kernel(
     _QUANTIZE_UNIT,
     "attention_quantize_rows",
     template="T",
-    args="x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 x_batch:i64 x_row:i64 x_head:i64 parts:i64 "
+    args=f"x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 {stride_arguments('x')} parts:i64 "
     "group:i64 count:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=152,
+    max_registers=80,
 )
 VALUES = Kernel(
     _QUANTIZE_UNIT,
     "attention_quantize_values",
     template="T",
-    args="v:ptr codes:ptr scales:ptr rows:i64 width:i64 padded:i64 v_batch:i64 v_row:i64 v_head:i64 e4m3_codes:i64",
+    args=f"v:ptr codes:ptr scales:ptr rows:i64 width:i64 padded:i64 {stride_arguments('v')} e4m3_codes:i64",
     variants=[(t,) for t in _TOKENS],
     max_registers=80,
 )
@@ -93,14 +116,75 @@ class Quantized(NamedTuple):
     left: int
     right: int
     scale: float
+    varlen: bool = False
+    rows_q: int = 0  # of all sequences
+    rows_k: int = 0
+    keys_of_v: int = 0  # of codes, with those behind the last one
 
 
-def forward(call: Quantized, device: int) -> Step | None:
-    """Return the launch, None if there is nothing to do."""
+def _served_by_sm90(call: Quantized, target: Target) -> bool:
+    c = call
+    if "wgmma" not in target.features or c.lkv == 0 or (c.pv != VALUES_16 and c.lkv % 4):
+        return False
+    tiles = c.batch * c.heads_q * -(-c.lq // _SM90_ROWS)
+    return max(c.lq, c.lkv, c.rows_q, c.rows_k) < 1 << 29 and tiles < 1 << 31
+
+
+def _boxes(
+    name: str, token: str, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...], size: int = 1
+) -> Boxes:
+    """Return the tensor map; a stride of what is not walked may be anything, and becomes a multiple of 16 bytes."""
+    strides = tuple(size * step if n > 1 else 256 for step, n in zip(steps, sizes[1:], strict=True))
+    return Boxes(name, token, sizes, strides, box)
+
+
+def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
+    c, codes = call, call.pv != VALUES_16
+    group, batch = c.heads_q // c.heads_kv, 1 if c.varlen else c.batch
+    rows_q, rows_k = (c.rows_q, c.rows_k) if c.varlen else (c.lq, c.lkv)
+    q = _boxes("q", "byte", (c.d_qk, rows_q, c.heads_q, batch), (c.q.row, c.q.head, c.q.batch), (128, _SM90_ROWS, 1, 1))
+    if codes:
+        sizes, steps = (c.d_qk, 4, rows_k // 4, c.heads_kv, batch), (c.k.row, 4 * c.k.row, c.k.head, c.k.batch)
+        k = _boxes("k", "byte", sizes, steps, (128, 2, _SM90_KEYS // 4, 1, 1))
+        sizes, steps = (c.keys_of_v, c.d_v, c.heads_kv, batch), (c.v[1], c.v[2], c.v[0])
+        v = _boxes("v", "byte", sizes, steps, (_SM90_KEYS, width, 1, 1))
+    else:
+        sizes, steps = (c.d_qk, rows_k, c.heads_kv, batch), (c.k.row, c.k.head, c.k.batch)
+        k = _boxes("k", "byte", sizes, steps, (128, _SM90_KEYS, 1, 1))
+        sizes, steps = (c.d_v, rows_k, c.heads_kv, batch), (c.v[1], c.v[2], c.v[0])
+        v = _boxes("v", c.token, sizes, steps, (64, _SM90_KEYS, 1, 1), 2)
+    of_values = width * _SM90_KEYS * (1 if codes else 2) + (8 * width if codes else 0)
+    stages = 4 if codes else 3
+    shared = _SM90_ROWS * 128 + stages * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
+    tiles, pairs = -(-c.lq // _SM90_ROWS), c.batch * c.heads_q
+    blocks = min(device_info(device).sm_count, tiles * pairs)
+    each = c.lkv * (c.d_qk + (1 if codes else 2) * c.d_v) / group
+    together = heads_in_l2(pairs, each, c.left < 0 and c.right < 0 and not c.varlen)
+    return Steps(
+        Step(
+            FORWARD_SM90.bind((kernel_token(c.token, c.pv), c.qk, c.pv, width), device, blocks, 384, shared),
+            *(q, k, v, "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k"),
+            *("out", "lse", "counter"),
+            *(c.batch, c.heads_q, group, c.lq, c.lkv, c.d_v, *c.out[:3], *c.lse, *_scale_arguments(c)),
+            *(c.left, c.right, together, int(c.token == "fp16"), c.scale),
+        ),
+        zeros={"counter": 1},
+    )
+
+
+def _scale_arguments(call: Quantized) -> tuple[int, ...]:
+    c = call
+    return (*c.sq[:2], c.sq[2].bit_length() - 1, *c.sk[:2], c.sk[2].bit_length() - 1, *c.sv)
+
+
+def forward(call: Quantized, device: int) -> Steps:
+    """Return the launch."""
     c = call
     target = device_info(device).target
     width = next(w for w in _WIDTHS if max(c.d_qk, c.d_v) <= w)
-    variant = (c.token, c.qk, c.pv, width)
+    if c.batch * c.heads_q * c.lq and _served_by_sm90(c, target):
+        return _forward_sm90(c, width, device)
+    variant = (kernel_token(c.token, c.pv), c.qk, c.pv, width)
     if variant not in _variants(target):
         raise ArgumentError(f"{target} has no products of float8_e4m3fn; expected int8 codes")
     codes = c.pv != VALUES_16
@@ -110,16 +194,16 @@ def forward(call: Quantized, device: int) -> Step | None:
     shared = queries * tile_pitch(width // 2) + 2 * (keys + values)
     tiles, pairs = -(-c.lq // queries), c.batch * c.heads_q
     if tiles * pairs == 0:
-        return None
-    if tiles * pairs > GRID_LIMIT:
-        raise ValueError(f"attention of {pairs} heads of {c.lq} queries; expected fewer than 2^31 tiles")
+        return Steps()
+    check_tiles(tiles, pairs, c.lq)
     group = c.heads_q // c.heads_kv
     section = head_section(c.d_qk + (1 if codes else 2) * c.d_v, c.lkv, pairs, group)
-    return Step(
-        FORWARD.bind(variant, device, tiles * pairs, _THREADS, shared),
-        *("q", "k", "v", "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k", "out", "lse"),
-        *(pairs, c.heads_q, group, tiles, section, c.lq, c.lkv, c.d_qk, c.d_v),
-        *(*c.q[:3], *c.k[:3], *c.v, *c.out[:3], *c.lse),
-        *(*c.sq[:2], c.sq[2].bit_length() - 1, *c.sk[:2], c.sk[2].bit_length() - 1, *c.sv),
-        *(c.left, c.right, c.scale),
+    return Steps(
+        Step(
+            FORWARD.bind(variant, device, tiles * pairs, _THREADS, shared),
+            *("q", "k", "v", "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k", "out", "lse"),
+            *(pairs, c.heads_q, group, tiles, section, c.lq, c.lkv, c.d_qk, c.d_v),
+            *(*c.q[:3], *c.k[:3], *c.v, *c.out[:3], *c.lse, *_scale_arguments(c), c.left, c.right),
+            *(int(c.token == "fp16"), c.scale),
+        )
     )

@@ -14,7 +14,16 @@ from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
 from rtkernels.ops.attention.attention import default_scale, window_sides
 from rtkernels.ops.attention.backends import TAIL, packed_tail
-from rtkernels.ops.attention.checks import HALVES, Heads, made, strides
+from rtkernels.ops.attention.checks import (
+    HALVES,
+    Heads,
+    check_factor,
+    check_grid,
+    check_shared_heads,
+    check_width,
+    made,
+    strides,
+)
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -39,19 +48,21 @@ def _check_code_dtype(dtype: torch.dtype) -> None:
         raise ArgumentError(f"dtype is {dtype}; expected one of {', '.join(_name(d) for d in CODES)}")
 
 
+def _check_pair(q: Meta, k: Meta) -> None:
+    check_same("k", k.dtype, q.dtype, "dtype", of="q")
+    check_same("k", k.shape[-1], q.shape[-1], "width", of="q")
+    if q.dim() == 4:
+        check_same("k", k.shape[0], q.shape[0], "batch", of="q")
+    check_width("q", q, plan.MAX_WIDTH, 16)
+    check_shared_heads(q, k)
+
+
 def _check_qk(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> None:
     for name, meta in (("q", q), ("k", k)):
         if meta.dim() != 4:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, length, heads, width]")
-    check_same("k", k.dtype, q.dtype, "dtype", of="q")
-    check_same("k", k.shape[-1], q.shape[-1], "width", of="q")
-    check_same("k", k.shape[0], q.shape[0], "batch", of="q")
-    if not 16 <= q.shape[-1] <= plan.MAX_WIDTH or q.shape[-1] % 16:
-        raise ArgumentError(f"q has heads of {q.shape[-1]} elements; expected a multiple of 16 to {plan.MAX_WIDTH}")
-    if k.shape[2] < 1 or q.shape[2] < 1 or q.shape[2] % k.shape[2]:
-        raise ArgumentError(f"q has {q.shape[2]} heads; expected a multiple of the {k.shape[2]} heads of k")
-    if max(q.shape[0], q.shape[2]) > 65535:
-        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and heads")
+    _check_pair(q, k)
+    check_grid("q", q, q.shape[0])
 
 
 def _scales_of(x: Meta, blocks: bool) -> Memory:
@@ -102,10 +113,8 @@ QUANTIZE_QK = Operator(
 def _check_v(v: Meta, e4m3: bool) -> None:
     if v.dim() != 4:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; expected [batch, length, heads, width]")
-    if not 8 <= v.shape[-1] <= plan.MAX_WIDTH or v.shape[-1] % 8:
-        raise ArgumentError(f"v has heads of {v.shape[-1]} elements; expected a multiple of 8 to {plan.MAX_WIDTH}")
-    if max(v.shape[0], v.shape[2]) > 65535:
-        raise ArgumentError(f"v has shape {tuple(v.shape)}; expected up to 65535 sequences and heads")
+    check_width("v", v, plan.MAX_WIDTH)
+    check_grid("v", v, v.shape[0])
 
 
 def _v_outputs(v: Meta, e4m3: bool) -> tuple[Memory, ...]:
@@ -160,9 +169,7 @@ def quantize_qk(
         takes from scores, float32 [batch, heads, queries]: lse of the codes plus this is that of q and k.
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            quantize_qk, q, k, dtype=dtype, granularity=granularity, smooth_k=smooth_k, scale=scale
-        )  # fmt: skip
+        return interop.call_with(quantize_qk, locals())
     if out is not None:
         return into(quantize_qk, locals())
     _check_code_dtype(dtype)
@@ -189,7 +196,7 @@ def quantize_v(
         column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
     """
     if not isinstance(v, Tensor):
-        return interop.call(quantize_v, v, dtype=dtype)
+        return interop.call_with(quantize_v, locals())
     if out is not None:
         return into(quantize_v, locals())
     _check_code_dtype(dtype)
@@ -217,16 +224,8 @@ def _check(
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions")
         if meta.dtype not in CODES:
             raise ArgumentError(f"{name} has dtype {_name(meta.dtype)}; expected int8 or float8_e4m3fn")
-    check_same("k", k.dtype, q.dtype, "dtype", of="q")
-    check_same("k", k.shape[-1], q.shape[-1], "width", of="q")
-    if not 16 <= q.shape[-1] <= plan.MAX_WIDTH or q.shape[-1] % 16:
-        raise ArgumentError(f"q has heads of {q.shape[-1]} elements; expected a multiple of 16 to {plan.MAX_WIDTH}")
-    heads, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_kv < 1 or heads < 1 or heads % heads_kv:
-        raise ArgumentError(f"q has {heads} heads; expected a multiple of the {heads_kv} heads of k")
+    _check_pair(q, k)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
-    if not varlen:
-        check_same("k", k.shape[0], q.shape[0], "batch", of="q")
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1 or block & (block - 1) or (varlen and block != 1):
             raise ArgumentError(f"{name} is {block}; expected a power of two (1 for packed sequences)")
@@ -240,8 +239,7 @@ def _check(
     for name, meta in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if meta is not None and (meta.dtype != torch.int32 or tuple(meta.shape) != (batch + 1,)):
             raise ArgumentError(f"{name} is {_name(meta.dtype)} {tuple(meta.shape)}; expected int32 ({batch + 1},)")
-    if not 0.0 < scale < float("inf"):
-        raise ArgumentError(f"scale is {scale}; expected a positive number")
+    check_factor(scale)
 
 
 def _check_values(q: Meta, k: Meta, v: Meta, scale_v: Meta | None, varlen: bool) -> None:
@@ -307,13 +305,15 @@ def _plan(
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),
         out=made(out_shape, False), lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
         sq=(0 if varlen else heads * n_q, n_q, block_q), sk=(0 if varlen else heads_kv * n_k, n_k, block_k),
-        sv=sv if codes else (0, 0, 0), left=left, right=right, scale=scale,
+        sv=sv if codes else (0, 0, 0), left=left, right=right, scale=scale, varlen=varlen,
+        rows_q=q.shape[0] if varlen else batch * q.shape[1], rows_k=k.shape[0] if varlen else batch * k.shape[1],
+        keys_of_v=v.shape[3] if codes else 0,
     )  # fmt: skip
-    step = plan.forward(call, device)
-    steps = [] if step is None else [step]
-    if varlen:
-        steps.append(packed_tail(token, "out", "lse", "cu_q", batch, out_shape, made(out_shape, False), device))
-    return Steps(*steps)
+    steps = plan.forward(call, device)
+    if not varlen:
+        return steps
+    tail = packed_tail(token, "out", "lse", "cu_q", batch, out_shape, made(out_shape, False), device)
+    return Steps(*steps.steps, tail, scratch=steps.scratch, zeros=steps.zeros)
 
 
 FORWARD = Operator(
@@ -353,8 +353,8 @@ def attention_quantized(
         k: The same with keys.
         v: bfloat16 or float16, as k with a width of its own; or codes, transposed: int8 (q and k are then int8, too) or
             float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes behind the last key are finite.
-        scale_q: float32 [batch, heads, queries]; with a `block_q`, one for each so many queries. Packed: [heads,
-            tokens].
+        scale_q: float32 [batch, heads, queries], not negative; with a `block_q`, one for each so many queries. Packed:
+            [heads, tokens].
         scale_k: The same for k.
         scale_v: Of codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width].
         scale: Factor of the products; ``1 / sqrt(width)`` if None.
@@ -377,12 +377,7 @@ def attention_quantized(
         heads, queries] ([heads, tokens]).
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention_quantized, q, k, v, scale_q, scale_k, scale_v, scale=scale, causal=causal, window=window,
-            block_q=block_q, block_k=block_k, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, out_dtype=out_dtype,
-            return_lse=return_lse,
-        )  # fmt: skip
+        return interop.call_with(attention_quantized, locals())
     if out is not None:
         return into(attention_quantized, locals())
     if out_dtype not in HALVES:
@@ -403,6 +398,6 @@ def attention_quantized(
 OP = Op(
     "quantized",
     public=("attention_quantized", "quantize_qk", "quantize_v"),
-    kernels=(plan.FORWARD, plan.KEY_SUMS, plan.ROWS, plan.VALUES, TAIL),
+    kernels=(plan.FORWARD, plan.FORWARD_SM90, plan.KEY_SUMS, plan.ROWS, plan.VALUES, TAIL),
     torch_ops=(FORWARD, QUANTIZE_QK, QUANTIZE_V),
 )

@@ -118,4 +118,4 @@ def sage_attention(
     return (out, lse) if return_lse else out
 
 
-OP = Op("sage", public=("sage_attention",), kernels=(), torch_ops=(), uses=("attention", "quantized"))
+OP = Op("sage", public=("sage_attention",), kernels=(), torch_ops=(), uses=("attention", "decode", "quantized"))

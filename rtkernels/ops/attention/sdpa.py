@@ -90,4 +90,4 @@ def _spelled(t: object) -> str:
     return f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
 
 
-OP = Op("sdpa", public=("sdpa",), kernels=(), torch_ops=(), uses=("attention",))
+OP = Op("sdpa", public=("sdpa",), kernels=(), torch_ops=(), uses=("attention", "decode"))

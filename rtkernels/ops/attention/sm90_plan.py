@@ -101,7 +101,7 @@ SINKS = Kernel(
     "attention/attention_sm90_bwd_rows.cu",
     "attention_bwd_sinks",
     template="T",
-    args="sinks:ptr lse_rows:ptr delta_rows:ptr dsinks:ptr padded_rows:i64",
+    args="sinks:ptr lse_rows:ptr delta_rows:ptr cu_q:ptr dsinks:ptr batches:i64 lq:i64 padded_rows:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
     max_registers=40,
     needs=("wgmma",),
@@ -179,16 +179,19 @@ def forward_tile(problem: Attention) -> tuple[Tile, int]:
     return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
 
 
-def heads_together(problem: Attention) -> int:
+def heads_in_l2(pairs: int, bytes_of_a_head: float, alike: bool) -> int:
     """Return how many heads' tiles of queries are worked on together: as many as have keys and values in L2.
 
-    Where all tiles take as long, one by one is as good and has the fewest keys in use.
+    Where all tiles take as long (`alike`), one by one is as good and has the fewest keys in use.
     """
+    return 1 if alike else max(1, min(pairs, int(_L2_BYTES / max(bytes_of_a_head, 1))))
+
+
+def heads_together(problem: Attention) -> int:
+    """Return ``heads_in_l2`` of a problem."""
     p = problem
-    if p.right < 0 and p.left < 0 and not p.varlen:
-        return 1
     each = 2 * p.lkv * (p.d_qk + p.d_v) / p.group
-    return max(1, min(p.batch * p.heads_q, int(_L2_BYTES / max(each, 1))))
+    return heads_in_l2(p.batch * p.heads_q, each, p.right < 0 and p.left < 0 and not p.varlen)
 
 
 def bias_arguments(problem: Attention) -> tuple[int, ...]:
@@ -300,7 +303,7 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     if "s" in p.wants and p.sinks is not None:
         launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
-        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "dsinks", padded))
+        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "cu_q", "dsinks", p.batch, p.lq, padded))
     scratch = {
         "lse_rows": Memory((p.heads_q, padded), torch.float32),
         "delta_rows": Memory((p.heads_q, padded), torch.float32),

@@ -12,15 +12,16 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rtkernels.errors import ArgumentError, UnsupportedDeviceError
-from rtkernels.ops.gemm.product import Product
+from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
-BACKENDS = ("sm90", "skinny", "mma")
+BACKENDS = ("sm90", "skinny", "unpack", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
+_LATENCY_BYTES = 48 << 20  # of weights, up to which a product of few rows is a matter of latency
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 
@@ -73,11 +74,19 @@ def check_backend(wanted: str) -> None:
         raise ArgumentError(f"backend is {wanted!r}; expected {', '.join(map(repr, CHOICES))} or 'torch'")
 
 
+def _is_latency(product: Product, target: Target) -> bool:
+    """Return True if the time until the first result of a product counts more than bandwidth."""
+    weights = product.n * (1 if product.gate is None else 2) * product.k * BYTES[product.b.token]
+    return "cluster" in target.features and product.m <= _SKINNY_ROWS and weights <= _LATENCY_BYTES
+
+
 def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
-    order = BACKENDS if product.m > _SKINNY_FIRST else ("skinny", "sm90", "mma")
+    order = ("sm90", "skinny", "unpack", "mma") if product.m > _SKINNY_FIRST else ("skinny", "sm90", "unpack", "mma")
+    if _is_latency(product, target):
+        order = ("cluster", *order)
     for name in order if wanted in ("auto", "rtkernels") else (wanted,):
         reason = unsupported(name, product, target)
         if reason is None:
@@ -108,7 +117,7 @@ class Explanation(NamedTuple):
     """What a call would run.
 
     Attributes:
-        backend: "sm90", "skinny", "mma", or None if none can.
+        backend: "cluster", "sm90", "skinny", "unpack", "mma", or None if none can.
         summary: Its tile, where the backend tells.
         refused: Backends that come before it, and why they cannot.
         product: The call as plain data.

@@ -10,61 +10,65 @@ into dy before it is quantised, and `smooth` varies along one that they keep:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm.fp8_operands import PITCH, rounded
+from rtkernels.ops.gemm.fp8_operands import PITCH, rounded, zeros_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.layout.transpose import TRANSPOSE
 from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL
 from rtkernels.ops.quant.smooth_quant import SMOOTH
 from rtkernels.runtime.layout import check_same, nothing, row_count, token
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Argument, Operator
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 E4M3 = torch.float8_e4m3fn
 
 
-def _made(
-    x: Tensor, factor: Tensor, dtype: torch.dtype, pow2_scale: bool, transposed: bool, with_amax: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if x.dim() != 2:
+def _check(x: Any, smooth: Any, *_: Any) -> None:
+    if len(x.shape) != 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix")
-    cols = x.shape[1]
-    check_same("smooth", factor.get_device(), x.get_device(), "device index")
+    check_same("smooth", smooth.device, x.device, "device index")
+    if 0 not in x.shape:
+        check_same("smooth", tuple(smooth.shape), (x.shape[1],), "shape", of="x's columns")
+
+
+def _made(
+    x: Tensor, smooth: Tensor, dtype: torch.dtype, pow2_scale: bool, transposed: bool, with_amax: bool
+) -> tuple[Tensor, ...]:
     if x.numel() == 0:
-        results = _fake(x, factor, dtype, pow2_scale, transposed, with_amax)
-        return tuple([r.view(torch.uint8).zero_().view(r.dtype) if r.itemsize == 1 else r.zero_() for r in results])
-    check_same("smooth", tuple(factor.shape), (cols,), "shape", of="x's columns")
+        return zeros_of(x, _outputs(x, smooth, dtype, pow2_scale, transposed, with_amax))
+    cols = x.shape[1]
     extra = -cols % PITCH
     if extra:
-        x, factor = F.pad(x, (0, extra)), F.pad(factor, (0, extra))
-    q, scale, amax = SMOOTH(x, factor, None, dtype, pow2_scale, with_amax)
+        x, smooth = F.pad(x, (0, extra)), F.pad(smooth, (0, extra))
+    q, scale, amax = SMOOTH(x, smooth, None, dtype, pow2_scale, with_amax)
     q_t = TRANSPOSE(q, 0, 1, PITCH) if transposed else nothing(x)
     return q, scale, q_t, amax[:cols].clone() if with_amax and extra else amax
 
 
-def _fake(x, factor, dtype, pow2_scale, transposed, with_amax):
+def _outputs(x, smooth, dtype, pow2_scale, transposed, with_amax):
     rows, cols = x.shape[0], rounded(x.shape[1], PITCH)
-    q_t = (cols, rounded(rows, PITCH)) if transposed else (0,)
     return (
-        x.new_empty((rows, cols), dtype=dtype),
-        x.new_empty(rows, dtype=torch.float32),
-        x.new_empty(q_t, dtype=dtype if transposed else torch.float32),
-        x.new_empty(x.shape[1] if with_amax else 0, dtype=torch.float32),
+        Memory((rows, cols), dtype),
+        Memory((rows,), torch.float32),
+        Memory((cols, rounded(rows, PITCH)), dtype) if transposed else None,
+        Memory((x.shape[1],), torch.float32) if with_amax else None,
     )
 
 
-SMOOTH_OPERAND = TorchOp(
-    "fp8_smooth_operand(Tensor x, Tensor smooth, ScalarType dtype, bool pow2_scale, bool transposed, bool with_amax)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_made,
-    reference=_made,
-    fake=_fake,
-)
+SMOOTH_OPERAND = Operator(
+    "fp8_smooth_operand", (Argument("x", None), Argument("smooth", None)),
+    options="ScalarType dtype, bool pow2_scale, bool transposed, bool with_amax",
+    results="q scale q_t amax", outputs=_outputs, check=_check, plan=lambda *_: Steps(instead=_made), reference=_made,
+    plans_empty=True,
+)  # fmt: skip
 
 
 class _SmoothLinear(torch.autograd.Function):

@@ -8,7 +8,8 @@ demands: matrices of other sizes are copied with zeros at their ends, which add 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from rtkernels.ops.quant import hadamard, quantize_fp8
 from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
 from rtkernels.runtime.layout import nothing, token
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.declared import Argument, Operator
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 KINDS = ("group", "block", "row", "tensor", "hadamard")
@@ -42,22 +44,20 @@ def _sizes(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
     return count, rounded(shape[-2], SIDE if len(shape) == 3 else PITCH), cols
 
 
-def _check(x: Tensor, kind: str, dtype: torch.dtype) -> None:
+def _check(x: Any, kind: str, dtype: torch.dtype, *_: Any) -> None:
     token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
     if kind not in KINDS:
         raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
-    if x.dim() != 2 and (x.dim() != 3 or kind != "block"):
+    if len(x.shape) != 2 and (len(x.shape) != 3 or kind != "block"):
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix, or three dimensions of kind 'block'")
 
 
 def _made(
     x: Tensor, kind: str, dtype: torch.dtype, pow2_scale: bool, by_rows: bool, transposed: bool, rotation: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, kind, dtype)
     if x.numel() == 0:
-        results = _fake(x, kind, dtype, pow2_scale, by_rows, transposed, rotation)
-        return tuple([r.view(torch.uint8).zero_().view(r.dtype) if r.itemsize == 1 else r.zero_() for r in results])
+        return zeros_of(x, _outputs(x, kind, dtype, pow2_scale, by_rows, transposed, rotation))
     if kind in ("group", "block") and by_rows and transposed and x.dim() == 2 and not any(n % PITCH for n in x.shape):
         layout = "column" if kind == "group" else "row"  # nearly always, and without a step that can be left out
         q, scale, q_t, scale_t = quantize_fp8.BOTH(x, kind, dtype, pow2_scale, layout)
@@ -92,37 +92,47 @@ def _made(
     return q[:kept] if by_rows else nothing(x), scale, q_t, scale_t
 
 
+def zeros_of(x: Tensor, results: Iterable[Memory | None]) -> tuple[Tensor, ...]:
+    """Return the results of an operator on a matrix without elements."""
+    return tuple([nothing(x) if r is None else torch.zeros(r.shape, device=x.device).to(r.dtype) for r in results])
+
+
 def _none(x: Tensor) -> tuple[Tensor, Tensor]:
     return nothing(x), nothing(x)
 
 
-def _fake(x, kind, dtype, pow2_scale, by_rows, transposed, rotation):
+def _outputs(
+    x: Any, kind: str, dtype: torch.dtype, pow2_scale: bool, by_rows: bool, transposed: bool, rotation: int
+) -> tuple[Memory | None, Memory | None, Memory | None, Memory | None]:
     given, (count, rows, cols) = x.shape[-2], _sizes(x.shape, kind)
-    kept, flat = count * rows if x.dim() == 3 else given, count * rows
-    q = x.new_empty((kept, cols), dtype=dtype) if by_rows else nothing(x)
+    kept, flat = count * rows if len(x.shape) == 3 else given, count * rows
     if kind == "group":
-        scale = x.new_empty((groups_of(cols), rows), dtype=torch.float32) if by_rows else nothing(x)
+        scale = (groups_of(cols), rows) if by_rows else (0,)
     elif kind == "block":
-        scale = x.new_empty((groups_of(flat), groups_of(cols)), dtype=torch.float32)
+        scale = (groups_of(flat), groups_of(cols))
     elif kind == "tensor":
-        scale = x.new_empty((), dtype=torch.float32)
+        scale = ()
     else:
-        scale = x.new_empty(given if by_rows else 0, dtype=torch.float32)
-    depth = rounded(rows, {"row": PITCH, "hadamard": rotation}.get(kind, 1)) if x.dim() == 2 else flat
-    q_t = x.new_empty((cols, depth), dtype=dtype) if transposed else nothing(x)
+        scale = (given if by_rows else 0,)
+    depth = rounded(rows, {"row": PITCH, "hadamard": rotation}.get(kind, 1)) if len(x.shape) == 2 else flat
     of_columns = {"group": groups_of(rows) * cols, "row": cols, "hadamard": cols}.get(kind, 0)
-    return q, scale, q_t, x.new_empty(of_columns if transposed else 0, dtype=torch.float32)
+    return (
+        Memory((kept, cols), dtype) if by_rows else None,
+        Memory(scale, torch.float32),
+        Memory((cols, depth), dtype) if transposed else None,
+        Memory((of_columns,), torch.float32) if transposed else None,
+    )
 
 
 # Sizes with a mark are rounded up to 16. q [rows, k']; scale, of kind "group" [k/128, rows'], of "block"
 # [rows/128, k/128], of others [rows] or []; q_t [k', rows']; scale_t, flat, of "group" [rows/128, k'], of others [k'].
-OPERAND = TorchOp(
-    "fp8_operand(Tensor x, str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_made,
-    reference=_made,
-    fake=_fake,
-)
+# Other operators do the work: a plan has no launches of its own.
+OPERAND = Operator(
+    "fp8_operand", (Argument("x", None),),
+    options="str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation",
+    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda *_: Steps(instead=_made),
+    reference=_made, plans_empty=True,
+)  # fmt: skip
 
 
 class Codes(NamedTuple):

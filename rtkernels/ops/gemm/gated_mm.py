@@ -85,7 +85,7 @@ def gated_mm(
         global_scale: One float32 that multiplies the sums, or two: of the gate, of the other half.
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
-        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
         out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
             those of the results. Not with gradients.
 

@@ -130,7 +130,7 @@ def grouped_mm(
         acc: As for scaled_mm.
         packed: As for scaled_mm.
         b_layout: "nk" or "kn" says what the matrices of b are, whatever their strides are.
-        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
 
     Returns:
         ``[rows, n]``, dense, or `out`.
@@ -265,7 +265,7 @@ def grouped_wgrad(
         out_dtype: Of a new result.
         recipe: As for scaled_mm.
         acc: As for scaled_mm.
-        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these.
+        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
 
     Returns:
         `out`, or a new tensor.

@@ -6,25 +6,32 @@ results).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
 import torch
 
+from rtkernels.ops.gemm.mma_kernels import (
+    MMA,
+    PLAIN,
+    PROMOTED,
+    QUANTIZE,
+    ROW_THREADS,
+    SMALL,
+    SPANS,
+    has_fp8,
+    has_int4,
+    spans_of_rows,
+)
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Matrix, Product, Scales
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.kernel import Kernel, Variant
 from rtkernels.runtime.layout import GRID_LIMIT, divisor
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
-# Tiles of the kernel template; the last two have fp32 sums besides the accumulators.
-PLAIN, PROMOTED, SMALL = 0, 1, 2
 _SIDE = {PLAIN: 128, PROMOTED: 128, SMALL: 64}
 _THREADS = {PLAIN: 128, PROMOTED: 256, SMALL: 128}
 _MAX_STAGES = {PLAIN: 3, PROMOTED: 4, SMALL: 4}
-_ROW_THREADS = 128
 _WHOLE_DEPTH = 1 << 30  # of a stretch of k that never ends
 _MAX_UNPACKED_DEPTH = 1 << 17  # products of 4-bit integers as bytes are 256 times too large: int32 sums of so many fit
 
@@ -36,92 +43,7 @@ _SCALE_TOKENS = {"fp32": 1, "e8m0": 2, "ue4m3": 3}
 _ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUP_KINDS = {"rows": 1, "labels": 2, "masked": 3, "depth": 4}
 _BOUNDS = {"rows": "ends", "labels": "row_groups", "masked": "sizes", "depth": "ends"}
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
-def _variants(target: Target) -> Iterator[Variant]:
-    """Yield template arguments: codes of a and b, type of the products, scales of blocks, layout, tile."""
-    for token, math in (("bf16", "MathBf16"), ("fp16", "MathF16")):
-        for layout in range(4):
-            yield token, token, math, False, layout, PLAIN
-            yield token, token, math, False, layout, SMALL
-        for codes in ("AnyByteCode", "AnyNibbleCode"):
-            if target.capability >= (9, 0):  # for others it takes more registers than a thread has
-                yield token, codes, math, False, 0, PROMOTED
-            yield token, codes, math, False, 0, SMALL
-        for codes in ("E2m1Code", "e4m3") if token == "bf16" else ("E2m1Code",):
-            yield token, codes, math, True, 0, PROMOTED
-            yield token, codes, math, True, 0, SMALL
-    for tile in (PLAIN, SMALL):
-        yield "fp16", "fp16", "MathF16Sums", False, 0, tile
-        yield "E2m1Code", "E2m1Code", "MathF16", True, 0, tile
-        yield "E2m1Code", "E2m1Code", "MathBf16", True, 0, tile
-        yield "e4m3", "e4m3", "MathBf16", True, 0, tile
-    if "block_scaled_mma" in target.features:  # shared memory has room for one block: the tile with more warps
-        for tile in (PROMOTED, SMALL):
-            yield "e4m3", "e4m3", "MathMxFp8", True, 0, tile
-            yield "E2m1Code", "E2m1Code", "MathMxFp4", True, 0, tile
-            yield "E2m1Code", "E2m1Code", "MathNvFp4", True, 0, tile
-    for tile in (PLAIN, PROMOTED, SMALL):
-        yield "Int8Code", "Int8Code", "MathInt8", False, 0, tile
-        yield "Int4Code", "Int4Code", "MathInt4", False, 0, tile
-        yield "e4m3", "e4m3", "MathFp8", False, 0, tile
-        if tile == SMALL or (tile == PROMOTED and not _has_fp8(target)):  # with four products to choose from, it spills
-            yield "AnyByteCode", "AnyByteCode", "MathFp8", False, 0, tile
-    for left in ("Int", "Uint"):
-        for right in ("Int", "Uint"):
-            if (left, right) != ("Int", "Int"):
-                yield f"{left}8Code", f"{right}8Code", "MathInt8", False, 0, SMALL
-                yield f"{left}4Code", f"{right}4Code", "MathInt4", False, 0, SMALL
-            if _has_int4(target):  # stretches of k that the 4-bit product is too long for
-                yield f"{left}4Code", f"{right}4Code", "MathInt8", False, 0, SMALL
-            yield f"{left}8Code", f"{right}4Code", "MathInt8", False, 0, SMALL
-    yield "AnyByteCode", "AnyNibbleCode", "MathF16", False, 0, SMALL
-    yield "AnyNibbleCode", "AnyNibbleCode", "MathF16", False, 0, SMALL
-
-
-_SCALE_NUMBERS = " ".join(
-    f"scale_{side}_{name}:i64" for side in "ab" for name in ("rows", "depth", "row_pitch", "depth_pitch", "group")
-)
-MMA = Kernel(
-    "gemm/gemm_mma.cu",
-    "gemm_mma",
-    template="A B MATH BLOCK_SCALES LAYOUT TILE",
-    args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr out_scale:ptr bounds:ptr m:i64 "
-    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 a_group:i64 b_group:i64 out_group:i64 "
-    f"add_group:i64 {_SCALE_NUMBERS} out_scale_pitch:i64 out_scale_group:i64 sum_depth:i64 k_align:i64 group_kind:i64 "
-    "group_count:i64 stages:i64 options:i64",
-    variants=_variants,
-    max_registers=255,
-)
-SPANS = Kernel(
-    "gemm/gemm_mma_rows.cu",
-    "gemm_spans",
-    template="THREADS",
-    args="labels:ptr spans:ptr rows:i64 count:i64",
-    variants=[(_ROW_THREADS,)],
-    max_registers=32,
-)
-QUANTIZE = Kernel(
-    "gemm/gemm_mma_rows.cu",
-    "gemm_quantize",
-    template="THREADS",
-    args="whole:ptr out:ptr out_scale:ptr bounds:ptr rows:i64 columns:i64 out_pitch:i64 out_group:i64 scale_pitch:i64 "
-    "scale_group:i64 span:i64 type:i64 group_kind:i64 group_count:i64",
-    variants=[(_ROW_THREADS,)],
-    max_registers=64,
-)
 KERNELS = (MMA, SPANS, QUANTIZE)
-
-
-def _has_int4(target: Target) -> bool:
-    return target.capability < (9, 0)
-
-
-def _has_fp8(target: Target) -> bool:
-    return target.capability == (8, 9) or target.capability >= (12, 0)
 
 
 # ---- what a product needs -------------------------------------------------------------------------------------------
@@ -190,7 +112,7 @@ def _choose(p: Product, target: Target) -> _Choice | str:
         if BYTES[a] < BYTES[b]:
             return f"a is {a} and b is {b}; of mixed integers a has 8 bits"
         four = BYTES[a] == 0.5
-        native = four and not (_has_int4(target) and depth % 64)
+        native = four and not (has_int4(target) and depth % 64)
         return _Choice(_CODES[a], _CODES[b], "MathInt4" if native else "MathInt8", False, depth)
     if a in FP8 and b in FP8:
         if a == b == "e4m3":
@@ -199,7 +121,7 @@ def _choose(p: Product, target: Target) -> _Choice | str:
             codes = "e4m3"
         else:
             codes = "AnyByteCode"
-        if _has_fp8(target) and p.sums != "fast":
+        if has_fp8(target) and p.sums != "fast":
             depth = gcd(depth, 128)
         return _Choice(codes, codes, "MathFp8", False, depth)
     if a == b == "e2m1" and _of_block(p.scale_a) and _of_block(p.scale_b):
@@ -214,7 +136,7 @@ def _choose(p: Product, target: Target) -> _Choice | str:
 
 def _unit_depth(choice: _Choice, target: Target) -> int:
     """Return what stretches of k with one scale must be multiples of."""
-    return 64 if choice.math == "MathInt4" and _has_int4(target) else 32
+    return 64 if choice.math == "MathInt4" and has_int4(target) else 32
 
 
 def unsupported(product: Product, target: Target) -> str | None:
@@ -230,7 +152,7 @@ def unsupported(product: Product, target: Target) -> str | None:
             return f"{name} is {scales.token} for all of k; scales of one byte cover 16 or 32 elements"
     if p.out.token == "int32" and (choice.math not in ("MathInt8", "MathInt4") or p.scale_a or p.scale_b):
         return "int32 results are those of integers without scales"
-    unpacked = choice.math == "MathInt8" or not _has_int4(target)
+    unpacked = choice.math == "MathInt8" or not has_int4(target)
     if "int4" in (p.a.token, p.b.token) and choice.math in ("MathInt8", "MathInt4") and unpacked:
         if p.k >= _MAX_UNPACKED_DEPTH and choice.sum_depth == 0 and p.out.token == "int32":
             return f"k is {p.k}; int32 sums of int4 products hold fewer than {_MAX_UNPACKED_DEPTH}"
@@ -372,17 +294,14 @@ def steps(product: Product, device: int) -> Steps:
     bounds: str | int = name
     if kind == 2:
         zeros["spans"] = 2 * count
-        blocks = min(-(-p.m // _ROW_THREADS), 8 * info.sm_count)
-        before.append(
-            Step(SPANS.bind((_ROW_THREADS,), device, blocks, _ROW_THREADS, overlap=True), name, "spans", p.m, count)
-        )
+        before.append(spans_of_rows(p, device))
         bounds = "spans"
     scale_pitch, scale_group = _out_scale_pitches(p)
     if p.quantized and not fused:
         rows = p.m * (count if kind == 3 else 1)
         scratch["whole"] = Memory((rows, p.n), torch.float32)
         span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
-        launch = QUANTIZE.bind((_ROW_THREADS,), device, rows, _ROW_THREADS, overlap=True)
+        launch = QUANTIZE.bind((ROW_THREADS,), device, rows, ROW_THREADS, overlap=True)
         after.append(
             Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch,
                  p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind,

@@ -214,7 +214,7 @@ def scaled_mm(
         quant_out: Return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous along m), "row" (float8,
             ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), by the rules of quantize_fp8.
         b_layout: "nk" or "kn" says what b is, whatever its strides are: float operands may have unit stride along n.
-        backend: "auto" or "rtkernels"; "sm90", "skinny" or "mma" for one of these; "torch" for torch.mm,
+        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these; "torch" for torch.mm,
             torch._scaled_mm or torch._int_mm, where they can. ``rtkernels.explain`` tells what "auto" takes.
 
     Returns:

@@ -6,8 +6,9 @@ scales and where results are finished; epilogue, groups and the layout of scales
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from rtkernels.ops.gemm.mma_kernels import spans_of_rows
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
     COLUMN_SCALES,
@@ -44,7 +45,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
     for pair in sorted(_PAIRS):
         types = tuple(_TYPES[t] for t in pair)
         for scales, tiles in TILES.items():
-            if pair[0] in FLOAT16 and scales != NO_SCALES:
+            if pair[0] in FLOAT16 and scales == ROW_SCALES:
                 continue
             if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
                 continue
@@ -67,13 +68,9 @@ GEMM = Kernel(
     "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
     "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
     "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=168, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=184, needs=("wgmma",),
 )  # fmt: skip
-LABEL_GROUPS = Kernel(
-    "gemm/label_groups.cu", "label_groups", template="THREADS", args="labels:ptr cuts:ptr rows:i64 groups:i64",
-    variants=[(256,)], max_registers=32, needs=("wgmma",),
-)  # fmt: skip
-KERNELS = (GEMM, LABEL_GROUPS)
+KERNELS = (GEMM,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
@@ -128,11 +125,12 @@ def _unsupported_scales(p: Product) -> str | None:
             continue
         if scales.token != "fp32" or scales.swizzled:
             return f"{name} must be fp32 and not swizzled"
-        if _in_loop(scales, p.k) and p.a.token in FLOAT16:
-            return "16-bit operands have scales per row or tensor only"
-        if 0 < scales.depth < p.k and (scales.depth % 128 or scales.depth & (scales.depth - 1)):
-            return f"scales cover 128 of k or 128 times a power of two, not {scales.depth}"
-    if _loop_scales(p) != NO_SCALES and p.a.token not in (*FP8, "int8"):
+        stage = 128 // int(BYTES[p.a.token])
+        if 0 < scales.depth < p.k and (scales.depth % stage or scales.depth & (scales.depth - 1)):
+            return f"scales cover {stage} of k or {stage} times a power of two, not {scales.depth}"
+    if p.a.token in FLOAT16 and (_in_loop(p.scale_a, p.k) or (_in_loop(p.scale_b, p.k) and (p.a.across or p.b.across))):
+        return "16-bit operands have scales along k of b only, both operands along k"
+    if _loop_scales(p) != NO_SCALES and p.a.token not in (*FLOAT16, *FP8, "int8"):
         return f"there is no scaled loop for {p.a.token}"
     if _loop_scales(p) != NO_SCALES and p.a.token == "int8" and p.b.token != "int8":
         return "there is no scaled loop for mixed integers"
@@ -162,7 +160,7 @@ def _in_loop(scales: Scales | None, k: int) -> bool:
 
 def _loop_scales(p: Product) -> int:
     """Return which scales the main loop applies; fp8 sums that are to be fp32 take the loop without any."""
-    if _in_loop(p.scale_b, p.k) and p.scale_b.rows % 128 != 0:
+    if _in_loop(p.scale_b, p.k) and (p.scale_b.rows % 128 != 0 or p.a.token in FLOAT16):
         return COLUMN_SCALES
     if _in_loop(p.scale_a, p.k) or _in_loop(p.scale_b, p.k) or (p.a.token in FP8 and p.sums == "fp32"):
         return ROW_SCALES
@@ -193,20 +191,21 @@ def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: in
 
 
 def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
-    """Return pitches by row, depth and group, the rows that a scale covers, and its depth as a shift of 128."""
+    """Return pitches by row, depth and group, the rows that a scale covers, and its depth as a shift of 64."""
     if scales is None:
         return 0, 0, 0, 0, 0
-    shift = (scales.depth // 128).bit_length() - 1 if 0 < scales.depth < k else 31
+    shift = (scales.depth // 64).bit_length() - 1 if 0 < scales.depth < k else 31
     return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
-def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
+def steps(product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
         product: What to multiply.
         device: CUDA ordinal, or -1.
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
+        names: Tensors that take the place of "a", "b" or "scale_a".
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
@@ -218,14 +217,10 @@ def steps(product: Product, device: int, *, tile: Tile | None = None) -> Steps:
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
     launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
+    arguments = _arguments(p, tile, scales, names or {})
     if g is None or g.kind != "labels":
-        return Steps(Step(launch, *_arguments(p, tile, scales)))
-    find = LABEL_GROUPS.bind((256,), device, -(-p.m // 256), 256)
-    return Steps(
-        Step(find, "row_groups", "cuts", p.m, count),
-        Step(launch, *_arguments(p, tile, scales)),
-        zeros={"cuts": 2 * count},
-    )
+        return Steps(Step(launch, *arguments))
+    return Steps(spans_of_rows(p, device), Step(launch, *arguments), zeros={"spans": 2 * count})
 
 
 def summary(product: Product, target: Target) -> str:
@@ -238,14 +233,14 @@ def _b_rows(p: Product) -> int:
     return 2 * p.n if p.gate is not None else p.n
 
 
-def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | Offset]:
+def _arguments(p: Product, tile: Tile, scales: int, names: Mapping[str, str]) -> list[str | int | Boxes | Offset]:
     """Return the arguments of the kernel, in its order."""
     g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
     groups_a = count if g and g.kind == "masked" else 1
     groups_b = count if g and g.kind != "depth" else 1
     groups_out = count if g and g.kind in ("masked", "depth") else 1
-    a = _operand("a", p.a, p.m, p.k, groups_a, tile.rows)
-    b = _operand("b", p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
+    a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows)
+    b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # the copy engine adds in the type of the result
     engine = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
@@ -273,7 +268,8 @@ def _arguments(p: Product, tile: Tile, scales: int) -> list[str | int | Boxes | 
         a_pitches[2] = p.m * a_pitches[0]
     return [
         a, b, out, a_scales or a, b_scales or a,
-        "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+        names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
+        "add" if p.add else 0,
         "out", "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
@@ -285,7 +281,7 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
     if g is None:
         return 0, 0
     if g.kind == "labels":
-        return "cuts", Offset("cuts", 4 * g.count)
+        return "spans", Offset("spans", 4 * g.count)
     return 0, "sizes" if g.kind == "masked" else "ends"
 
 

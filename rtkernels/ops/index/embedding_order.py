@@ -11,9 +11,11 @@ from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step
 
-_THREADS, _WARPS = 512, 16
+_THREADS = 512
+_WARPS = 16
 MAX_DIGIT_BITS = 9
-MIN_TOKENS, MANY_TOKENS = 512, 2**20  # a chunk should have at least; from which on processors have two chunks
+MIN_TOKENS = 512  # of a chunk
+MANY_TOKENS = 2**20  # from here on, multiprocessors have two chunks each
 _FILL_BYTES = _THREADS * 16 * 16  # zeros one block writes
 
 _COUNT = Kernel(
@@ -57,8 +59,8 @@ def order_steps(
     steps, source = [], ids_name
     for i in range(2 * passes):
         fill_from = min(i * share, fill_bytes)
-        filled_bytes = min(share, fill_bytes - fill_from)
-        grid = chunks + -(-filled_bytes // _FILL_BYTES)
+        fill_share = min(share, fill_bytes - fill_from)
+        grid = chunks + -(-fill_share // _FILL_BYTES)
         keys = int(i < 2), int(ids.dtype == torch.int64), rows, start, padding, i // 2 * digit_bits
         if i % 2 == 0:
             asked = shared_for_overlap(4 * columns, shared)
@@ -67,7 +69,7 @@ def order_steps(
         else:
             launch = _PLACE.bind((_THREADS,), device, grid, _THREADS, shared, overlap=True)
             number, target = _WARPS, f"list_{i // 2 % 2}"
-        steps.append(Step(launch, source, "table", target, fill, *sizes, *keys, number, fill_from, filled_bytes))
+        steps.append(Step(launch, source, "table", target, fill, *sizes, *keys, number, fill_from, fill_share))
         source = source if i % 2 == 0 else target
     scratch = {"table": Memory((chunks * columns * width,), torch.uint8)}
     for i in range(min(passes, 2)):

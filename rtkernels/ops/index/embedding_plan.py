@@ -15,6 +15,7 @@ from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     group_threads,
@@ -27,15 +28,17 @@ from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 ID_DTYPES = (torch.int32, torch.int64)
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_SORT_ROUNDS, _SORT_THREADS = 16, 1024
+_SORT_ROUNDS = 16
+_SORT_THREADS = 1024
 SORT_LIMIT = _SORT_ROUNDS * _SORT_THREADS  # tokens; more are sorted in passes
-_BIN_TOKENS, _MAX_BIN_BITS = 64, 7  # tokens a sorting block should have at least; 2^7 blocks at most
+_BIN_TOKENS = 64  # of a sorting block, or more
+_MAX_BIN_BITS = 7  # 2^7 blocks, or fewer
 _MAX_LOW_BITS = 17  # of the key: 31 with the bits of a token
 _FILL_BYTES = _SORT_THREADS * 16 * 16  # zeros one block writes
 _SUM_THREADS = 128
 _WINDOW = 32
-MIN_WINDOWS, MAX_WINDOWS = 256, 2048  # beyond the first, as many as run at once
+MIN_WINDOWS = 256
+MAX_WINDOWS = 2048  # between the two, as many as are resident
 _SUM_BLOCKS = 4  # of embedding_sum on a processor
 
 _FWD = Kernel(
@@ -149,11 +152,11 @@ def sum_steps(
     if not aligned16 and t != "fp32":
         converted = {dy_name: torch.float32}
         t, size, dy_stride = "fp32", 4, cols
-    vec = _WIDTH[t] if aligned16 else 1
+    vec = WIDTH[t] if aligned16 else 1
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
-    at_once = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
-    window = _WINDOW * -(-tokens // (_WINDOW * min(max(at_once, MIN_WINDOWS), MAX_WINDOWS)))
+    resident_groups = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
+    window = _WINDOW * -(-tokens // (_WINDOW * min(max(resident_groups, MIN_WINDOWS), MAX_WINDOWS)))
     windows = -(-tokens // window)
     counters, fill_bytes = 3 * windows * slices, 0 if accumulate else rows * cols * grad_size
     fill = 0 if accumulate else grad_name

@@ -18,8 +18,8 @@ _THREADS = 256
 _GATHER = Kernel(
     "index/gather.cu", "gather_units", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8, 16)], max_registers=56,
     tier="aten",
-    args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 size1:i64 size2:i64 size3:i64 divider1:i64 "
-    "divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
+    args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 from_end:i64 size1:i64 size2:i64 size3:i64 "
+    "divider1:i64 divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def _shape(x: Meta, index: Meta, dim: int, select: bool) -> tuple[int, ...]:
     return (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]) if select else tuple(index.shape)
 
 
-def _plan(x: Meta, index: Meta, dim: int, select: bool, device: int) -> Steps:
+def _plan(x: Meta, index: Meta, dim: int, select: bool, from_end: bool, device: int) -> Steps:
     shape, size = _shape(x, index, dim, select), x.dtype.itemsize
     walk = _walk(x, _index_strides(index, dim, len(shape), select), dim, x.stride, shape)
     unit, inner = size, walk[3]
@@ -53,15 +53,15 @@ def _plan(x: Meta, index: Meta, dim: int, select: bool, device: int) -> Steps:
     units = product(sizes)
     dividers = [divisor(n) for n in sizes[1:]] if units < 2**31 else [0, 0, 0]
     launch = _GATHER.bind((unit,), device, -(-units // _THREADS), _THREADS)
-    numbers = units, x.shape[dim], x.stride[dim] * size, int(index.dtype == torch.int64)
+    numbers = units, x.shape[dim], x.stride[dim] * size, int(index.dtype == torch.int64), int(from_end)
     return Steps(
         Step(launch, "x", "index", "out", *numbers, *sizes[1:], *dividers, *strides, *(step for *_, step, _ in walk))
     )
 
 
 _CHOOSE = Primitive(
-    "gather", (Argument("x", None), Argument("index", None)), "dim, select", results="out",
-    outputs=lambda x, index, dim, select: (Memory(_shape(x, index, dim, select), x.dtype),), plan=_plan,
+    "gather", (Argument("x", None), Argument("index", None)), "dim, select, from_end", results="out",
+    outputs=lambda x, index, dim, select, _: (Memory(_shape(x, index, dim, select), x.dtype),), plan=_plan,
 )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def gatherable(x: Tensor, index: Tensor, dim: int, select: bool) -> bool:
     return _walk(x, strides, dim, x.stride(), shape) is not None
 
 
-def gather(x: Tensor, index: Tensor, dim: int, *, select: bool = False) -> Tensor:
+def gather(x: Tensor, index: Tensor, dim: int, *, select: bool = False, from_end: bool = False) -> Tensor:
     """Return the elements of x that an index names along `dim`.
 
     Args:
@@ -81,11 +81,12 @@ def gather(x: Tensor, index: Tensor, dim: int, *, select: bool = False) -> Tenso
         index: int32 or int64, of x's rank and nowhere larger but along `dim`; with `select` of one dimension.
         dim: At least 0.
         select: The index is the same for all other coordinates.
+        from_end: Negative indices count from the end.
 
     Returns:
         Dense, of the index's shape; with `select` of x's, with the index's size along `dim`.
     """
-    return _CHOOSE(x, index, dim, select)
+    return _CHOOSE(x, index, dim, select, from_end)
 
 
 OP = Op("gathering", public=(), kernels=(_GATHER,), torch_ops=())

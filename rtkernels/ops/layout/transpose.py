@@ -11,9 +11,11 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.layout.transpose_list import MATRICES, one_launch_fits
 from rtkernels.ops.layout.transpose_plan import (
     KERNELS,
     check_experts,
+    check_pad,
     checked_dims,
     out_shape,
     padded,
@@ -96,7 +98,7 @@ _differentiable = applied(_Transpose)
 
 
 def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int, out: Any) -> list[Tensor]:
-    """Transpose several tensors: in one launch if they lie at equal distances in one piece of memory, as slices do."""
+    """Transpose several tensors: in one launch if they are slices at equal distances, or dense and of one shape."""
     out = [None] * len(xs) if out is None else list(out)
     if len(out) != len(xs):
         raise ArgumentError(f"out has {len(out)} tensors; expected {len(xs)}, as many as x")
@@ -104,6 +106,9 @@ def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int, ou
     if stacked is not None:
         dims = [d + 1 if d >= 0 else d for d in (dim0, dim1)]
         return list(transpose(stacked, *dims, pad_to=pad_to).unbind())
+    if len(xs) > 1 and {dim0, dim1} in ({0, 1}, {-2, -1}) and all(o is None for o in out) and one_launch_fits(xs):
+        check_pad(pad_to)
+        return list(MATRICES(list(xs), pad_to).unbind())
     return [transpose(x, dim0, dim1, pad_to=pad_to, out=o) for x, o in zip(xs, out, strict=True)]
 
 
@@ -139,7 +144,7 @@ def transpose(
         x: Two to four dimensions, elements of 1, 2 or 4 bytes: floating point (fp8 too), integer or bool. Any strides
             (a copy is made unless the last dimension has unit stride). May be any object with ``__dlpack__``; the
             result is then of its kind. Or a list of tensors; those that are slices of one tensor at equal distances
-            (weights of experts) are transposed in one launch.
+            (weights of experts) are transposed in one launch, and so are dense matrices of one shape without out.
         dim0: A dimension; negative ones count from the end.
         dim1: Another one.
         pad_to: 1 to 65536; more than 1 only if the last dimension is one of the two.
@@ -192,4 +197,6 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor
     return EXPERTS.call(x, counts, pad_to)
 
 
-OP = Op("transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS))
+OP = Op(
+    "transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS, MATRICES)
+)

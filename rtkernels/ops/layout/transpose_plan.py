@@ -25,7 +25,8 @@ TILES = Kernel(
 )  # fmt: skip
 ROWS = Kernel(
     "layout/transpose.cu", "transpose_rows", template="B", max_registers=64,
-    args="x:ptr y:ptr pieces:i64 chunks:i64 row_bytes:i64 threads_per_row:i64 d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
+    args="x:ptr y:ptr slices:i64 slices_per_row:i64 row_bytes:i64 threads_per_row:i64 "
+    "d1:i64 d2:i64 s0:i64 s1:i64 s2:i64",
     variants=[(1,), (2,), (4,), (16,)],
 )  # fmt: skip
 EXPERTS = Kernel(
@@ -34,7 +35,12 @@ EXPERTS = Kernel(
     "tiles_across:i64 size:i64",
     variants=[(0,), (1,), (2,)],
 )  # fmt: skip
-KERNELS = (TILES, ROWS, EXPERTS)
+LIST = Kernel(
+    "layout/transpose.cu", "transpose_list", template="S", max_registers=112,
+    args="matrices:ptr y:ptr rows:i64 rows_out:i64 cols:i64 tiles_across:i64 tiles_down:i64 size:i64",
+    variants=[(0,), (1,), (2,), (4,)],
+)  # fmt: skip
+KERNELS = (TILES, ROWS, EXPERTS, LIST)
 
 
 # ---- shapes and checks, shared by launchers, references and fakes ---------------------------------------------------
@@ -50,7 +56,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ArgumentError(f"x has dtype {dtype}; expected one with elements of 1, 2 or 4 bytes".replace("torch.", ""))
 
 
-def _check_pad(pad_to: int) -> None:
+def check_pad(pad_to: int) -> None:
+    """Raise an ArgumentError unless rows can be padded to a multiple of this."""
     if not 1 <= pad_to <= 65536:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 to 65536")
 
@@ -67,7 +74,7 @@ def checked_dims(x: Meta, dim0: int, dim1: int, pad_to: int) -> tuple[int, int]:
     low, high = sorted((dim0 % count, dim1 % count))
     if low == high:
         raise ArgumentError(f"dim0 is {dim0} and dim1 is {dim1}: the same dimension of x; expected two different ones")
-    _check_pad(pad_to)
+    check_pad(pad_to)
     if pad_to > 1 and high != count - 1:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 unless the last dimension of x is swapped")
     return low, high
@@ -92,7 +99,7 @@ def check_experts(x: Meta, counts: Meta, pad_to: int) -> None:
             f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts"
         )
     check_same("counts", counts[3], x[3], "device index")
-    _check_pad(pad_to)
+    check_pad(pad_to)
     if padded_rows(x[1][0], counts[1][0], pad_to) >= 2**31:
         raise ArgumentError(f"x has {x[1][0]} rows for {counts[1][0]} experts; expected less than 2^31 with padding")
 
@@ -138,6 +145,16 @@ def _tiles(x: Meta, low: int, y_shape: tuple[int, ...], device: int) -> Steps:
     launch = TILES.bind((size if aligned16 else 0,), device, blocks, threads)
     sizes = rows, rows_out, cols, x_row, y_stride[low] * size, across, down, inner, *x_steps, *y_steps, size
     return Steps(Step(launch, "x", "y", *sizes))
+
+
+def list_steps(count: int, rows: int, cols: int, size: int, misaligned: int, pad_to: int, device: int) -> Steps:
+    """Return the launch for `count` dense matrices whose addresses are in ``table``."""
+    rows_out = padded(rows, pad_to)
+    aligned16 = vector_bytes(misaligned, cols * size, rows_out * size) == 16
+    height, width, threads = _tile(size, aligned16)
+    across, down = -(-cols // width), -(-rows_out // height)
+    launch = LIST.bind((size if aligned16 else 0,), device, across * down * count, threads)
+    return Steps(Step(launch, "table", "y", rows, rows_out, cols, across, down, size))
 
 
 def _rows(x: Meta, low: int, high: int, device: int) -> Steps:

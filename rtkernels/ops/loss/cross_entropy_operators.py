@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import (
-    FEW_FORWARD,
+    FEW_ROWS_FORWARD,
     MEAN,
     NONE,
     SHORT,
@@ -62,7 +62,7 @@ def _plan_fwd(
     names, numbers = _row_names(reduction, accuracy), _numbers(smoothing, z_loss, logits.shape[-1])
     c = Call(logits, labels, ignore_index, numbers, softcap, device, ("logits", 0, *names))
     scratch = row_memory(c.rows, accuracy) if reduction != NONE else {}
-    few_rows = None if softcap else few_rows_step(c, FEW_FORWARD, reduction, 0, ("loss", "hits", "factor"))
+    few_rows = None if softcap else few_rows_step(c, FEW_ROWS_FORWARD, reduction, 0, ("loss", "hits", "factor"))
     if few_rows is not None:
         zeros = {} if reduction == NONE else {"arrived": 1}
         return Steps(few_rows, scratch=scratch, zeros=zeros, **reported(device))

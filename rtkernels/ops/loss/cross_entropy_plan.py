@@ -13,11 +13,12 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     divisor,
     group_threads,
-    passing,
+    reads_evict_first,
     row_count,
     row_stride,
     token,
@@ -29,21 +30,25 @@ from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 NONE, MEAN, SUM = 0, 1, 2
 
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_TYPES = [(t,) for t in _WIDTH]
-_FORWARD_THREADS, _BACKWARD_THREADS, _SHORT_THREADS, _CHUNKS = 256, 128, 256, 4
-# cross_entropy_fwd: pieces that a thread requests at once, and how often at least, if that leaves something to do for
-# 1024 threads of every multiprocessor.
-_FORWARD_BATCH, _FORWARD_BATCHES = 4, 4
-# cross_entropy_grad_long: the fewest slots (pieces of a row that a thread has in shared memory), how many pieces L2 is
-# asked ahead, registers of a thread, warps of a block at least (128 bytes and a piece of single columns have a thread
-# each), static shared memory.
-_MIN_SLOTS, _L2_PREFETCH, _LONG_REGISTERS, _MIN_WARPS, _STATIC_SHARED = 4, 2, 96, 3, 1552
+_TYPES = [(t,) for t in WIDTH]
+_FORWARD_THREADS = 256
+_BACKWARD_THREADS = 128
+_SHORT_THREADS = 256
+_CHUNKS = 4  # vectors of a thread in the backward and in cross_entropy_grad_short
+_FORWARD_BATCH = 4  # vectors that a thread of cross_entropy_fwd requests together
+_FORWARD_BATCHES = 4  # batches that it gets if that leaves work for 1024 threads of every multiprocessor
+_MIN_SLOTS = 4  # vectors of a row that a thread of cross_entropy_grad_long has in shared memory, or more
+_L2_PREFETCH = 2  # vectors before which L2 is asked (kPrefetchVectors)
+_LONG_REGISTERS = 96
+_MIN_WARPS = 3  # of a block: 128 bytes and a vector of single columns have a thread each
+_STATIC_SHARED = 1552  # bytes
 _FINE = 1.15  # rounds of rows, of which the last is partly empty, over full ones, from which rows are cut in two
-# cross_entropy_few: pieces of a thread; warps of a multiprocessor, for which it has registers, and how many of them
-# clusters fill; threads of a block at least, if a row has several blocks; blocks of a row.
-_FEW_CHUNKS, _FEW_WARPS, _FEW_CLUSTERED_WARPS, _FEW_MIN_THREADS, _FEW_BLOCKS = 5, 28, 24, 96, 8
-FEW_FORWARD = 512 * _FEW_CHUNKS  # vectors of a row up to which cross_entropy_fwd is as fast
+_FEW_ROWS_VECTORS = 5  # of a thread of cross_entropy_few_rows
+_FEW_ROWS_WARPS = 28  # for which a multiprocessor has registers
+_FEW_ROWS_CLUSTERED_WARPS = 24  # of these, what clusters use
+_FEW_ROWS_MIN_THREADS = 96  # of a block, if a row has several blocks
+_FEW_ROWS_BLOCKS = 8  # of a row
+FEW_ROWS_FORWARD = 512 * _FEW_ROWS_VECTORS  # vectors of a row up to which cross_entropy_fwd is as fast
 SHORT = _SHORT_THREADS * _CHUNKS  # vectors of a row up to which cross_entropy_grad_short takes it
 _REDUCE_ROWS = 1024  # of a block of cross_entropy_reduce, if there are several
 _REDUCE_ALONE = 8192  # rows that one block takes alone
@@ -51,8 +56,8 @@ _REDUCE_ALONE = 8192  # rows that one block takes alone
 FWD = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_fwd", template="T", max_registers=64,
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 labels_int64:i64 "
-    "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 passing:i64 smoothing:f64 z_loss:f64 per_column:f64 "
-    "softcap:f64",
+    "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 evict_first:i64 smoothing:f64 z_loss:f64 "
+    "per_column:f64 softcap:f64",
     variants=_TYPES,
 )  # fmt: skip
 BWD = Kernel(
@@ -82,15 +87,17 @@ GRAD_SHORT = Kernel(
 )  # fmt: skip
 GRAD_LONG = Kernel(
     "loss/cross_entropy_grad.cu", "cross_entropy_grad_long", template="T", max_registers=_LONG_REGISTERS,
-    args=_GRAD_ARGS.format("factor:ptr", "drawn:ptr slots:i64 turn:i64 blocks:i64 team_threads:i64 teams:i64"),
+    args=_GRAD_ARGS.format(
+        "factor:ptr", "drawn:ptr slots:i64 prefetch_switch:i64 blocks:i64 cluster_threads:i64 clusters:i64"
+    ),
     variants=_TYPES,
 )  # fmt: skip
-FEW = Kernel(
-    "loss/cross_entropy_few.cu", "cross_entropy_few", template="T", max_registers=72,
+FEW_ROWS = Kernel(
+    "loss/cross_entropy_few_rows.cu", "cross_entropy_few_rows", template="T", max_registers=72,
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
     variants=_TYPES,
 )  # fmt: skip
-KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW)
+KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW_ROWS)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def check_options(label_smoothing: float, z_loss: float, softcap: float, reducti
 
 
 def _group(vectors: int, limit: int, each: int = _CHUNKS) -> int:
-    """Threads of a row, with `each` vectors or more: at least 16, so that each column beside the vectors has one."""
+    """Threads of a row, with `each` vectors or more; 16 or more, so that each column outside of the vectors has one."""
     return max(16, group_threads(-(-vectors // each), limit))
 
 
@@ -197,7 +204,7 @@ class Call(NamedTuple):
 
     @property
     def vectors(self) -> int:
-        return self.cols // _WIDTH[self.t]
+        return self.cols // WIDTH[self.t]
 
 
 def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:
@@ -215,7 +222,7 @@ def forward_step(c: Call, first: int, vocabulary: int) -> Step:
     threads = _group(vectors, limit, batches * _FORWARD_BATCH)
     launch = FWD.bind((c.t,), c.device, *_grid(c.rows, threads))
     logits, _, *results = c.names
-    evict_first = int(passing(c.rows * c.cols * c.logits.dtype.itemsize))
+    evict_first = int(reads_evict_first(c.rows * c.cols * c.logits.dtype.itemsize))
     sizes = c.rows, c.cols, c.stride, c.labels_int64, c.ignore_index, first, vocabulary, threads, evict_first
     return Step(launch, logits, "labels", *results, "report", *sizes, *c.numbers, c.softcap)
 
@@ -236,25 +243,25 @@ def _clusters(device: int) -> bool:
     return device >= 0 and "cluster" in device_info(device).target.features
 
 
-def few_threads(vectors: int, blocks: int) -> int:
-    """Return how many threads each block of cross_entropy_few has if several share a row of `vectors` pieces."""
-    return max(32, -(-vectors // (blocks * _FEW_CHUNKS * 32)) * 32)
+def few_rows_threads(vectors: int, blocks: int) -> int:
+    """Return how many threads each block of cross_entropy_few_rows has if several share a row of so many vectors."""
+    return max(32, -(-vectors // (blocks * _FEW_ROWS_VECTORS * 32)) * 32)
 
 
-def few_blocks(vectors: int, rows: int, device: int, short: int, sums: bool) -> int:
-    """Return how many blocks of cross_entropy_few share a row of `vectors` pieces; 0 if other kernels are better.
+def few_rows_blocks(vectors: int, rows: int, device: int, short: int, sums: bool) -> int:
+    """Return how many blocks of cross_entropy_few_rows share a row of so many vectors; 0 if other kernels are better.
 
-    They are if not all rows run at once, and for rows of up to `short` pieces unless few of them are to be summed up.
+    They are if not all rows are resident, and for rows of up to `short` vectors unless few of them are to be summed up.
     """
     multiprocessors = device_info(device).sm_count
     if rows > 2 * multiprocessors or (vectors <= short and not (sums and 2 * rows <= multiprocessors)):
         return 0
-    blocks = _FEW_BLOCKS if _clusters(device) else 1
+    blocks = _FEW_ROWS_BLOCKS if _clusters(device) else 1
     while blocks:
-        warps = few_threads(vectors, blocks) // 32
-        at_once = max(1, (_FEW_WARPS if blocks == 1 else _FEW_CLUSTERED_WARPS) // warps) * multiprocessors
-        work = blocks == 1 or vectors >= blocks * _FEW_MIN_THREADS * _FEW_CHUNKS
-        if work and warps <= _FEW_WARPS and rows * blocks <= at_once:
+        warps = few_rows_threads(vectors, blocks) // 32
+        resident = max(1, (_FEW_ROWS_WARPS if blocks == 1 else _FEW_ROWS_CLUSTERED_WARPS) // warps) * multiprocessors
+        work = blocks == 1 or vectors >= blocks * _FEW_ROWS_MIN_THREADS * _FEW_ROWS_VECTORS
+        if work and warps <= _FEW_ROWS_WARPS and rows * blocks <= resident:
             break
         blocks //= 2
     return blocks
@@ -268,57 +275,58 @@ class LongLayout(NamedTuple):
     shared: int
     slots: int
     blocks: int  # of a row
-    held: int  # pieces of a row that a thread has in registers
+    in_registers: int  # vectors of a row that a thread has in registers
 
 
 def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
-    """Return the layout for rows of `vectors` pieces.
+    """Return the layout for rows of `vectors` vectors.
 
-    As many blocks on a multiprocessor as hold a row each, unless there are fewer rows; its registers are in four parts,
-    and a warp's are in one. A row is held by two multiprocessors if it is too long for one or if half of them would
-    have none; it is cut in two, for two blocks on each, if few rounds end with a nearly empty one.
+    A multiprocessor gets as many blocks as can have a row each on chip, unless there are fewer rows; its registers are
+    in four parts, and a warp's are in one. Two multiprocessors share a row if it is too long for one or if half of them
+    would have none; a row is cut in two, for two blocks on each, if a short series of rounds ends with a nearly empty
+    one.
     """
     info = device_info(device)
-    held = 6 if info.target.capability >= (10, 0) else 9  # kLongHeld
+    in_registers = 6 if info.target.capability >= (10, 0) else 9  # kLongInRegisters
     warps = 4 * (16384 // (_LONG_REGISTERS * 32))
 
     def threads_of(blocks: int) -> int:
         return warps // blocks * 32
 
     def slots_of(threads: int) -> int:
-        return max(_MIN_SLOTS, -(-(-(-vectors // threads) - held) // 2) * 2)
+        return max(_MIN_SLOTS, -(-(-(-vectors // threads) - in_registers) // 2) * 2)
 
     def room(blocks: int) -> int:
         free = (info.shared_per_block + 1024) // blocks - 1024 - _STATIC_SHARED
         return free // (threads_of(blocks) * 16) // 2 * 2
 
-    def filled(threads: int) -> bool:  # no register without a piece
-        return vectors >= (held + 1) * threads
+    def all_in_use(threads: int) -> bool:  # every register has a vector
+        return vectors >= (in_registers + 1) * threads
 
     counts = range(1, warps // _MIN_WARPS + 1)
-    most = max((b for b in counts if slots_of(threads_of(b)) <= room(b)), default=0)
-    wanted = max(-(-rows // info.sm_count), next(b for b in counts if filled(threads_of(b)) or b == counts[-1]))
-    blocks, team = max(1, min(most, wanted)), 1
+    max_blocks = max((b for b in counts if slots_of(threads_of(b)) <= room(b)), default=0)
+    wanted = max(-(-rows // info.sm_count), next(b for b in counts if all_in_use(threads_of(b)) or b == counts[-1]))
+    blocks, row_blocks = max(1, min(max_blocks, wanted)), 1
     if _clusters(device):
         rounds = -(-rows // info.sm_count)
-        if most == 0 or (blocks == 1 and 2 * rows <= info.sm_count and filled(2 * threads_of(1))):
-            team = 2
-        elif most == 1 and rows > info.sm_count and rounds * info.sm_count > _FINE * rows:
-            blocks = team = 2
+        if max_blocks == 0 or (blocks == 1 and 2 * rows <= info.sm_count and all_in_use(2 * threads_of(1))):
+            row_blocks = 2
+        elif max_blocks == 1 and rows > info.sm_count and rounds * info.sm_count > _FINE * rows:
+            blocks = row_blocks = 2
     threads = threads_of(blocks)
-    slots = min(slots_of(team * threads), room(blocks))
-    grid = min(rows, info.sm_count * blocks // team) * team
-    return LongLayout(grid, threads, slots * threads * 16, slots, team, held)
+    slots = min(slots_of(row_blocks * threads), room(blocks))
+    grid = min(rows, info.sm_count * blocks // row_blocks) * row_blocks
+    return LongLayout(grid, threads, slots * threads * 16, slots, row_blocks, in_registers)
 
 
 def few_rows_step(c: Call, short: int, reduction: int, out_stride: int, sums: tuple[str | int, ...]) -> Step | None:
-    """Return the launch of cross_entropy_few, if it is the best for these rows. `sums`: loss, accuracy, factor."""
+    """Return the launch of cross_entropy_few_rows, if it is the best for these rows. `sums`: loss, accuracy, factor."""
     summed = reduction != NONE
-    blocks = few_blocks(c.vectors, c.rows, c.device, short, summed)
+    blocks = few_rows_blocks(c.vectors, c.rows, c.device, short, summed)
     if not blocks:
         return None
-    threads = few_threads(c.vectors, blocks)
-    launch = FEW.bind((c.t,), c.device, c.rows * blocks, threads, cluster=blocks)
+    threads = few_rows_threads(c.vectors, blocks)
+    launch = FEW_ROWS.bind((c.t,), c.device, c.rows * blocks, threads, cluster=blocks)
     logits, out, *results = c.names
     sums = (*sums, "arrived") if summed else (0, 0, 0, 0)
     sizes = c.rows, c.cols, c.stride, out_stride, c.labels_int64, c.ignore_index, reduction, blocks, blocks * threads
@@ -335,9 +343,9 @@ def gradient_step(c: Call, factor: str | int, out_stride: int, overlap: bool) ->
         launch = GRAD_SHORT.bind((c.t,), c.device, *_grid(c.rows, threads), overlap=overlap)
         return Step(launch, *tensors, *sizes, threads, *c.numbers)
     grid, threads, shared, slots, blocks, in_registers = long_layout(c.vectors, c.rows, c.device)
-    stage = (-(-c.vectors // (threads * blocks)) - _L2_PREFETCH - in_registers + 1) // 2 * 2
+    prefetch_switch = (-(-c.vectors // (threads * blocks)) - _L2_PREFETCH - in_registers + 1) // 2 * 2
     launch = GRAD_LONG.bind((c.t,), c.device, grid, threads, shared, overlap=overlap, cluster=blocks)
-    layout = slots, stage, blocks, threads * blocks, grid // blocks
+    layout = slots, prefetch_switch, blocks, threads * blocks, grid // blocks
     return Step(launch, *tensors, *sizes, "drawn", *layout, *c.numbers)
 
 
@@ -367,7 +375,7 @@ def plan_scale(dlogits: Meta, dloss: Meta, device: int) -> Steps:
     if stride is None:
         return IN_TORCH
     rows, cols, t = row_count(dlogits.shape), dlogits.shape[-1], DTYPE_TOKEN[dlogits.dtype]
-    threads = _group(cols // _WIDTH[t], _BACKWARD_THREADS)
+    threads = _group(cols // WIDTH[t], _BACKWARD_THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), 8 * device_info(device).sm_count)
     launch = SCALE.bind((t,), device, grid, block, overlap=True)

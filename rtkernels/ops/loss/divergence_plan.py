@@ -30,7 +30,8 @@ BY_NOTHING, BY_ROWS, BY_FIRST, BY_ELEMENTS = range(4)
 
 _UNIT = "loss/divergence.cu"
 _VARIANTS = [(2, 8), (4, 4), (4, 1)]
-_THREADS, _TOTAL_THREADS = 256, 1024
+_THREADS = 256
+_TOTAL_THREADS = 1024
 _LOADS_IN_FLIGHT = 2  # vectors of each input in a thread
 
 _FWD = Kernel(

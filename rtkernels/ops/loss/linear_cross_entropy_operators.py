@@ -33,10 +33,10 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     By then the products take 18 times as long as adding a chunk's gradient of the weight to fp32 sums. Without that
     gradient, `hidden` is 0: small chunks cost nothing.
     """
-    most = max(hidden, _SMALL // (vocabulary * itemsize), 1)
-    if rows <= most:
+    limit = max(hidden, _SMALL // (vocabulary * itemsize), 1)
+    if rows <= limit:
         return max(1, rows)
-    alike = -(-rows // -(-rows // most))
+    alike = -(-rows // -(-rows // limit))
     return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 

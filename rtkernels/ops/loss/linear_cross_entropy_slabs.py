@@ -1,8 +1,9 @@
 """Linear layer and cross entropy in slabs of the vocabulary: every sum over rows is one product, rounded once.
 
 All logits exist, as one tensor for each slab, until the log-sum-exp of every row is known. Then slab after slab
-becomes its gradient, adds to the gradient of the hidden states (fp32) and gives its rows of the weight's gradient, and
-its memory is free for the next: the peak is the logits, where whole logits need the weight's gradient next to them.
+becomes its gradient, adds to the gradient of the hidden states (fp32) and gives its rows of the weight's gradient. The
+memory of that gradient holds logits before: those of a slab lie behind the rows that the slab and all before it write.
+The peak is the logits, where whole logits need the weight's gradient next to them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ def slab_columns(device: int) -> int:
     return _TILE * device_info(device).sm_count if device >= 0 else _CPU_COLUMNS
 
 
+def bounds(vocabulary: int, columns: int) -> list[tuple[int, int]]:
+    """Return the first and the last column (exclusive) of each slab. A smaller slab comes first: see :func:`places`."""
+    first = vocabulary % columns or columns
+    ends = range(min(first, vocabulary), vocabulary + 1, columns)
+    return [(max(0, end - columns), end) for end in ends]
+
+
 def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add ``a @ b`` to fp32 sums, or overwrite them with it if it is the first; no rounding to the factors' dtype."""
     if a.dtype == torch.float32 or not a.is_cuda:
@@ -36,6 +44,25 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.mm(a, b, out_dtype=torch.float32, out=sums)
     else:
         torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
+
+
+def places(memory: Tensor | None, rows: int, columns: list[int], size: int) -> list[Tensor | None]:
+    """Return where logits ``[rows, columns]`` of slabs lie in the memory of the weight's gradient; None: elsewhere.
+
+    Slab after slab is turned into ``columns * size`` elements of the gradient, from the start of the memory on, so the
+    logits of a slab have to begin behind its own part of it, and behind the logits of the slab before. The part of the
+    first slab holds no logits, so the smallest one is best.
+    """
+    found: list[Tensor | None] = []
+    begin = written = 0
+    for count in columns:
+        written += count * size
+        begin = max(begin, written)
+        end = begin + rows * count
+        fits = memory is not None and end <= memory.numel()
+        found.append(memory[begin:end].view(rows, count) if fits else None)
+        begin = end if fits else begin
+    return found
 
 
 class Functions(NamedTuple):
@@ -79,15 +106,19 @@ def run(
     """
     ignore_index, smoothing, z_loss, softcap = options
     vocabulary = weight.shape[0]
-    firsts = range(0, vocabulary, slab_columns(weight.get_device()))
-    slabs = [weight[first : first + firsts.step] for first in firsts]
+    spans = bounds(vocabulary, slab_columns(weight.get_device()))
+    slabs = [weight[first:end] for first, end in spans]
+    need_hidden, need_weight, need_bias = needs
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
+    memory = None if dweight is None else dweight.view(-1)
     logits: list[Any] = []
     parts = []
-    for first, slab in zip(firsts, slabs, strict=True):
+    room = places(memory, states.shape[0], [len(slab) for slab in slabs], weight.shape[1])
+    for (first, end), slab, place in zip(spans, slabs, room, strict=True):
         if bias is None:
-            logits.append(torch.mm(states, slab.t()))
+            logits.append(torch.mm(states, slab.t(), out=place))
         else:
-            logits.append(torch.addmm(bias[first : first + firsts.step], states, slab.t()))
+            logits.append(torch.addmm(bias[first:end], states, slab.t(), out=place))
         parts.append(functions.parts(logits[-1], labels, ignore_index, smoothing, softcap, first, vocabulary))
     loss, accuracy, stats, factor = combined(
         torch.stack(parts), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
@@ -95,16 +126,15 @@ def run(
     if g is None:
         g = torch.ones(1, dtype=torch.float32, device=states.device)
     rows = (labels, stats, factor if reduction == MEAN else None)
-    need_hidden, need_weight, need_bias = needs
     dhidden = torch.empty(states.shape, dtype=torch.float32, device=states.device) if need_hidden else nothing(g)
-    dweight, dbias = [], []
-    for i, first in enumerate(firsts):
+    dbias = []
+    for i, (first, end) in enumerate(spans):
         some, logits[i] = logits[i], None  # its memory is free after this round
         functions.gradient_in_place(g, some, *rows, *options, first, vocabulary)
         if need_hidden:
             add_product(dhidden, some, slabs[i], i == 0)
-        if need_weight:
-            dweight.append(torch.mm(some.t(), states))
+        if dweight is not None:
+            torch.mm(some.t(), states, out=dweight[first:end])
         if need_bias:
             dbias.append(some.sum(0, dtype=torch.float32))
         del some
@@ -113,13 +143,9 @@ def run(
         accuracy,
         stats.sum(0),
         dhidden.to(states.dtype) if need_hidden else dhidden,
-        _joined(dweight) if need_weight else nothing(g),
-        _joined(dbias).to(states.dtype) if need_bias else nothing(g),
+        nothing(g) if dweight is None else dweight,
+        torch.cat(dbias).to(states.dtype) if need_bias else nothing(g),
     )
-
-
-def _joined(slabs: list[Tensor]) -> Tensor:
-    return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
 
 
 def suits(rows: int, weight: Tensor, small: int) -> bool:
@@ -129,5 +155,5 @@ def suits(rows: int, weight: Tensor, small: int) -> bool:
     has fewer launches, and in fp32 chunks of rows round nothing either.
     """
     vocabulary, size = weight.shape
-    held = rows * vocabulary * weight.element_size()
-    return weight.dtype != torch.float32 and small < held <= 4 * vocabulary * size
+    slab_bytes = rows * vocabulary * weight.element_size()
+    return weight.dtype != torch.float32 and small < slab_bytes <= 4 * vocabulary * size

@@ -12,15 +12,19 @@ from rtkernels.runtime.layout import vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-INDEX_DTYPES, MAP_DTYPES = (torch.int32, torch.int64), (torch.bool, torch.uint8)
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAP_DTYPES = (torch.bool, torch.uint8)
 LIMIT = 2**31 - 1  # of rows, and of choices
 _THREADS = 512
 _TOKENS_OF_A_THREAD = 8  # kTokens in moe/row_id.cu
-MIN_CHOICES, MIN_FLAGS = 256, 4096  # a chunk should have at least
-_SMALL_MAP_EXPERTS, _LARGE_MAP_EXPERTS = 64, 128  # of a block, of small and large routing maps
+MIN_CHOICES = 256  # of a chunk
+MIN_FLAGS = 4096
+_SMALL_MAP_EXPERTS = 64  # of a block, for small routing maps
+_LARGE_MAP_EXPERTS = 128
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
-MANY_CHOICES, MANY_FLAGS = 2**20, 2**23  # from these on, processors have two chunks each
+MANY_CHOICES = 2**20  # from here on, multiprocessors have two chunks each
+MANY_FLAGS = 2**23
 
 _COUNT = Kernel(
     "moe/index.cu", "moe_count", template="THREADS", max_registers=48,
@@ -138,7 +142,7 @@ def plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: 
     columns = -(-experts // 4) * 4  # of the table
     warps = _ranking_warps(experts)
     shared = layout_bytes(experts, chunks, _THREADS) + 2 * columns * (warps + 1)
-    vec = 4 if vector_bytes(routing.misaligned, experts, most=4) == 4 else 1
+    vec = 4 if vector_bytes(routing.misaligned, experts, limit=4) == 4 else 1
     first, variant = (_LIST, (vec, _THREADS)) if mapped else (_COUNT, (_THREADS,))
     build_together(device, (first, variant), (_PLACE, (_THREADS,)))
     int64 = int(routing.dtype == torch.int64)
@@ -157,7 +161,7 @@ def plan_index(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: 
 
 def plan_map(routing_map: Meta, multiple_of: int, rows: int, device: int) -> Steps:
     tokens, experts = routing_map.shape
-    variant = (4 if vector_bytes(routing_map.misaligned, experts, most=4) == 4 else 1, _THREADS)
+    variant = (4 if vector_bytes(routing_map.misaligned, experts, limit=4) == 4 else 1, _THREADS)
     share = _SMALL_MAP_EXPERTS if tokens * experts < MANY_FLAGS else _LARGE_MAP_EXPERTS
     blocks = -(-experts // share)  # of a chunk
     sizes = (MIN_FLAGS * blocks, MANY_FLAGS, experts, device, _TOKENS_OF_A_THREAD, blocks)

@@ -12,7 +12,7 @@ from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
 from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan_with
 from rtkernels.ops.quant import quantize_fp8_experts as quantizer
-from rtkernels.ops.shared.fp8_layout import Fp8Layout, groups_of
+from rtkernels.ops.shared.fp8_layout import asked, groups_of
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -149,10 +149,10 @@ def moe_permute_fp8(
         )
         y = y if x.requires_grad else None
     else:
-        *codes, probs_out = QUANTIZE.call(
-            x, index.rows, index.slots, index.offsets, probs, experts, layout, dtype, pow2_scale
-        )
-    return MoePermutedFp8(*Fp8Layout((), layout).asked(codes), None if probs is None else probs_out, y)
+        given = x, index.rows, index.slots, index.offsets, probs, experts, layout, dtype, pow2_scale
+        made = QUANTIZE.replay(*given)
+        *codes, probs_out = QUANTIZE.call(*given) if made is None else made
+    return MoePermutedFp8(*asked(layout, codes), None if probs is None else probs_out, y)
 
 
 OP = Op(

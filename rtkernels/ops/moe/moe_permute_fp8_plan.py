@@ -27,10 +27,13 @@ from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
-_BAND_BYTES, _BAND_TILES = 4 << 20, 2  # of x that are read together, again and again, and should stay in L2; at least
-_ROW_THREADS, _ROW_COLUMNS = 256, 2048  # of a block; of a token that a warp holds at a time
+_BAND_BYTES = 4 << 20  # of x that are read together, again and again, and should stay in L2
+_BAND_TILES = 2  # or as many tiles, if that is more
+_ROW_THREADS = 256
+_ROW_COLUMNS = 2048  # of a token that a warp has at a time
 _SCALE_THREADS = 256
-_STRETCH_THREADS, _STRETCH_MEMORY = (768, 4 * 128 * 256 + 2 * 128 * 320)  # of a block; shared, besides a table
+_STRETCH_THREADS = 768
+_STRETCH_MEMORY = 4 * 128 * 256 + 2 * 128 * 320  # shared, besides a table
 _STRETCH_EXPERTS = 1024  # a table for more would not fit
 
 
@@ -62,7 +65,7 @@ SCALES = Kernel(
     variants=[(_SCALE_THREADS,)],
 )  # fmt: skip
 STRETCHES = Kernel(
-    "moe/permute_fp8_runs.cu", "moe_permute_fp8_runs", template="F8", max_registers=80, needs=("tma",),
+    "moe/permute_fp8_stretches.cu", "moe_permute_fp8_stretches", template="F8", max_registers=80, needs=("tma",),
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 prob_kind:i64 prob_columns:i64 pow2:i64",

@@ -16,18 +16,22 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARP = 32
-_PERMUTE_BLOCK, _LOADS_IN_FLIGHT = 256, 4  # threads of a block, accesses of a thread in flight
-_BULK_BLOCK, _BULK_BYTES = 256, 128 << 10  # threads and shared memory of a block at most
+_PERMUTE_BLOCK = 256
+_LOADS_IN_FLIGHT = 4
+_BULK_BLOCK = 256
+_BULK_BYTES = 128 << 10  # shared memory of a block, or less
 _BULK_ROWS = 4  # for each token at least
-_UNPERMUTE_BLOCK, _UNPERMUTE_GROUP = 128, 128  # threads of a block, of a token at most
-_FEW, _FEW_UNITS = 2, 4  # choices up to this number are added by threads with this many accesses of each row
+_UNPERMUTE_BLOCK = 128
+_UNPERMUTE_GROUP = 128  # threads of a token, or fewer
+_PAIR_CHOICES = 2  # up to which a thread has _PAIR_UNITS accesses of each row
+_PAIR_UNITS = 4
 _BLOCKS_PER_SM = 3  # for whose registers moe_unpermute is compiled
-_SHAPES = ((2, 8, 8, 1), (2, 8, 2, _FEW_UNITS), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, _FEW_UNITS), (4, 1, 8, 1))
+_SHAPES = ((2, 8, 8, 1), (2, 8, 2, _PAIR_UNITS), (2, 1, 8, 1), (4, 4, 8, 1), (4, 4, 2, _PAIR_UNITS), (4, 1, 8, 1))
 _BACKWARD_THREADS = 256
 _PROBS_THREADS = 256
 
 PERMUTE = Kernel(
-    "moe/permute.cu", "moe_permute", template="BYTES AHEAD", max_registers=56,
+    "moe/permute.cu", "moe_permute", template="BYTES IN_FLIGHT", max_registers=56,
     args="x:ptr rows:ptr slots:ptr scale:ptr probs:ptr experts:ptr y:ptr scale_out:ptr probs_out:ptr tokens:i64 "
     "top_k:i64 row_count:i64 units:i64 x_stride:i64 scales:i64 prob_kind:i64 prob_columns:i64 threads_per_row:i64 "
     "pad_blocks:i64",
@@ -210,7 +214,7 @@ def plan_unpermute(
     step = row_stride(y.shape, y.stride)
     vec = 16 // size if vector_bytes(y.misaligned, cols * size, step * size) == 16 else 1
     vectors = cols // vec
-    choices, units = (_FEW, _FEW_UNITS) if vec > 1 and top_k <= _FEW else (8, 1)
+    choices, units = (_PAIR_CHOICES, _PAIR_UNITS) if vec > 1 and top_k <= _PAIR_CHOICES else (8, 1)
     threads = _warps(-(-vectors // units), _UNPERMUTE_GROUP)
     block = max(_UNPERMUTE_BLOCK // threads, 1) * threads
     variant = (size, vec, choices, units, _BLOCKS_PER_SM)

@@ -38,7 +38,8 @@ from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["moe_permute_smooth", "moe_permute_smooth_t"]
 
-_THREADS, _CHUNKS = 512, 4
+_THREADS = 512
+_CHUNKS = 4
 _WIDER = {torch.float16: torch.float32, torch.float8_e5m2: torch.bfloat16}  # exact
 
 KERNEL = Kernel(
@@ -84,7 +85,7 @@ def _plan(
     scales = 0 if scale is None else (scale.shape[1] if scale.dim() == 2 else 1)
     scale_cols = cols // scales if scales else cols
     fits = count * cols * token_count * top_k > 0 and cols <= _THREADS * _CHUNKS * n and dtype == E4M3
-    aligned = vector_bytes(misaligned(x, tokens), stride * size, most=n * size) == n * size
+    aligned = vector_bytes(misaligned(x, tokens), stride * size, limit=n * size) == n * size
     if not fits or not aligned or cols % n or scale_cols % n:
         return Steps(instead=_by_several)
     threads = group_threads(-(-cols // (n * _CHUNKS)), _THREADS)

@@ -39,7 +39,7 @@ _FINISH = Kernel(
 )  # fmt: skip
 _SCALE = Kernel(
     "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
-    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 most:f64", variants=[(_IN_FLIGHT,)],
+    args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 max_norm:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -313,15 +313,10 @@ def _kind_of(ord: float) -> int:
     return kind
 
 
-def _combined(sums: Tensor, kind: int, group: Any) -> Tensor:
-    """Combine unfinished norms over a process group and finish them."""
-    return _finished(_over_group(sums, kind, group), kind)
-
-
 def _over_group(sums: Tensor, kind: int, group: Any) -> Tensor:
     sums = _where_group_is(sums, group)
     if kind == LARGEST:
-        # A reduction by maximum may drop a NaN, so whether there is one travels beside the number.
+        # A reduction by maximum may drop a NaN, so whether there is one travels with the number.
         both = torch.stack([sums.nan_to_num(0.0, math.inf), sums.isnan().double()])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
         return torch.where(both[1] > 0, math.nan, both[0])

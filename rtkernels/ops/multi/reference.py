@@ -32,32 +32,32 @@ def reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) ->
 def _reduce_one(t: Tensor, kind: int) -> Tensor:
     if kind == ZEROS:
         return (t == 0).sum().double()
-    wide = t.double()
+    exact = t.double()
     if kind == SQUARES:
-        return wide.square().sum()
+        return exact.square().sum()
     if kind == MAGNITUDES:
-        return wide.abs().sum()
-    return wide.abs().amax() if t.numel() else wide.sum()
+        return exact.abs().sum()
+    return exact.abs().amax() if t.numel() else exact.sum()
 
 
-def _factor(by: Tensor | None, scale: float, most: float) -> Any:
-    if most >= 0:
-        return (most / (by + 1e-6)).clamp(max=1.0).reshape(())
+def _factor(by: Tensor | None, scale: float, max_norm: float) -> Any:
+    if max_norm >= 0:
+        return (max_norm / (by + 1e-6)).clamp(max=1.0).reshape(())
     factor = torch.tensor(scale, dtype=torch.float32, device="cpu")
     return factor if by is None else (factor.to(by.device) * by).reshape(())
 
 
-def scale_(tensors: Sequence[Tensor], by: Tensor | None, scale: float, most: float) -> None:
-    """Multiply by ``scale * by``, or with `most` of at least 0 clip to it, `by` being the norm."""
-    factor = _factor(by, scale, most)
+def scale_(tensors: Sequence[Tensor], by: Tensor | None, scale: float, max_norm: float) -> None:
+    """Multiply by ``scale * by``, or with `max_norm` of at least 0 clip to it, `by` being the norm."""
+    factor = _factor(by, scale, max_norm)
     for t in tensors:
         t.detach().copy_(t.detach().float() * factor.to(t.device))
 
 
-def clip_(tensors: Sequence[Tensor], kind: int, most: float) -> Tensor:
-    """Clip to a norm of at most `most` and return the norm before."""
+def clip_(tensors: Sequence[Tensor], kind: int, max_norm: float) -> Tensor:
+    """Clip to a norm of at most `max_norm` and return the norm before."""
     norm = reduce(tensors, kind, False, False)
-    scale_(tensors, norm, 1.0, most)
+    scale_(tensors, norm, 1.0, max_norm)
     return norm
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.column_sum import column_sum_step, waits_beside
+from rtkernels.ops.shared.column_sum import column_sum_step, overlaps_next
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import (
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     divisor,
@@ -26,20 +27,20 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_UNIT, _BWD_UNIT = "norm/group_rms_norm_gate.cu", "norm/group_rms_norm_gate_bwd.cu"
+_UNIT = "norm/group_rms_norm_gate.cu"
+_BWD_UNIT = "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_CHUNKS = 2  # 16-byte pieces of each input that a thread owns, at most
+_CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
 # How the threads of a row lie in warps (RowForm of the kernel).
 _LANES, _VECTORS, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
-_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and pieces a thread
+_FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and vectors of a thread
 
-_LONG_VARIANTS = [(t,) for t in _WIDTH]
+_LONG_VARIANTS = [(t,) for t in WIDTH]
 _FWD_STRIDES = (
     "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
@@ -60,9 +61,9 @@ _FWD_LONG = Kernel(
 _BWD = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 early:i64 "
-    "eps:f64",
-    variants=[(t, c, f) for t in _WIDTH for c, f in _FORMS],
+    "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 "
+    "overlaps_next:i64 eps:f64",
+    variants=[(t, c, f) for t in WIDTH for c, f in _FORMS],
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
@@ -206,7 +207,7 @@ class Tensors:
         if not self.copied:
             size, starts = dtype.itemsize, misaligned(x, gate, weight, dy)
             distances = (d * size for d in (*self.x, *self.gate, *self.dy))
-            self.vec = _WIDTH[self.t] if vector_bytes(starts, self.cols * size, *distances) == 16 else 1
+            self.vec = WIDTH[self.t] if vector_bytes(starts, self.cols * size, *distances) == 16 else 1
 
     @classmethod
     def after_copies(
@@ -223,7 +224,7 @@ class Tensors:
         return cls(x, gate, weight, dy, groups, layout), dict.fromkeys(found.copied, Tensor.contiguous)
 
     def threads(self, chunks: int = _CHUNKS) -> int:
-        """Return how many threads with `chunks` pieces each share a row that stays in registers, 0 if it does not."""
+        """Return how many threads with `chunks` vectors each share a row that stays in registers, 0 if it does not."""
         vectors = self.cols // self.vec
         if self.vec == 1 or vectors > chunks * _THREADS or self.tokens * self.groups > _COUNT_LIMIT:
             return 0
@@ -261,7 +262,7 @@ class _Block(NamedTuple):
 
     Attributes:
         form: How the threads of a row lie in warps.
-        threads: Of a row, each with `chunks` pieces of it.
+        threads: Threads of a row, each with `chunks` vectors of it.
         rows: Of a block, a multiple of `unit`: so many share their warps.
     """
 
@@ -273,14 +274,14 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, vectors: int) -> _Block:
-        """Return how rows of so many 16-byte pieces keep most of `_THREADS` threads busy.
+        """Return how rows of so many vectors keep most of `_THREADS` threads busy.
 
         With one piece each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
         rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
         """
         block = cls._with(1, vectors)
-        few = block.rows * vectors < 0.9 * _THREADS
-        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (few and vectors > 128) else block
+        idle = block.rows * vectors < 0.9 * _THREADS
+        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (idle and vectors > 128) else block
 
     @classmethod
     def _with(cls, chunks: int, vectors: int) -> _Block:
@@ -329,8 +330,8 @@ def _rows_steps(
     lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at the same time
     summed = rows > s.groups or not s.weight_group  # over the block
     # Others have no registers left for a block of the sum.
-    overlaps = waits_beside(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
-    size = 16 // _WIDTH[s.t]
+    overlaps = overlaps_next(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
+    size = 16 // WIDTH[s.t]
     distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
     numbers = (
         s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),

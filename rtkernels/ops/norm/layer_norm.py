@@ -15,12 +15,12 @@ from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
+    check_overwrite,
     constant,
     detached,
     may_overwrite,
     needs_grad,
     once_differentiable,
-    overwrite_once,
 )
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -47,7 +47,7 @@ class _LayerNorm(torch.autograd.Function):
         if dy is None:
             return dsum, None, None, dsum, None, None, None
         if ctx.overwrites:
-            overwrite_once(ctx, "layer_norm", (dy, dsum))
+            check_overwrite(ctx, "layer_norm", (dy, dsum))
         h, weight, bias = ctx.saved_tensors
         want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
         rest = weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias

@@ -17,6 +17,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     float_halves,
@@ -30,23 +31,24 @@ from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
-_UNIT, _BWD_UNIT = "norm/layer_norm.cu", "norm/layer_norm_bwd.cu"
+_UNIT = "norm/layer_norm.cu"
+_BWD_UNIT = "norm/layer_norm_bwd.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_REGISTER_THREADS, _REGISTER_CHUNKS = 512, 4
-_SHORT = 32  # pieces of 16 bytes in rows that have one in each thread, unless there is a residual
-_UNIFORM = ((2, 128), (4, 256))  # exactly as many in each thread, and the most threads
-_UNIFORM_THREADS = 96  # and the fewest
-_SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # pieces of 16 bytes in a thread of a row that has a block to itself
+_REGISTER_THREADS = 512
+_REGISTER_CHUNKS = 4
+_SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
+_UNIFORM = ((2, 128), (4, 256))  # vectors that each thread has, and how many threads there may be
+_UNIFORM_THREADS = 96  # the fewest
+_SMALL_CHUNKS = {"bf16": 2, "fp16": 2, "fp32": 4}  # vectors of a thread whose block has one row
 _VECTOR_THREADS = 1024  # or one of them, if there is nothing else than a weight and a bias of its type
 _SMALL_THREADS = 1024  # in such a block, and on a multiprocessor in all: with more rows the others are faster
 _RING_THREADS = 512
-_RING_CHUNKS = {2: 1024, 4: 2048}  # pieces of 16 bytes in a thread, and in the longest row it is used for
-_WIDTHS = [(t, vec) for t in _WIDTH for vec in (1, _WIDTH[t])]
+_RING_CHUNKS = {2: 1024, 4: 2048}  # vectors of a thread: those of the longest row
+_WIDTHS = [(t, vec) for t in WIDTH for vec in (1, WIDTH[t])]
 
 
 def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
-    """Return how layer_norm_bwd_bulk is launched for rows of so many pieces of 16 bytes; None if it cannot be.
+    """Return how layer_norm_bwd_bulk is launched for rows of so many vectors; None if it cannot be.
 
     With 64 KB asked for at a time 8192x4096 takes 57.4 µs, 58.8 with 96 KB; 2048x4096 23.2 and 21.7, 8192x8192 112.4
     and 106.7, 1024x4096 15.1 and 15.45. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5
@@ -54,8 +56,8 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
     """
     threads = group_threads(-(-vectors // 2), _RING_THREADS)
     more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
-    most = 384 if 64 < threads <= 128 else _RING_THREADS
-    return bulk_ring(info, rows, vectors, 2, inputs, most, (96 if more else 64) << 10, 0)
+    max_threads = 384 if 64 < threads <= 128 else _RING_THREADS
+    return bulk_ring(info, rows, vectors, 2, inputs, max_threads, (96 if more else 64) << 10, 0)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -67,7 +69,7 @@ def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
 
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    for t in _WIDTH:
+    for t in WIDTH:
         for chunks in _RING_CHUNKS:
             for dsum in (False, True):
                 stages = _ring_stages(shared_limit(target), chunks, dsum)
@@ -91,19 +93,19 @@ _FWD = Kernel(
     ],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
-    _UNIT, "layer_norm_fwd_even", template="T W PIECES THREADS", max_registers=80,
+    _UNIT, "layer_norm_fwd_uniform", template="T W VECTORS THREADS", max_registers=80,
     args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _UNIFORM if p == 2 or t == w],
 )  # fmt: skip
 _FWD_SMALL = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
-    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_wide:i64 x_stride:i64 residual_stride:i64 "
+    args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_weight_fp32:i64 x_stride:i64 residual_stride:i64 "
     "eps_offset:i64",
     variants=list(_SMALL_CHUNKS.items()),
 )  # fmt: skip
 _FWD_VECTOR = Kernel(
-    "norm/layer_norm_small.cu", "layer_norm_fwd_piece", template="T", max_registers=48,
+    "norm/layer_norm_small.cu", "layer_norm_fwd_vector", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
-    variants=[(t,) for t in _WIDTH],
+    variants=[(t,) for t in WIDTH],
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} weight_fp32:i64", variants=_WIDTHS,
@@ -117,7 +119,7 @@ _BWD_BULK = Kernel(
     "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T DSUM", max_registers=128, needs=("tma",),
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
-    variants=list(product(_WIDTH, (False, True))),
+    variants=list(product(WIDTH, (False, True))),
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "layer_norm_bwd_long", template="T VEC", max_registers=64,
@@ -164,17 +166,17 @@ def parameter_sums(weight: Any, bias: Any, wanted: bool) -> tuple[int, torch.dty
 
 
 def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
-    """Return PIECES and THREADS of layer_norm_fwd_even for rows of so many pieces of 16 bytes; None if it cannot."""
-    for pieces, most in _UNIFORM if one_type else _UNIFORM[:1]:
-        if vectors % (32 * pieces) == 0 and _UNIFORM_THREADS <= vectors // pieces <= most:
-            return pieces, most
+    """Return VECTORS and THREADS of layer_norm_fwd_uniform for rows of so many vectors; None if it cannot take them."""
+    for per_thread, max_threads in _UNIFORM if one_type else _UNIFORM[:1]:
+        if vectors % (32 * per_thread) == 0 and _UNIFORM_THREADS <= vectors // per_thread <= max_threads:
+            return per_thread, max_threads
     return None
 
 
 def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> int:
-    """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or of too many pieces, for it."""
-    pieces = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
-    threads = -(-vectors // (32 * pieces)) * 32
+    """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or too long, for it."""
+    per_thread = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
+    threads = -(-vectors // (32 * per_thread)) * 32
     return threads if threads <= _SMALL_THREADS and rows * threads <= _SMALL_THREADS * info.sm_count else 0
 
 
@@ -213,7 +215,7 @@ def _forward(
     residual_stride = 0 if residual is None else row_stride(*residual[1:3])
     starts = misaligned(x, residual, weight, bias, out)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
-    vectors = cols // _WIDTH[t]
+    vectors = cols // WIDTH[t]
     small = _small_threads(device_info(device), rows, vectors, _SMALL_CHUNKS[t]) if aligned16 else 0
     plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
     if small and plain and vectors <= _VECTOR_THREADS:
@@ -232,7 +234,7 @@ def _forward(
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
     else:
-        vec = _WIDTH[t] if aligned16 else 1
+        vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, flags = _FWD_LONG, (t, vec), (int(w == "fp32"),)
     block = threads if uniform is not None else block_of(threads)
@@ -250,7 +252,7 @@ def plan_bwd(
     size, rows, cols = h.dtype.itemsize, row_count(h.shape), h.shape[-1]
     strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
     aligned16 = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) == 16
-    vectors = cols // _WIDTH[t]
+    vectors = cols // WIDTH[t]
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     chunks = next((c for c, limit in _RING_CHUNKS.items() if vectors <= limit), 0)
     stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
@@ -276,7 +278,7 @@ def plan_bwd(
         tail = weight_fp32, max(sums, 1) * cols
         first = Step(launch, *tensors, partial, rows, cols, *strides, threads, eps, offset, *tail)
     else:
-        vec = _WIDTH[t] if aligned16 else 1
+        vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
         block = block_of(threads)
         launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)

@@ -194,6 +194,13 @@ def rms_norm_fp8(
         return into(rms_norm_fp8, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
+    if smooth is None and not calibrate:
+        made = FORWARD.replay(
+            x, weight, None, residual, rstd, None, eps, offset, layout, pow2_scale, scale_layout, keep, False
+        )
+        if made is not None:
+            names = _names(layout, rstd is not None, keep, residual is not None, False, False)
+            return NormFp8(**dict(zip(names, made, strict=True)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
@@ -239,6 +246,13 @@ def layer_norm_fp8(
         return into(layer_norm_fp8, locals())
     if eps is None:
         eps = 1e-5
+    if smooth is None and not calibrate:
+        made = FORWARD.replay(
+            x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, True
+        )
+        if made is not None:
+            names = _names(layout, rstd is not None, keep, residual is not None, False, True)
+            return NormFp8(**dict(zip(names, made, strict=True)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 

@@ -9,13 +9,13 @@ from rtkernels.ops.norm.norm_fp8_shapes import outputs, smooth_outputs
 from rtkernels.ops.shared.fp8_layout import GROUP, groups_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, group_threads, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, WIDTH, block_of, group_threads, row_count, row_stride, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_ROW_THREADS, _ROW_CHUNKS = 512, 4
+_ROW_THREADS = 512
+_ROW_CHUNKS = 4
 _STATS_THREADS = 512
 _SMOOTH_VEC = 4  # elements per access
 
@@ -24,7 +24,8 @@ _TOGETHER_BYTES = 24 << 20
 # Tiles and makers of statistics between the making of a row's statistics and their use, per multiprocessor.
 _STATS_DISTANCE_PER_SM = 3
 # A block computes statistics of 64 KB of x; if two rows per warp are more than that, of up to 128 KB.
-_STATS_BYTES, _MAX_STATS_BYTES = 64 << 10, 128 << 10
+_STATS_BYTES = 64 << 10
+_MAX_STATS_BYTES = 128 << 10
 
 _STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
@@ -38,16 +39,16 @@ _STATS = Kernel(
     "norm/norm_fp8.cu", "norm_fp8_stats", template="T VEC CENTRED", max_registers=64,
     args=f"x:ptr residual:ptr sum:ptr {_STATISTICS} ticket:ptr rows:i64 all_rows:i64 cols:i64 x_stride:i64 "
     "residual_stride:i64 threads_per_row:i64 eps:f64",
-    variants=[(t, *rest) for t, v in _WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
+    variants=[(t, *rest) for t, v in WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
 )  # fmt: skip
 _TILE = Kernel(
-    "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T WIDE ROWS COLUMNS CENTRED", max_registers=128,
+    "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T ALIGNED16 ROWS COLUMNS CENTRED", max_registers=128,
     args=f"x:ptr weight:ptr bias:ptr {_STATISTICS} q:ptr scale:ptr q_t:ptr scale_t:ptr y:ptr ticket:ptr rows:i64 "
-    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_fp32:i64 early:i64 pow2:i64 "
+    "cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 weight_fp32:i64 x_is_older:i64 pow2:i64 "
     "stats_distance:i64 stats_blocks:i64 stats_rows:i64 eps:f64 offset:f64",
     variants=[
         (t, *rest)
-        for t in _WIDTH
+        for t in WIDTH
         for rest in (
             (True, True, True, False),
             (True, False, True, False),
@@ -60,7 +61,7 @@ _SMOOTH = Kernel(
     "norm/norm_fp8_smooth.cu", "norm_fp8_smooth", template="T VEC", max_registers=100,
     args=f"x:ptr residual:ptr weight:ptr bias:ptr smooth:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr max_abs:ptr "
     "rows:i64 cols:i64 x_stride:i64 residual_stride:i64 weight_fp32:i64 pow2:i64 gather:i64 eps:f64 offset:f64",
-    variants=[(t, v) for t in _WIDTH for v in (1, _SMOOTH_VEC)],
+    variants=[(t, v) for t in WIDTH for v in (1, _SMOOTH_VEC)],
 )  # fmt: skip
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.SINGLE_READ, _SMOOTH)
 
@@ -87,7 +88,7 @@ def plan(
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
     groups, row_tiles = groups_of(cols), groups_of(rows)
     scale_strides = (1, rows) if scale_layout == "column" else (groups, 1)
-    vec = _WIDTH[t] if aligned16 else 1
+    vec = WIDTH[t] if aligned16 else 1
     vectors = -(-cols // vec)
     sizes = rows, cols, x_stride, residual_stride
     parameter = weight or bias or x
@@ -120,7 +121,7 @@ def plan(
     stats, ticket, distance, makers, stats_rows = [], 0, row_tiles, 0, 0
     if rstd is None:
         if aligned16 and residual is None and rows * cols * size >= _TOGETHER_BYTES:
-            stats_rows = _stats_rows(cols * size, GROUP // _WIDTH[t] * 16 // 32)
+            stats_rows = _stats_rows(cols * size, GROUP // WIDTH[t] * 16 // 32)
             makers = GROUP // stats_rows
             distance = -(-_STATS_DISTANCE_PER_SM * device_info(device).sm_count // (groups + makers))
             if 2 * distance > row_tiles:
@@ -132,7 +133,7 @@ def plan(
     if centred or not aligned16:
         variant = (t, aligned16, True, True, True)
     blocks = groups * row_tiles + makers * (row_tiles - distance)
-    launch = _TILE.bind(variant, device, blocks, GROUP // _WIDTH[t] * 16, overlap=rstd is None)
+    launch = _TILE.bind(variant, device, blocks, GROUP // WIDTH[t] * 16, overlap=rstd is None)
     tensors = source, "weight", "bias", *statistics, *codes, at("q_t"), at("scale_t"), at("y"), ticket
     numbers = (
         rows, cols, x_stride if residual is None else cols, *scale_strides, groups, w != t, residual is None, pow2,

@@ -20,9 +20,8 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
     return slots * (2 * _SIDE * _SIDE + 2 * 4 * _SIDE + 40) + staged * 16 * 9 * _SIDE + numbers + more
 
 
-# Of x: what it was measured for. A smaller one is a few tiles per multiprocessor, not worth blocks that stay.
-_MIN_BYTES = 16 << 20
-_MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as OnceExchange can count
+_MIN_BYTES = 16 << 20  # of x: less is too few tiles per multiprocessor to be worth persistent blocks
+_MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as SingleReadExchange can count
 _MAX_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 _SINGLE_READ_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
 _refused: set[int] = set()  # devices
@@ -37,7 +36,7 @@ RING = Kernel(
 )  # fmt: skip
 
 SINGLE_READ = Kernel(
-    "norm/norm_fp8_single_read.cu", "norm_fp8_once", template="T", max_registers=104, needs=("tma",),
+    "norm/norm_fp8_single_read.cu", "norm_fp8_single_read", template="T", max_registers=104, needs=("tma",),
     args="boxes:tmap q_t:tmap x:ptr weight:ptr rstd:ptr q:ptr scale:ptr scale_t:ptr words:ptr rows:i64 cols:i64 "
     "x_stride:i64 scale_row:i64 scale_group:i64 weight_fp32:i64 pow2:i64 eps:f64 offset:f64",
     variants=lambda target: [("bf16",), ("fp16",)] if target.capability == (9, 0) else [],
@@ -96,7 +95,7 @@ def single_read_blocks(x: Matrix) -> int:
     """
     if not 1 < x.tiles_across <= _MAX_TILES_ACROSS or x.rows > _MAX_ROWS or not serves(x) or x.device in _refused:
         return 0
-    room = SINGLE_READ.most_resident((x.t,), x.device, _THREADS, _SINGLE_READ_SHARED)
+    room = SINGLE_READ.max_resident_blocks((x.t,), x.device, _THREADS, _SINGLE_READ_SHARED)
     room = min(device_info(x.device).sm_count, room)
     if x.tiles_across > room:
         return 0

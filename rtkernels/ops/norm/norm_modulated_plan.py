@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, group_threads, row_count, row_stride
 from rtkernels.runtime.operator.declared import Meta
-from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
+from rtkernels.runtime.operator.plan import Step, Steps
 
 _MAX_THREADS = 512
 _KERNEL = Kernel(
@@ -34,7 +35,7 @@ def plan(
 ) -> Steps:  # fmt: skip
     rows, cols = row_count(x.shape), x.shape[-1]
     if rows >= 2**31:
-        return IN_TORCH
+        raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     given = {
         "x": x, "residual": residual, "gate": gate, "bias": bias, "weight": weight, "norm_bias": norm_bias,
         "scale": scale, "shift": shift, "channel_scale": channel_scale,
@@ -54,14 +55,17 @@ def plan(
     threads = group_threads(-(-span // each), _MAX_THREADS)
     groups = block_of(threads) // threads
     shared = groups * -(-span // (threads * each)) * threads * each * size
-    if shared <= device_info(device).shared_per_block // 2:
+    uniform = size == 4 or not flags & sum(_FP32.values())
+    if unfit % 16 == 0 and quant != "nvfp4" and uniform and span <= threads * each:
+        shared = 0  # a row of one stretch stays in registers
+    elif shared <= device_info(device).shared_per_block // 2:
         flags |= _IN_SHARED
     else:
         shared = 0
     padded = -(-rows // 128) * 128 if swizzled else rows
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, x.dtype)
     launch = _KERNEL.bind(
-        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared
+        (token, FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups), block_of(threads), shared, overlap=True
     )
     tensors = (
         "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale", "quant_scale",

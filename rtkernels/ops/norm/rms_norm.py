@@ -15,12 +15,12 @@ from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import (
+    check_overwrite,
     constant,
     detached,
     may_overwrite,
     needs_grad,
     once_differentiable,
-    overwrite_once,
 )
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -47,7 +47,7 @@ class _RmsNorm(torch.autograd.Function):
         if dy is None:
             return dsum, None, dsum, None, None, None
         if ctx.overwrites:
-            overwrite_once(ctx, "rms_norm", (dy, dsum))
+            check_overwrite(ctx, "rms_norm", (dy, dsum))
         h, weight = ctx.saved_tensors
         weight_grad = ctx.needs_input_grad[1]
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):

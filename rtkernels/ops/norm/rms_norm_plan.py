@@ -16,6 +16,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     group_threads,
@@ -30,20 +31,21 @@ from rtkernels.runtime.targets import Target
 
 _UNIT = "norm/rms_norm.cu"
 _TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-_REGISTER_THREADS, _REGISTER_CHUNKS = 512, (1, 2, 4)
-_RING_THREADS, _RING_CHUNKS = 512, (1, 2)
-_HELPED_ROWS = 16  # of a group: 1024x4096 14.2 µs with a warp that fetches, 14.7 without; 8192x4096 55.7 and 55.1
-_IN_FLIGHT = 64 << 10  # bytes asked of the copy engine: 4096 columns 56.0 µs, 60.9 with 48 KB, 56.8 with 128 KB
+_REGISTER_THREADS = 512
+_REGISTER_CHUNKS = (1, 2, 4)
+_RING_THREADS = 512
+_RING_CHUNKS = (1, 2)
+_HELPED_ROWS = 16  # of a group, up to which a warp that only fetches pays (decisions/norm.md, helpers)
+_IN_FLIGHT = 64 << 10  # bytes asked of the copy engine (decisions/norm.md, bytes in flight)
 
 
-_LONG_VARIANTS = [(t,) for t in _WIDTH]
+_LONG_VARIANTS = [(t,) for t in WIDTH]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
     """Return how many rows per thread group the cp.async ring holds within `limit` bytes.
 
-    Two are best where a thread holds much of a row (measured: 104.8 µs against 107.3 with four at 8192x8192).
+    Two are best where a thread has much of a row (decisions/norm.md, stages).
     """
     per_stage = _ring_block(chunks) * 16 * chunks * (3 if dsum else 2)
     return min(4 if chunks == 1 else 2, (limit - 2048) // per_stage)
@@ -56,7 +58,7 @@ def _ring_block(chunks: int) -> int:
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
     # Where there is a copy engine, only rows shorter than a warp come this way.
-    for t, chunks, dsum in product(_WIDTH, (1,) if "tma" in target.features else _RING_CHUNKS, (False, True)):
+    for t, chunks, dsum in product(WIDTH, (1,) if "tma" in target.features else _RING_CHUNKS, (False, True)):
         stages = _ring_stages(shared_limit(target), chunks, dsum)
         if stages >= 2:
             yield t, chunks, dsum, stages
@@ -73,7 +75,7 @@ _BWD_ARGS = (
 _FWD = Kernel(
     _UNIT, "rms_norm_fwd", template="T W VEC CHUNKS RESIDUAL", max_registers=96,
     args=_FWD_ARGS.format(flags=""),
-    variants=[(t, w, _WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
+    variants=[(t, w, WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "rms_norm_fwd_long", template="T", max_registers=64,
@@ -86,7 +88,7 @@ _BWD = Kernel(
 _BWD_BULK = Kernel(
     "norm/rms_norm_bwd_bulk.cu", "rms_norm_bwd_bulk", template="T CHUNKS DSUM", max_registers=112, needs=("tma",),
     args=_BWD_ARGS.format(last="partial", flags="weight_fp32") + " stages:i64 groups:i64",
-    variants=list(product(_WIDTH, _RING_CHUNKS, (False, True))),
+    variants=list(product(WIDTH, _RING_CHUNKS, (False, True))),
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _UNIT, "rms_norm_bwd_long", template="T", max_registers=64,
@@ -140,7 +142,7 @@ def check_bwd(
 
 def _long_flags(vec: int, t: str, w: str) -> int:
     """Return the flags of the kernels for long rows: 1 for a weight wider than x, 2 for 16-byte accesses."""
-    return int(w != t) | int(vec == _WIDTH[t]) << 1
+    return int(w != t) | int(vec == WIDTH[t]) << 1
 
 
 def plan_fwd(x: Meta, weight: Meta | None, eps: float, offset: float, device: int) -> Steps:
@@ -169,12 +171,12 @@ def _forward(
     starts = misaligned(x, residual, weight, out)
     vec = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) // size
     vectors = cols // vec
-    if vec == _WIDTH[t] and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
+    if vec == WIDTH[t] and vectors <= _REGISTER_THREADS * max(_REGISTER_CHUNKS):
         chunks = 1 if vectors <= 64 else 2 if vectors <= 128 else 4
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, flags = _FWD, (t, w, vec, chunks, residual is not None), ()
     else:
-        vec = vec if vec == _WIDTH[t] else 1
+        vec = vec if vec == WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, flags = _FWD_LONG, (t,), (_long_flags(vec, t, w),)
     block = block_of(threads)
@@ -196,7 +198,7 @@ def plan_bwd(
     vectors = cols // vec
     chunks = next((c for c in _RING_CHUNKS if vectors <= _RING_THREADS * c), _RING_CHUNKS[-1])
     stages = _ring_stages(info.shared_per_block, chunks, dsum is not None)
-    fits = vec == _WIDTH[t] and vectors <= _RING_THREADS * chunks
+    fits = vec == WIDTH[t] and vectors <= _RING_THREADS * chunks
     inputs, limit, flags, tail = 2 if dsum is None else 3, _ring_block(chunks), int(w != t), ()
     helped = _HELPED_ROWS if chunks == 1 else 0
     ring = bulk_ring(info, rows, vectors, chunks, inputs, limit, _IN_FLIGHT, helped)
@@ -214,7 +216,7 @@ def plan_bwd(
         partial_rows = min(info.sm_count, -(-rows // groups))
         launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, groups * threads, shared)
     else:
-        vec = vec if vec == _WIDTH[t] else 1
+        vec = vec if vec == WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
         block = block_of(threads)
         launch = _BWD_LONG.bind((t,), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)

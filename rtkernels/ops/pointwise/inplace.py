@@ -15,8 +15,8 @@ from rtkernels.runtime.layout import (
     check_same,
     may_overlap,
     row_count,
+    row_slices,
     row_stride,
-    runs,
     token,
     vector_bytes,
 )
@@ -85,10 +85,10 @@ def _plan(x: Meta, y: Meta | None, factor: Meta | None, device: int) -> Steps:
     n = 16 // max(x.dtype.itemsize, other.dtype.itemsize)
     # Every access is of n elements: 16 bytes of the larger type.
     starts = [meta.misaligned // meta.dtype.itemsize for meta in (x, other)]
-    aligned16 = vector_bytes(*starts, cols, *strides, most=n) == n
-    cut = runs(rows, cols, 2 * n if aligned16 else 8, most=_THREADS)
+    aligned16 = vector_bytes(*starts, cols, *strides, limit=n) == n
+    cut = row_slices(rows, cols, 2 * n if aligned16 else 8, limit=_THREADS)
     launch = _KERNEL.bind((DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[other.dtype]), device, cut.grid, cut.block)
-    sizes = rows, cols, *strides, cut.threads_per_row, cut.runs_per_row, aligned16
+    sizes = rows, cols, *strides, cut.threads_per_row, cut.slices_per_row, aligned16
     return Steps(Step(launch, "x", "y", "factor", *sizes, "alpha", "beta"))
 
 

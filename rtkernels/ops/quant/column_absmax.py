@@ -13,7 +13,7 @@ from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     FLOAT_DTYPES,
     check_same,
-    passing,
+    reads_evict_first,
     row_count,
     row_stride,
     token,
@@ -34,7 +34,7 @@ _RESULTS = {None: "AbsMax", torch.float8_e4m3fn: "ScaleE4m3", torch.float8_e5m2:
 _PARTIAL = Kernel(
     "quant/column_absmax.cu", "column_absmax", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
-    "column_tiles:i64 aligned16:i64 passing:i64",
+    "column_tiles:i64 aligned16:i64 evict_first:i64",
     variants=[("bf16",), ("fp16",), ("fp32",)],
 )  # fmt: skip
 _FINISH = Kernel(
@@ -83,7 +83,8 @@ def column_steps(
     each = -(-rows // splits)
     splits = -(-rows // each)
     launch = _PARTIAL.bind((DTYPE_TOKEN[x.dtype],), device, tiles * splits, 32 * _WARPS)
-    evict_first = codes is None and passing(rows * cols * size)  # what scales are made for reads x a second time
+    # With codes, what the scales are made for reads x a second time.
+    evict_first = codes is None and reads_evict_first(rows * cols * size)
     first = Step(launch, *names[:3], partial, rows, cols, stride, each, tiles, aligned16, evict_first)
     scratch = {partial: Memory((splits, cols), torch.float32)}
     return [first, max_step(partial, names[3], splits, cols, device, codes, pow2)], scratch
@@ -157,8 +158,9 @@ def column_absmax(
         return interop.call_with(column_absmax, locals())
     if out is not None:
         return into(column_absmax, locals())
-    x, row, column = detached(x, row_factor, column_factor)
-    amax = ABSMAX.call(x, row, column)
+    amax = ABSMAX.replay(x, row_factor, column_factor)
+    if amax is None:
+        amax = ABSMAX.call(*detached(x, row_factor, column_factor))
     return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
 
 

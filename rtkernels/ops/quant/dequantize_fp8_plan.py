@@ -71,8 +71,8 @@ def plan(
         "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
         "block": (7, groups, 1),
     }[granularity]
-    cut = m.runs(2, threads=128)
-    sizes = m.rows, m.cols, m.stride, cut.threads_per_row, cut.runs_per_row, *strides
+    cut = m.row_slices(2, threads=128)
+    sizes = m.rows, m.cols, m.stride, cut.threads_per_row, cut.slices_per_row, *strides
     if m.vec == 1:
         launch = BACK_GENERIC.bind((GENERIC_THREADS,), device, cut.grid, cut.block)
         return Steps(Step(launch, "q", "scale", "y", *sizes, GENERIC_TYPES[t], f == "e5m2"))

@@ -32,7 +32,8 @@ from rtkernels.runtime.operator.registry import Op
 
 BLOCKS = (32, 64, 128, 256)
 _ELEMENTS = 8  # of a thread
-_THREADS, _CHUNKS = 512, 4
+_THREADS = 512
+_CHUNKS = 4
 
 _TRANSFORM = Kernel(
     "quant/hadamard.cu", "hadamard", template="T", max_registers=64,

@@ -63,9 +63,9 @@ class QuantizedBoth(NamedTuple):
 
 
 def quantize_fp8(
-    x: Tensor, scale: Tensor | None = None, *, granularity: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False, scale_layout: str = "row", layout: str = "row", with_transposed: bool = False,
-    group_size: int = 128,
+    x: Tensor, scale: Tensor | float | None = None, *, granularity: str = "tensor",
+    dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False, scale_layout: str = "row",
+    layout: str = "row", with_transposed: bool = False, group_size: int = 128,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise a tensor to fp8 codes and the factors that give the values back.
@@ -94,8 +94,9 @@ def quantize_fp8(
     Args:
         x: At least one dimension, bfloat16, float16 or float32; any strides (a copy is made unless rows are
             unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
-        scale: For granularity "tensor": the scale to use, one float32 on x's device (it is never read by the host).
-            Used as it is; 0 and non-finite values give what ``x * (1 / scale)`` gives. None computes it.
+        scale: For granularity "tensor": the scale to use, one float32 on x's device (it is never read by the host), or
+            a number, which costs a launch that puts it there. Used as it is; 0 and non-finite values give what
+            ``x * (1 / scale)`` gives. None computes it.
         granularity: Which values share a scale, see above. The last group of a row or column may be shorter.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round computed scales up to a power of two.
@@ -130,6 +131,8 @@ def quantize_fp8(
         return interop.call(quantize_fp8, x, scale, **options, with_transposed=with_transposed)
     if x.requires_grad:
         x = x.detach()
+    if isinstance(scale, float | int) and not isinstance(scale, bool):
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
     if scale is None:
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:

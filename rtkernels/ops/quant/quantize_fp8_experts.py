@@ -17,6 +17,7 @@ from rtkernels.ops.shared.fp8_layout import (
     LAYOUTS,
     MAX_EXPERTS,
     Fp8Layout,
+    asked,
     check_option,
     groups_of,
     row_blocks_of,
@@ -30,7 +31,8 @@ from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
-_STREAM_SLOTS, _STREAM_STATIC_SHARED = 2, 18560
+_STREAM_SLOTS = 2
+_STREAM_STATIC_SHARED = 18560
 # Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
 _STREAM_TILES = 5
 
@@ -166,7 +168,7 @@ def quantize_fp8_experts(
     if x.requires_grad:
         x = x.detach()
     results = QUANTIZE.call(x, counts, layout, dtype, pow2_scale)
-    return QuantizedExperts(*Fp8Layout((), layout).asked(results))
+    return QuantizedExperts(*asked(layout, results))
 
 
 OP = Op(

@@ -32,7 +32,7 @@ def _step(
         pow2: Scales are powers of two.
         tensors: x, q, scale, q_t and partial, 0 for what is not there.
         unit: Rows and columns that share a scale.
-        strides: How far apart scales of units below and beside one another are.
+        strides: How far apart scales of units below and next to one another are.
         threads: Of a unit.
         blocks: At most so many.
         partials: See the kernel, as for the rest.

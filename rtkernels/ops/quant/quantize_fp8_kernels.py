@@ -5,10 +5,10 @@ from __future__ import annotations
 from rtkernels.ops.shared.fp8_layout import GROUP as GROUP
 from rtkernels.ops.shared.tile_stream import supported
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import WIDTH
 
-WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 _PAIRS = [(t, f) for t in WIDTH for f in ("e4m3", "e5m2")]
-_WIDE = [(t, f, WIDTH[t]) for t, f in _PAIRS]
+_ALIGNED16 = [(t, f, WIDTH[t]) for t, f in _PAIRS]
 GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 GENERIC_THREADS = 256
 
@@ -25,24 +25,25 @@ TENSOR = Kernel(
     "quant/quantize_fp8.cu", "quantize_fp8_tensor", template="T F8 VEC", max_registers=56,
     args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 slices_per_row:i64 "
     "partials:i64 pow2:i64",
-    variants=_WIDE,
+    variants=_ALIGNED16,
 )  # fmt: skip
 _ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
 ROW = Kernel(
-    "quant/quantize_fp8.cu", "quantize_fp8_row", template="T F8 VEC", args=_ROW_ARGS, variants=_WIDE, max_registers=48
-)
+    "quant/quantize_fp8.cu", "quantize_fp8_row", template="T F8 VEC", max_registers=48,
+    args=_ROW_ARGS, variants=_ALIGNED16,
+)  # fmt: skip
 ROW_LONG = Kernel(
     "quant/quantize_fp8.cu", "quantize_fp8_row_long", template="T F8 VEC", max_registers=48,
-    args=_ROW_ARGS, variants=_WIDE,
+    args=_ROW_ARGS, variants=_ALIGNED16,
 )  # fmt: skip
 GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu", "quantize_fp8_group", template="T F8 VEC ACROSS", max_registers=64,
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 pow2:i64",
-    variants=[(t, f, v, a) for t, f, v in _WIDE for a in (1, 32 // v)],
+    variants=[(t, f, v, a) for t, f, v in _ALIGNED16 for a in (1, 32 // v)],
 )  # fmt: skip
 BLOCK = Kernel(
     "quant/quantize_fp8_tile.cu", "quantize_fp8_block", template="T F8 VEC", max_registers=64,
-    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64", variants=_WIDE,
+    args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64", variants=_ALIGNED16,
 )  # fmt: skip
 GROUPED_T = Kernel(
     "quant/quantize_fp8_transposed.cu", "quantize_fp8_group_t", template="T F8", max_registers=80,
@@ -59,10 +60,10 @@ BLOCK_BOTH = Kernel(
     args="x:ptr q:ptr scale:ptr q_t:ptr rows:i64 cols:i64 x_stride:i64 column_tiles:i64 pow2:i64", variants=_PAIRS,
 )  # fmt: skip
 EXPERTS = Kernel(
-    "quant/quantize_fp8_experts.cu", "quantize_fp8_experts", template="T F8 WIDE", max_registers=128,
+    "quant/quantize_fp8_experts.cu", "quantize_fp8_experts", template="T F8 ALIGNED16", max_registers=128,
     args="x:ptr counts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr rows:i64 cols:i64 x_stride:i64 experts:i64 "
     "count_width:i64 row_blocks:i64 column_tiles:i64 pow2:i64",
-    variants=[(*pair, wide) for pair in _PAIRS for wide in (False, True)],
+    variants=[(*pair, aligned16) for pair in _PAIRS for aligned16 in (False, True)],
 )  # fmt: skip
 EXPERTS_STREAM = Kernel(
     "quant/quantize_fp8_experts_stream.cu", "quantize_fp8_experts_stream", template="T", max_registers=96,
@@ -75,7 +76,7 @@ BACK = Kernel(
     "quant/dequantize_fp8.cu", "dequantize_fp8", template="T F8 VEC", max_registers=64,
     args="q:ptr scale:ptr y:ptr rows:i64 cols:i64 q_stride:i64 threads_per_row:i64 slices_per_row:i64 row_shift:i64 "
     "scale_row:i64 scale_column:i64",
-    variants=_WIDE,
+    variants=_ALIGNED16,
 )  # fmt: skip
 BACK_T = Kernel(
     "quant/dequantize_fp8.cu", "dequantize_fp8_group_t", template="T F8", max_registers=80,

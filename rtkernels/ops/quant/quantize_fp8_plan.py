@@ -28,13 +28,13 @@ from rtkernels.runtime.launch.kernel import build_together
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
-    Runs,
+    RowSlices,
     block_of,
     check_same,
     group_threads,
     row_count,
+    row_slices,
     row_stride,
-    runs,
     token,
     vector_bytes,
 )
@@ -44,11 +44,13 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 GRANULARITIES = ("tensor", "row", "group", "group_t", "block")
 BOTH_GRANULARITIES = ("group", "block")  # that have a version with transposed codes and the others
 
-_ROW_THREADS, _ROW_CHUNKS = 512, 4
+_ROW_THREADS = 512
+_ROW_CHUNKS = 4
 _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _GRID_LIMIT_Y = 65535  # blocks in y or z
-_SMALL_BYTES, _SMALL_THREADS = 256 << 10, 1024  # one launch, in which every block reads all of x
+_SMALL_BYTES = 256 << 10  # up to which one launch is enough, in which every block reads all of x
+_SMALL_THREADS = 1024
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 
 
@@ -92,7 +94,7 @@ def check_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, la
 
 
 def check_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str) -> None:
-    """Raise an ArgumentError unless x can be quantised with the transposed codes beside the others."""
+    """Raise an ArgumentError unless x can be quantised with transposed codes as well."""
     check_quantize(x, granularity, dtype, pow2, layout)
     if granularity not in BOTH_GRANULARITIES:
         raise ArgumentError(
@@ -144,12 +146,12 @@ class Matrix:
         if flat and self.stride == self.cols:
             self.rows, self.cols, self.stride = 1, self.rows * self.cols, self.rows * self.cols
         size = dtype.itemsize
-        bytes_ = vector_bytes(align, self.cols * size, self.stride * size, most=width * size)
+        bytes_ = vector_bytes(align, self.cols * size, self.stride * size, limit=width * size)
         self.vec = width if bytes_ == width * size else 1
 
-    def runs(self, in_flight: int, threads: int = 256) -> Runs:
+    def row_slices(self, in_flight: int, threads: int = 256) -> RowSlices:
         """Cut the matrix for a kernel with `in_flight` wide accesses per thread and run, or eight narrow ones."""
-        return runs(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
+        return row_slices(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
 
 
 def plan_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, device: int) -> Steps:
@@ -166,7 +168,7 @@ def plan_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, lay
     if m.vec == 1:
         return generic_tensor(m, t, f, pow2)
     # One scale for the tensor: a pass for the largest magnitude, then one that quantises.
-    reading, writing = m.runs(8), m.runs(4)
+    reading, writing = m.row_slices(8), m.row_slices(4)
     blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(device).sm_count)
     build_together(device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
     sizes = m.rows, m.cols, m.stride
@@ -197,7 +199,7 @@ def plan_static(x: Meta, scale: Meta, dtype: torch.dtype, device: int) -> Steps:
     m = Matrix(x, WIDTH[t], flat=True)
     if m.vec == 1:
         return Steps(generic_static(m, t, f))
-    cut = m.runs(4)
+    cut = m.row_slices(4)
     launch = TENSOR.bind((t, f, m.vec), device, cut.grid, cut.block)
     return Steps(Step(launch, "x", "scale", 0, "q", m.rows, m.cols, m.stride, *cut[:2], 0, 0))
 

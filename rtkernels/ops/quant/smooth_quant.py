@@ -27,7 +27,7 @@ from rtkernels.runtime.layout import (
     check_same,
     group_threads,
     nothing,
-    passing,
+    reads_evict_first,
     row_count,
     row_stride,
     token,
@@ -40,13 +40,14 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 GRANULARITIES = ("row", "channel")
-_THREADS, _CHUNKS = 512, 4
+_THREADS = 512
+_CHUNKS = 4
 _CALIBRATION_BLOCKS_PER_SM = 5
 
 _KERNEL = Kernel(
     "quant/smooth.cu", "quantize_fp8_smooth", template="T CALIBRATE", max_registers=116,
     args="x:ptr factor:ptr expert:ptr q:ptr scale:ptr partial:ptr rows:i64 x_cols:i64 x_stride:i64 q_cols:i64 "
-    "threads_per_row:i64 pow2:i64 passing:i64",
+    "threads_per_row:i64 pow2:i64 evict_first:i64",
     variants=[("bf16", False), ("fp32", False), ("bf16", True)],
 )  # fmt: skip
 
@@ -86,7 +87,7 @@ def _plan(
     limit = _CALIBRATION_BLOCKS_PER_SM * device_info(device).sm_count if calibrate else GRID_LIMIT
     grid = min(-(-rows // groups), limit)
     launch = _KERNEL.bind((DTYPE_TOKEN[kind], calibrate), device, grid, block)
-    stride, evict_first = row_stride(meta.shape, meta.stride), passing(rows * x_cols * kind.itemsize)
+    stride, evict_first = row_stride(meta.shape, meta.stride), reads_evict_first(rows * x_cols * kind.itemsize)
     sizes = rows, x_cols, stride, cols, threads, int(pow2), evict_first
     tensors = "x", "smooth", "expert", "q", "scale", "largest" if calibrate else 0
     steps, scratch = [Step(launch, *tensors, *sizes)], {}

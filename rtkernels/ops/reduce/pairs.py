@@ -51,7 +51,7 @@ def squared_error(x: Tensor, y: Tensor, mean: bool) -> Tensor:
         No dimensions.
     """
     finish = {"finish": "divide", "number": x.numel()} if mean else {}
-    return reduce(_SUMS(x, y, "squares", False, 0.0, 0.0), "sum", (0,), False, x.dtype, **finish)[0]
+    return reduce(_SUMS(x, y, "squares", False, 0.0, 0.0), "sum", (0,), False, x.dtype, **finish)
 
 
 def all_close(x: Tensor, y: Tensor, rtol: float, atol: float, equal_nan: bool) -> bool:
@@ -68,7 +68,7 @@ def all_close(x: Tensor, y: Tensor, rtol: float, atol: float, equal_nan: bool) -
         True or False.
     """
     parts = _SUMS(x, y, "not_close", equal_nan, float(rtol), float(atol))
-    return reduce(parts, "count", (0,), False, torch.int64, lift="nonzero")[0].item() == 0
+    return reduce(parts, "count", (0,), False, torch.int64, lift="nonzero").item() == 0
 
 
 OP = Op("pairs", public=(), kernels=(_PAIRS,), torch_ops=())

@@ -6,7 +6,7 @@ long reductions into slices, whose states a third kernel combines; no tensor is 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,34 +167,36 @@ def _plan(
 def _outputs(
     x: Meta, monoid: str, dims: tuple[int, ...], keepdim: bool, lift: str, power: float, finish: str, number: float,
     out_dtype: torch.dtype, wanted: str,
-) -> tuple[Memory | None, Memory | None]:  # fmt: skip
+) -> tuple[Memory, ...]:  # fmt: skip
     shape = tuple(1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims)
     second = torch.int64 if monoid == "arg_maximum" else out_dtype
-    return (
-        Memory(shape, out_dtype) if "o" in wanted else None,
-        Memory(shape, second) if "s" in wanted else None,
+    return tuple(Memory(shape, out_dtype if which == "o" else second) for which in wanted)
+
+
+_REDUCE = {
+    wanted: Primitive(
+        "reduce", (Argument("x", None),), "monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted",
+        results=results, outputs=_outputs, plan=_plan,
     )
+    for wanted, results in (("o", "out"), ("s", "second"), ("os", "out second"))
+}  # fmt: skip
 
 
-_REDUCE = Primitive(
-    "reduce", (Argument("x", None),), "monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted",
-    results="out second", outputs=_outputs, plan=_plan,
-)  # fmt: skip
-
-
-def reducible(x: Tensor, dims: tuple[int, ...], *, ordered: bool = False) -> str | None:
-    """Return why a tensor cannot be reduced here, or None."""
-    if x.dtype not in TOKEN:
-        return f"dtype {str(x.dtype).removeprefix('torch.')}"
-    if x.numel() == 0:
+def reducible(
+    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...], *, ordered: bool = False
+) -> str | None:
+    """Return why a tensor of this metadata cannot be reduced here, or None."""
+    if dtype not in TOKEN:
+        return f"dtype {str(dtype).removeprefix('torch.')}"
+    if 0 in shape:
         return "empty"
-    return None if geometry(x.shape, x.stride(), dims, ordered) is not None else "strides"
+    return None if geometry(shape, stride, dims, ordered) is not None else "strides"
 
 
 def reduce(
     x: Tensor, monoid: str, dims: tuple[int, ...], keepdim: bool, out_dtype: torch.dtype, *, lift: str = "value",
     power: float = 0.0, finish: str = "value", number: float = 0.0, wanted: str = "o",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Reduce some dimensions of a tensor; for those who know what the parts mean, see ``cuda_src/reduce/monoids.cuh``.
 
     Args:
@@ -211,9 +213,9 @@ def reduce(
             for both.
 
     Returns:
-        Both results, dense; a stand-in for one that is not wanted.
+        The result, dense; two of them for "os".
     """
-    return _REDUCE(x, monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted)
+    return _REDUCE[wanted](x, monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted)
 
 
 OP = Op("reduction", public=(), kernels=(_ROWS, _COLUMNS, _FINISH), torch_ops=())

@@ -17,10 +17,10 @@ from rtkernels.runtime.layout import (
     block_of,
     group_threads,
     nothing,
-    passing,
+    reads_evict_first,
     row_count,
+    row_slices,
     row_stride,
-    runs,
     token,
     vector_bytes,
 )
@@ -36,7 +36,7 @@ _THREADS = 512  # of a row, at most
 _FWD = Kernel(
     "reduce/row_dot.cu", "row_dot_fwd", template="T", max_registers=72,
     args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 aligned16:i64 "
-    "passing:i64",
+    "evict_first:i64",
     variants=[(t,) for t in _TOKENS],
 )  # fmt: skip
 _BWD = Kernel(
@@ -59,7 +59,7 @@ def _rows(x: Meta, y: Meta) -> tuple[int, int, int, int, bool]:
     rows, cols, vector = row_count(x.shape), x.shape[-1], 16 // x.dtype.itemsize
     strides = [row_stride(x.shape, meta.stride) for meta in (x, y)]
     starts = [meta.misaligned // x.dtype.itemsize for meta in (x, y)]
-    return rows, cols, *strides, vector_bytes(cols, *strides, *starts, most=vector) == vector
+    return rows, cols, *strides, vector_bytes(cols, *strides, *starts, limit=vector) == vector
 
 
 def _plan_fwd(x: Meta, y: Meta, device: int) -> Steps:
@@ -71,14 +71,14 @@ def _plan_fwd(x: Meta, y: Meta, device: int) -> Steps:
     grid = -(-rows // (block // threads))
     if cols >= 2**31 or grid > GRID_LIMIT:
         raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
-    evict_first = passing(2 * rows * cols * x.dtype.itemsize)
+    evict_first = reads_evict_first(2 * rows * cols * x.dtype.itemsize)
     launch = _FWD.bind((DTYPE_TOKEN[x.dtype],), device, grid, block)
     return Steps(Step(launch, "x", "y", "out", rows, cols, x_stride, y_stride, threads, accesses, evict_first))
 
 
 def _plan_bwd(g: Meta, x: Meta, y: Meta, need_x: bool, need_y: bool, device: int) -> Steps:
     rows, cols, x_stride, y_stride, aligned = _rows(x, y)
-    cut = runs(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
+    cut = row_slices(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
     launch = _BWD.bind((DTYPE_TOKEN[x.dtype],), device, cut.grid, cut.block)
     sizes = rows, cols, x_stride, y_stride, *cut[:2], aligned
     return Steps(Step(launch, "g", "x", "y", "dx", "dy", *sizes))

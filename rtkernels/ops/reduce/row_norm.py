@@ -1,4 +1,4 @@
-"""layer_norm with the statistics that aten keeps, and its gradients from them."""
+"""layer_norm and rms_norm with the statistics that aten keeps, and their gradients from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rtkernels.ops.reduce.reduction import reduce
 from rtkernels.ops.shared.primitive import Memory, Primitive
-from rtkernels.ops.shared.strided import TOKEN, power_of_two
+from rtkernels.ops.shared.strided import TOKEN, power_of_two, product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
@@ -30,9 +30,8 @@ _PARAMS = Kernel(
 )  # fmt: skip
 
 
-def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
+def launch_by_rows(kernel: Kernel, x: Meta, rows: int, cols: int, starts: int, device: int) -> tuple:
     """Return a launch with a group of threads for each row, and the kernel's last arguments."""
-    rows, cols = x.shape
     vector = 16 // x.dtype.itemsize
     aligned = starts == 0 and cols % vector == 0
     units = cols // vector if aligned else cols
@@ -41,60 +40,80 @@ def _launch(kernel: Kernel, x: Meta, starts: int, device: int) -> tuple:
     return launch, threads, int(aligned)
 
 
-def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, device: int) -> Steps:
-    launch, *numbers = _launch(_FWD, x, misaligned(x, weight, bias), device)
-    return Steps(Step(launch, "x", "weight", "bias", "y", "mean", "rstd", *x.shape, "eps", *numbers))
+def _rows(x: Meta, over: int) -> tuple[int, int]:
+    """Return rows, and elements of each: those of the last `over` dimensions."""
+    cols = product(x.shape[len(x.shape) - over :])
+    return x.numel() // cols, cols
 
 
-def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta, rstd: Meta, device: int) -> Steps:
-    launch, *numbers = _launch(_BWD, x, misaligned(dy, x, weight), device)
-    return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *x.shape, *numbers))
+def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, over: int, centered: bool, device: int) -> Steps:
+    rows = _rows(x, over)
+    launch, *numbers = launch_by_rows(_FWD, x, *rows, misaligned(x, weight, bias), device)
+    mean = "mean" if centered else 0
+    return Steps(Step(launch, "x", "weight", "bias", "y", mean, "rstd", *rows, "eps", *numbers))
 
 
-def _slices(x: Meta) -> tuple[int, int]:
+def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta | None, rstd: Meta, over: int, device: int) -> Steps:
+    rows = _rows(x, over)
+    launch, *numbers = launch_by_rows(_BWD, x, *rows, misaligned(dy, x, weight), device)
+    return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *rows, *numbers))
+
+
+def _slices(x: Meta, over: int) -> tuple[int, int]:
     """Return slices of the rows, and rows of each."""
-    rows, cols = x.shape
+    rows, cols = _rows(x, over)
     blocks = max(1, 4 * device_info(x.device).sm_count // -(-cols // _THREADS))
     per_slice = max(16, -(-rows // blocks))
     return -(-rows // per_slice), per_slice
 
 
-def _plan_params(dy: Meta, x: Meta, mean: Meta, rstd: Meta, device: int) -> Steps:
-    slices, per_slice = _slices(x)
-    grid = slices * -(-x.shape[1] // _THREADS)
-    launch = _PARAMS.bind((TOKEN[x.dtype],), device, grid, _THREADS)
-    return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *x.shape, per_slice))
+def _plan_params(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, over: int, device: int) -> Steps:
+    slices, per_slice = _slices(x, over)
+    rows = _rows(x, over)
+    launch = _PARAMS.bind((TOKEN[x.dtype],), device, slices * -(-rows[1] // _THREADS), _THREADS)
+    return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *rows, per_slice))
 
 
-_STATISTICS = (Dense("mean", None), Dense("rstd", None))
+def _statistic(x: Meta, over: int) -> Memory:
+    lead = len(x.shape) - over
+    return Memory((*x.shape[:lead], *[1] * over), torch.float32)
+
+
+_STATISTICS = (Dense("mean", None, optional=True), Dense("rstd", None))  # without a mean: rms_norm
 FORWARD = Primitive(
-    "row_norm_fwd", (Dense("x", None), Dense("weight", None, optional=True), Dense("bias", None, optional=True)), "eps",
-    numbers="eps", results="y mean rstd", plan=_plan_fwd,
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype), *[Memory(x.shape[:1], torch.float32)] * 2),
+    "row_norm_fwd", (Dense("x", None), Dense("weight", None, optional=True), Dense("bias", None, optional=True)),
+    "over, centered, eps", numbers="eps", results="y mean rstd", plan=_plan_fwd,
+    outputs=lambda x, weight, bias, over, centered, *_: (
+        Memory(x.shape, x.dtype), _statistic(x, over) if centered else None, _statistic(x, over),
+    ),
 )  # fmt: skip
 BACKWARD = Primitive(
-    "row_norm_bwd", (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS),
+    "row_norm_bwd", (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS), "over",
     results="dx", outputs=lambda dy, x, *_: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
 )  # fmt: skip
 PARAMS = Primitive(
-    "row_norm_params", (Dense("dy", None), Dense("x", None), *_STATISTICS), results="partial",
-    outputs=lambda dy, x, *_: (Memory((_slices(x)[0], 2, x.shape[1]), torch.float32),), plan=_plan_params,
+    "row_norm_params", (Dense("dy", None), Dense("x", None), *_STATISTICS), "over", results="partial",
+    outputs=lambda dy, x, mean, rstd, over: (
+        Memory((_slices(x, over)[0], 2, *x.shape[len(x.shape) - over :]), torch.float32),
+    ),
+    plan=_plan_params,
 )  # fmt: skip
 
 
-def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, over: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and bias, summed in fp32 in a fixed order.
 
     Args:
-        dy: [rows, cols], bfloat16, float16 or float32.
+        dy: bfloat16, float16 or float32.
         x: Like dy.
-        mean: [rows], float32.
-        rstd: [rows], float32.
+        mean: One for each row, float32; None: rms_norm.
+        rstd: One for each row, float32.
+        over: How many of x's last dimensions are a row.
 
     Returns:
-        Both [cols], of x's dtype.
+        Both of these dimensions, of x's dtype.
     """
-    sums, _ = reduce(PARAMS(dy, x, mean, rstd), "sum", (0,), False, x.dtype)
+    sums = reduce(PARAMS(dy, x, mean, rstd, over), "sum", (0,), False, x.dtype)
     return tuple(sums.unbind())
 
 

@@ -14,6 +14,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
+    WIDTH,
     block_of,
     check_same,
     group_threads,
@@ -24,7 +25,6 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
-_WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 LARGEST_SCALE = torch.finfo(torch.float32).max
 # Vectors of 16 bytes in a thread that holds a part of a row, best ones first, and how many threads a row then has.
 _FWD_VECTORS = {1: 32, 4: 256, 3: 256, 8: 1024}
@@ -34,7 +34,7 @@ _BWD_VECTORS = {1: 32, 2: 512, 4: 1024}
 def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tuple[Kernel, Kernel]:
     """Return the kernels for rows that a block holds, with so many vectors a thread, and for all other rows."""
     args += " threads_per_row:i64 scale:f64 log:i64"
-    in_registers, other = list(product(_WIDTH, per_thread)), [(t,) for t in _WIDTH]
+    in_registers, other = list(product(WIDTH, per_thread)), [(t,) for t in WIDTH]
     return (
         Kernel(unit, entry, template="T CHUNKS", args=args, variants=in_registers, max_registers=64),
         Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=other, max_registers=64),
@@ -109,13 +109,13 @@ def _step(
     in_registers, other = _FWD if forward else _BWD
     t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), x.shape[-1]
     aligned16 = vector_bytes(starts, cols * size, *(stride * size for stride in strides)) == 16
-    found = _per_thread(cols // _WIDTH[t], _FWD_VECTORS if forward else _BWD_VECTORS) if aligned16 else None
+    found = _per_thread(cols // WIDTH[t], _FWD_VECTORS if forward else _BWD_VECTORS) if aligned16 else None
     shared = found[0] * block_of(found[1]) * 16 if found and forward else 0
     if found and shared <= device_info(device).shared_per_block - 1024:
         per_thread, threads = found
         kernel, variant, more = in_registers, (t, per_thread), ()
     else:
-        threads = group_threads(-(-cols // (_WIDTH[t] if aligned16 else 1)), 1024)
+        threads = group_threads(-(-cols // (WIDTH[t] if aligned16 else 1)), 1024)
         kernel, variant, more, shared = other, (t,), (int(aligned16),), 0
     block = block_of(threads)
     launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block, shared)

@@ -233,7 +233,7 @@ def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) ->
         return False
     run = vec // 2 if pairs == ADJACENT and not full else vec
     wanted = min(run * itemsize, 16)
-    return vector_bytes(align, angles.table_stride * itemsize, most=wanted) == wanted
+    return vector_bytes(align, angles.table_stride * itemsize, limit=wanted) == wanted
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT = "rope/mla_rope.cu"
-_HEADS, _WARPS = 4, 4  # kMlaHeads, kMlaWarps
+_HEADS = 4  # kMlaHeads
+_WARPS = 4  # kMlaWarps
 _VECTORS = [(t, v) for t in TYPES for v in (1, 4 if t == "fp32" else 8)]
 _DIMS = (
     "tokens:i64 length:i64 heads:i64 nope:i64 value_dim:i64 pairs:i64 kv_batch:i64 kv_place:i64 kv_head:i64 "

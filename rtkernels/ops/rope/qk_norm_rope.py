@@ -215,6 +215,9 @@ def qk_norm_rope(
         q_heads, kv_heads, head_order == "grouped", layout, rotary or 0, pairs, silu, eps, offset, cos, sin, positions,
         cu_seqlens, spelled, cp_rank, cp_size, mscale,
     )  # fmt: skip
+    made = FORWARD.replay(qkv, q_weight, k_weight, *args)
+    if made is not None:
+        return made
     if is_grad_enabled() and (needs_grad(qkv, q_weight, k_weight) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; qk_norm_rope is differentiable in qkv and the weights")

@@ -71,7 +71,7 @@ FWD_ANY = Kernel(
 )  # fmt: skip
 BWD = Kernel(
     _BWD_UNIT, "qk_norm_rope_bwd", template="T PAIRS SILU HEADS THREADS", max_registers=208,
-    args=_BWD_ARGS.format("teams:i64 inner:i64 batch_inner:i64 neighbours:i64"), variants=_bwd_variants,
+    args=_BWD_ARGS.format("walkers:i64 inner:i64 batch_inner:i64 neighbours:i64"), variants=_bwd_variants,
 )  # fmt: skip
 BWD_ANY = Kernel(
     _BWD_UNIT, "qk_norm_rope_bwd_any", template="T", max_registers=120,

@@ -32,7 +32,8 @@ TYPES = ("bf16", "fp16", "fp32")
 HEADS_PER_GROUP = 4  # kRopeHeads
 UNIT_LIMIT = 2**31 - 1024  # (token, head group) pairs that one launch can count, and a block may pass the end
 _BLOCK = 128
-_TOKEN_HEADS, _TOKEN_THREADS = 8, 192  # of a thread and a block of rope_token, at most
+_TOKEN_HEADS = 8  # of a thread of rope_token, or fewer
+_TOKEN_THREADS = 192  # of its blocks, or fewer
 
 _ROPE_ARGS = (
     "q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 slots:i64 lane_bits:i64 first:i64 "

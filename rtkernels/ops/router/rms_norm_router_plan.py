@@ -18,8 +18,11 @@ from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps, matrix_boxes
 
 _INPUTS = (torch.bfloat16, torch.float16)
-_THREADS, _BLOCK_ROWS, _BOX = 640, 64, 64
-_SLOTS, _STAGES = 6, 4  # of x and of the router's weight in shared memory, 16 and 32 KB
+_THREADS = 640
+_BLOCK_ROWS = 64
+_BOX = 64
+_SLOTS = 6  # of x in shared memory, 16 KB each
+_STAGES = 4  # of the router's weight, 32 KB each
 _SHARED = _SLOTS * 16384 + _STAGES * 32768 + 1024 + 8 * (4 * _SLOTS + 2 * _STAGES) + 4 * 4 * _BLOCK_ROWS
 
 # Where it is faster than two kernels, by measurements (docs/decisions/router.md). It takes multiples of 4 experts and 8

@@ -22,9 +22,11 @@ _SUM_THREADS = 256
 _SLACK = 1024 + 256  # shared memory: alignment of the tiles, and barriers
 _TILE_BYTES = TILE * DEPTH * 2
 _MIN_BLOCKS = 4  # of DEPTH per split: fewer cost more to add up than they save
-# Of router_dw_turns: tile and stage, and the most tokens of a split. Sums of 1024 tokens, half of them, may stay in the
-# tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
-_PINGPONG_EXPERTS, _PINGPONG_COLUMNS, _PINGPONG_STAGE, _PINGPONG_TOKENS = 64, 256, 32, 2048
+_PINGPONG_EXPERTS = 64  # of a tile of router_dw_pingpong
+_PINGPONG_COLUMNS = 256
+_PINGPONG_STAGE = 32
+# Tokens of a split, or fewer. Half of them stay in the tensor cores: 3.3e-6 of the 5e-6 that "high" promises.
+_PINGPONG_TOKENS = 2048
 _PINGPONG_SHARED = 8 * _PINGPONG_STAGE * (4 * _PINGPONG_EXPERTS + 2 * _PINGPONG_COLUMNS) + _SLACK
 
 _MMA_SHARED = 3 * 2 * _TILE_BYTES
@@ -69,7 +71,7 @@ DW = Kernel(
     variants=[("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp16", 1), ("fp16", 2)],
 )  # fmt: skip
 DW_PINGPONG = Kernel(
-    "router/router_gemm_dw_pingpong.cu", "router_dw_turns", template="T TERMS", max_registers=168,
+    "router/router_gemm_dw_pingpong.cu", "router_dw_pingpong", template="T TERMS", max_registers=168,
     needs=("tma", "wgmma"),
     args="dy:tmap x:tmap out:ptr tokens:i64 experts:i64 depth:i64 stages_per_split:i64", variants=[("bf16", 2)],
 )  # fmt: skip
@@ -104,8 +106,8 @@ def promote_blocks(precision: int) -> int:
 
 def term_pairs(left: int, right: int) -> list[tuple[int, int]]:
     """Return which terms of two operands meet, smallest products first; small ones do not meet small ones."""
-    most = max(left, right)
-    pairs = [(i, j) for i in range(left) for j in range(right) if i + j < most]
+    terms = max(left, right)
+    pairs = [(i, j) for i in range(left) for j in range(right) if i + j < terms]
     return sorted(pairs, key=lambda pair: -sum(pair))
 
 

@@ -47,7 +47,7 @@ def box_rows(size: int, tile: int) -> int:
     return tile if size > tile else _up(size, 8) * 8
 
 
-def clusters_at_once(sms: int, splits: int) -> int:
+def resident_clusters(sms: int, splits: int) -> int:
     """Return how many clusters run at the same time. Groups of 16 or 18 multiprocessors are not shared by clusters."""
     return max(1, (sms if splits <= 2 else sms * 15 // 16) // splits)
 
@@ -64,7 +64,7 @@ def clocks(size: tuple[int, int, int], terms: int, sms: int, rows: int, columns:
     x_bytes = ROW_BYTES * box_rows(tokens, rows)
     stage_bytes = x_bytes + ROW_BYTES * terms * box_rows(experts, columns)
     result_bytes = 4 * rows * min(columns, experts)
-    tiles, at_once = row_tiles * column_tiles, clusters_at_once(sms, splits)
+    tiles, resident = row_tiles * column_tiles, resident_clusters(sms, splits)
 
     def wave(clusters: int) -> float:
         active = clusters * splits
@@ -79,8 +79,8 @@ def clocks(size: tuple[int, int, int], terms: int, sms: int, rows: int, columns:
             end += _EXCHANGE_START + result_bytes * (splits - 1) / splits / _EXCHANGE_BYTES
         return _START + blocks * stage + end
 
-    full, rest = divmod(tiles, at_once)
-    return full * wave(min(at_once, tiles)) + (wave(rest) if rest else 0.0)
+    full, rest = divmod(tiles, resident)
+    return full * wave(min(resident, tiles)) + (wave(rest) if rest else 0.0)
 
 
 def forward_tile(size: tuple[int, int, int], terms: int, sms: int) -> Tile:

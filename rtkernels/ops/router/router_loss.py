@@ -25,6 +25,9 @@ _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
 
 
 def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:
+    loss = FORWARD.replay(x, counts, kind, sequence_dim, k, coefficient)
+    if loss is not None:
+        return loss
     a_number("coefficient", coefficient)
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():

@@ -18,8 +18,12 @@ from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator,
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 Z, SOFTMAX, SIGMOID, PLAIN = range(4)  # which loss; of load balancing, what the scores are
-_UNIT, _VECTOR, _WARPS, _BLOCKS_PER_SM = "router/losses.cu", 4, 8, 4
-_ROWS_TOGETHER, _MAX_TOGETHER = 4, 2 * 32 * _VECTOR  # rows that a warp has at a time in router_z_fwd; their columns
+_UNIT = "router/losses.cu"
+_VECTOR = 4
+_WARPS = 8
+_BLOCKS_PER_SM = 4
+_ROWS_TOGETHER = 4  # rows that a warp has at a time in router_z_fwd
+_MAX_TOGETHER = 2 * 32 * _VECTOR  # their columns
 _DIMS = "rows:i64 experts:i64 x_stride:i64 inner:i64 interleaved:i64 number_kind:i64"
 
 _FWD_ARGS = f"x:ptr counts:ptr partial:ptr loss:ptr ticket:ptr {_DIMS} whole:i64 loss_kind:i64 factor:f64"
@@ -98,9 +102,9 @@ def _work(
     sequences = sequences_of(x.shape, sequence_dim)
     rows, experts, size = row_count(x.shape), x.shape[-1], x.dtype.itemsize
     vector, stride = _VECTOR * size, row_stride(x.shape, x.stride)
-    whole = [int(vector_bytes(x.misaligned, stride * size, experts * size, most=vector) == vector)]
+    whole = [int(vector_bytes(x.misaligned, stride * size, experts * size, limit=vector) == vector)]
     if backward:
-        whole.append(int(vector_bytes(experts * size, most=vector) == vector))
+        whole.append(int(vector_bytes(experts * size, limit=vector) == vector))
     limit = _WARPS * _BLOCKS_PER_SM * device_info(device).sm_count
     if kind == Z and x.dtype == torch.float32 and experts <= _MAX_TOGETHER and all(whole):
         kernel, units = (_Z_BWD, rows) if backward else (_Z_FWD, -(-rows // _ROWS_TOGETHER))
@@ -218,7 +222,7 @@ def reference_counts(indices, experts, sequence_dim):
     return counts.view(_counts_shape(number, experts, sequence_dim)).clone()
 
 
-# Of load balancing, the loss is divided by k and multiplied by the number of experts; of Z, k is not used.
+# The loss of load balancing is divided by k and multiplied by the number of experts; Z does not use k.
 _INPUTS = Rows("x", None), Dense("counts", None, optional=True)
 _OPTIONS = "int kind, int sequence_dim, int k, float coefficient"
 FORWARD = Operator(

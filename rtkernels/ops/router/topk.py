@@ -33,10 +33,10 @@ MAX_COLUMNS = 32 * WARP_COLUMNS
 _WARPS = 8
 _UNIT = "router/topk.cu"
 _ARGS = "x:ptr values:ptr indices:ptr rows:i64 cols:i64 x_stride:i64 k:i64 kind:i64 whole:i64 indices_int64:i64"
-_FEW_THREADS = 128
+_OCTET_THREADS = 128
 _FWD = Kernel(_UNIT, "topk_fwd", template="V", args=_ARGS, variants=[(v,) for v in COLUMNS], max_registers=64)
-_FEW = Kernel(_UNIT, "topk_few", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
-_FWD_WIDE = Kernel(_UNIT, "topk_fwd_wide", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
+_FWD_OCTETS = Kernel(_UNIT, "topk_fwd_octets", template="SIZE", args=_ARGS, variants=[(2,), (4,)], max_registers=64)
+_FWD_BLOCK = Kernel(_UNIT, "topk_fwd_block", template="V", args=_ARGS, variants=[(COLUMNS[-1],)], max_registers=64)
 _BWD = Kernel(
     _UNIT, "topk_bwd", template="SIZE", max_registers=40,
     args="g:ptr indices:ptr dx:ptr rows:i64 cols:i64 k:i64 whole:i64 indices_int64:i64", variants=[(2,), (4,)],
@@ -58,23 +58,23 @@ class TopK(NamedTuple):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Meta, k: int, wide: bool) -> None:
+def _check(x: Meta, k: int, int64: bool) -> None:
     check_rows("x", x, MAX_COLUMNS)
     check_k(k, x.shape[-1])
 
 
-def _plan_fwd(x: Meta, k: int, wide: bool, device: int) -> Steps:
+def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
     rows, cols, stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
     v = lane_columns(cols)
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
-        launch = _FWD_WIDE.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
+        launch = _FWD_BLOCK.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
     elif takes_octets(x, k):
-        grid = -(-rows * OCTET // _FEW_THREADS)
-        launch = _FEW.bind((x.dtype.itemsize,), device, min(grid, GRID_LIMIT), _FEW_THREADS)
+        grid = -(-rows * OCTET // _OCTET_THREADS)
+        launch = _FWD_OCTETS.bind((x.dtype.itemsize,), device, min(grid, GRID_LIMIT), _OCTET_THREADS)
     else:
         launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
-    numbers = rows, cols, stride, k, KIND[x.dtype], int(whole_vectors(x, v)), int(wide)
+    numbers = rows, cols, stride, k, KIND[x.dtype], int(whole_vectors(x, v)), int(int64)
     return Steps(Step(launch, "x", "values", "indices", *numbers))
 
 
@@ -111,18 +111,18 @@ def largest(key: Tensor, k: int) -> Tensor:
     return torch.sort(key, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _reference_fwd(x: Tensor, k: int, wide: bool) -> tuple[Tensor, Tensor]:
+def _reference_fwd(x: Tensor, k: int, int64: bool) -> tuple[Tensor, Tensor]:
     indices = largest(sort_key(x), k)
-    return x.gather(-1, indices).contiguous(), indices.to(torch.int64 if wide else torch.int32).contiguous()
+    return x.gather(-1, indices).contiguous(), indices.to(torch.int64 if int64 else torch.int32).contiguous()
 
 
 def _reference_bwd(g: Tensor, indices: Tensor, cols: int) -> Tensor:
     return torch.zeros((*g.shape[:-1], cols), dtype=g.dtype, device=g.device).scatter_(-1, indices.long(), g)
 
 
-def _outputs(x, k, wide):
+def _outputs(x, k, int64):
     shape = (*x.shape[:-1], k)
-    return Memory(shape, x.dtype), Memory(shape, torch.int64 if wide else torch.int32)
+    return Memory(shape, x.dtype), Memory(shape, torch.int64 if int64 else torch.int32)
 
 
 FORWARD = Operator(
@@ -142,9 +142,9 @@ _replay, _forward = FORWARD.replay, FORWARD.call
 
 class _TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, k, wide):
+    def forward(ctx, x, k, int64):
         ctx.set_materialize_grads(False)
-        values, indices = _forward(x, k, wide)
+        values, indices = _forward(x, k, int64)
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
         ctx.cols = x.shape[-1]
@@ -198,4 +198,4 @@ def topk(
     return TopK(*_forward(x, k, int64))
 
 
-OP = Op("topk", public=("topk",), kernels=(_FWD, _FEW, _FWD_WIDE, _BWD), torch_ops=(FORWARD, BACKWARD))
+OP = Op("topk", public=("topk",), kernels=(_FWD, _FWD_OCTETS, _FWD_BLOCK, _BWD), torch_ops=(FORWARD, BACKWARD))

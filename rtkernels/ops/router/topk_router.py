@@ -48,9 +48,8 @@ def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale
     probs = plans.probabilities(x, indices, mode, scale, eps)
     chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, indices, True)
     counts = chosen.reshape(-1, x.shape[-1]).sum(0).to(torch.int32)
-    none = x.new_empty(0)
-    dense_probs = torch.zeros_like(x).scatter_(-1, indices, probs).contiguous() if dense else none
-    chosen = chosen.contiguous() if routing_map else none.bool()
+    dense_probs = torch.zeros_like(x).scatter_(-1, indices, probs).contiguous() if dense else x.new_empty(0)
+    chosen = chosen.contiguous() if routing_map else x.new_empty(0)
     return probs.contiguous(), indices.to(torch.int32).contiguous(), counts, dense_probs, chosen
 
 
@@ -70,8 +69,8 @@ def _outputs(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps,
         Memory(compact, torch.float32),
         Memory(compact, torch.int32),
         Memory(every[-1:], torch.int32, fresh=True),
-        Memory(every if dense else (0,), torch.float32),
-        Memory(every if routing_map else (0,), torch.bool),
+        Memory(every, torch.float32) if dense else None,
+        Memory(every, torch.bool) if routing_map else None,
     )
 
 
@@ -175,11 +174,12 @@ def topk_router(
     if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
         num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
-    if is_grad_enabled() and needs_grad(logits):
+    results = FORWARD.replay(*args)
+    if results is None and is_grad_enabled() and needs_grad(logits):
         if is_dynamo_compiling():
             args = *args[:7], constant(scale), constant(eps), *args[9:]
         results = _differentiable(*args)
-    else:
+    elif results is None:
         results = FORWARD.call(*args)
     probs, indices, counts, dense, chosen = results
     return Routing(probs, indices, counts, dense if dense_probs else None, chosen if routing_map else None)

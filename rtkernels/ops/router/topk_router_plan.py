@@ -28,18 +28,18 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
 _WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
-_FEW_WARPS, _FEW_BLOCKS_PER_SM = 16, 2
+_SMALL_WARPS, _SMALL_BLOCKS_PER_SM = 16, 2
 _VECTOR = 4
 
 _FWD = Kernel(
     "router/topk_router.cu", "router_fwd", template="V WIDE", max_registers=96,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
-    "x_stride:i64 top_k:i64 number_kind:i64 whole_pieces:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
+    "x_stride:i64 top_k:i64 number_kind:i64 whole_vectors:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
     variants=[(2, False), (8, False), (8, True)],
 )  # fmt: skip
-_FEW = Kernel(
-    "router/topk_router_small.cu", "router_few", template="SIZE", max_registers=64,
+_FWD_SMALL = Kernel(
+    "router/topk_router_small.cu", "router_fwd_small", template="SIZE", max_registers=64,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 x_stride:i64 "
     "top_k:i64 number_kind:i64 modes:i64 scaling:f64 epsilon:f64",
     variants=[(2,), (4,)],
@@ -50,7 +50,7 @@ _BWD = Kernel(
     "number_kind:i64 whole_in:i64 whole_out:i64 modes:i64 scaling:f64 epsilon:f64",
     variants=[(_VECTOR,)],
 )  # fmt: skip
-KERNELS = (_FWD, _FEW, _BWD)
+KERNELS = (_FWD, _FWD_SMALL, _BWD)
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -114,16 +114,16 @@ def plan_fwd(
     results = "probs", "indices", "dense_probs" if dense else 0, "chosen" if routing_map else 0, "counts"
     tensors, sizes, sms = ("logits", "bias", *results), (rows, experts, stride, k), device_info(device).sm_count
     if bias is None and num_groups == 1 and takes_octets(logits, k):
-        warps = min(_FEW_WARPS, -(-rows * OCTET // 32))
-        grid = min(-(-rows * OCTET // (32 * warps)), _FEW_BLOCKS_PER_SM * sms)
-        launch = _FEW.bind((logits.dtype.itemsize,), device, grid, 32 * warps)
+        warps = min(_SMALL_WARPS, -(-rows * OCTET // 32))
+        grid = min(-(-rows * OCTET // (32 * warps)), _SMALL_BLOCKS_PER_SM * sms)
+        launch = _FWD_SMALL.bind((logits.dtype.itemsize,), device, grid, 32 * warps)
         return Steps(Step(launch, *tensors, *sizes, KIND[logits.dtype], mode, scale, eps))
     several_warps, v = experts > WARP_COLUMNS, lane_columns(experts)
     lanes = 0 if several_warps or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
     whole = whole_vectors(logits, v)
     if bias is not None:
         wanted = min(16, 4 * v)
-        whole = whole and vector_bytes(bias.misaligned, most=wanted) == wanted
+        whole = whole and vector_bytes(bias.misaligned, limit=wanted) == wanted
     row_bytes = _round(5 * experts) if dense or routing_map else 0
     if num_groups > 1 and lanes == 0:
         row_bytes += _round(4 * (experts + num_groups) + num_groups)
@@ -150,8 +150,8 @@ def plan_bwd(
     rows, experts, size = row_count(logits.shape), logits.shape[-1], logits.dtype.itemsize
     stride, vector = row_stride(logits.shape, logits.stride), _VECTOR * size
     g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride)
-    whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, most=vector) == vector
-    whole_out = vector_bytes(experts * size, most=vector) == vector
+    whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, limit=vector) == vector
+    whole_out = vector_bytes(experts * size, limit=vector) == vector
     launch = _BWD.bind((_VECTOR,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
     numbers = indices.shape[-1], KIND[logits.dtype], int(whole_in), int(whole_out), mode, scale, eps
     tensors = "logits", "indices", "g_compact", "g_dense", "dx"

@@ -42,7 +42,7 @@ def whole_vectors(meta: Meta, v: int) -> bool:
     size = dtype.itemsize
     wanted = min(16, v * size)
     steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
-    return shape[-1] % v == 0 and vector_bytes(meta.misaligned, steps, most=wanted) == wanted
+    return shape[-1] % v == 0 and vector_bytes(meta.misaligned, steps, limit=wanted) == wanted
 
 
 def takes_octets(meta: Meta, k: int) -> bool:

@@ -60,7 +60,7 @@ _COUNTS = Primitive(
 )  # fmt: skip
 _COORDINATES = Primitive(
     "compact_coordinates", (Dense("x", None), Dense("ends", None)), "total", results="out",
-    outputs=lambda x, ends, total: (Memory((total, len(x.shape)), torch.int64, (1, total)),),
+    outputs=lambda x, ends, total: (Memory((total, len(x.shape)), torch.int64, (1, max(total, 1))),),
     plan=_plan_coordinates,
 )  # fmt: skip
 _ELEMENTS = Primitive(

@@ -30,26 +30,26 @@ class BulkRing(NamedTuple):
 
 
 def bulk_ring(
-    info: DeviceInfo, rows: int, pieces: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
+    info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
 ) -> BulkRing | None:
     """Return how such a kernel is launched, or None if it cannot be: no copy engine, or rows shorter than a warp.
 
     Args:
         info: The device.
         rows: In all.
-        pieces: Of 16 bytes in a row.
-        chunks: Of these in a thread.
-        inputs: That have rows in the ring.
-        max_threads: In a block.
+        vectors: 16-byte vectors in a row.
+        chunks: Vectors that one thread has.
+        inputs: Tensors with rows in the ring.
+        max_threads: Threads of a block, or fewer.
         in_flight: Bytes that a block asks for at a time.
         helped: Groups with fewer rows than this have a warp each that fetches for them, if there is room for these.
     """
-    threads = group_threads(-(-pieces // chunks), _ROW_THREADS)
+    threads = group_threads(-(-vectors // chunks), _ROW_THREADS)
     if "tma" not in info.target.features or threads < 32 or rows >= 2**30:
         return None
-    # The fewest groups that have enough threads: rms_norm at 2048 columns 32.0 µs with two, 32.7 with three.
-    most = min(max_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
-    groups = max(1, min(most, rows // info.sm_count))
+    # The fewest groups that have enough threads (decisions/norm.md, groups of a block).
+    max_groups = min(max_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
+    groups = max(1, min(max_groups, rows // info.sm_count))
     block = groups * threads
     stage_bytes = block * 16 * chunks * inputs
     fits = (info.shared_per_block - _RESERVED - groups * _BARRIERS) // stage_bytes

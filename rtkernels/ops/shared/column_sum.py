@@ -18,14 +18,14 @@ _KERNEL = Kernel(
 )  # fmt: skip
 
 
-def _plan(device: int, dtype: torch.dtype, cols: int, beside: bool):
+def _plan(device: int, dtype: torch.dtype, cols: int, overlaps: bool):
     info = device_info(device)
-    # Two columns in a lane where there would be more blocks than can wait beside the kernel before.
-    pairs = int(beside and cols > 32 * info.sm_count and cols % 2 == 0)
+    # Two columns in a lane where there would be more blocks than can wait while the kernel before runs.
+    pairs = int(overlaps and cols > 32 * info.sm_count and cols % 2 == 0)
     grid = -(-cols // (32 << pairs))
     shared = 1024 << pairs
-    if not beside:
-        # So that those multiprocessors which are free first do not take them all: layer_norm 1024x4096 17.0 to 15.8 µs.
+    if not overlaps:
+        # So that those multiprocessors which are free first do not take them all (decisions/norm.md).
         shared = max(shared, min(info.shared_per_block // 2, (200 << 10) // -(-grid // info.sm_count)) & ~15)
     return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, 256, shared, overlap=True), pairs
 
@@ -33,10 +33,10 @@ def _plan(device: int, dtype: torch.dtype, cols: int, beside: bool):
 _PLANS = Plans(_plan)
 
 
-def waits_beside(cols: int) -> bool:
-    """Return whether the kernel before a sum of so many columns should let it start early, to wait beside it.
+def overlaps_next(cols: int) -> bool:
+    """Return whether the kernel before a sum of so many columns should let it start, and wait, while it still runs.
 
-    With more blocks of the sum that costs more than it saves: `rms_norm` 8192x8192 104.1 µs, 103.5 if not.
+    With more blocks of the sum that costs more than it saves (decisions/norm.md, sums that overlap).
     """
     return cols <= 2048
 
@@ -53,15 +53,15 @@ def column_sum_step(
     return Step(launch, partial, out, rows, cols, pairs)
 
 
-def column_sum(partial: Tensor, dtype: torch.dtype, *, beside: bool = True) -> Tensor:
+def column_sum(partial: Tensor, dtype: torch.dtype, *, overlaps: bool = True) -> Tensor:
     """Return the sum over the rows of `partial` (dense fp32 ``[rows, cols]``, cols > 0) as ``[cols]`` of `dtype`.
 
     The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
-    earlier one. `beside`: that kernel lets this one start early, and leaves room for its blocks.
+    earlier one. `overlaps`: that kernel lets this one start before it ends, and leaves room for its blocks.
     """
     rows, cols = partial.shape
     out = torch.empty(cols, dtype=dtype, device=partial.device)
-    launch, pairs = _PLANS[partial.get_device(), dtype, cols, beside]
+    launch, pairs = _PLANS[partial.get_device(), dtype, cols, overlaps]
     launch(partial.data_ptr(), out.data_ptr(), rows, cols, pairs)
     return out
 

@@ -16,6 +16,6 @@ def shared_for_overlap(own: int, next_kernel: int) -> int:
     """Return how much shared memory to ask for in a kernel that needs `own` bytes and overlaps with the next one.
 
     A processor splits its memory into cache and shared memory for one kernel at a time. Blocks of the next kernel can
-    only start beside this one's if they fit into its split.
+    start while this one runs only if they fit into its split.
     """
     return max(own, next_kernel)

@@ -84,7 +84,12 @@ class Fp8Layout(NamedTuple):
             transposed = Memory(codes, self.dtype), Memory(scale, torch.float32)
         return *by_rows, *transposed
 
-    def asked(self, results: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """Return q, scale, q_t and scale_t with None for those that are not asked for."""
-        wanted = (self.by_rows,) * 2 + (self.transposed,) * 2
-        return tuple(r if w else None for r, w in zip(results, wanted, strict=True))
+
+def asked(layout: str, results: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """Return q, scale, q_t and scale_t with None for those that a layout leaves out."""
+    q, scale, q_t, scale_t = results
+    if layout == "both":
+        return q, scale, q_t, scale_t
+    if layout == "row":
+        return q, scale, None, None
+    return (None, None, q_t, scale_t) if layout == "transposed" else (None, None, None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from rtkernels.errors import ArgumentError
@@ -12,11 +13,7 @@ from rtkernels.runtime.operator.plan import Memory as Memory
 from rtkernels.runtime.operator.plan import Steps
 
 
-def _no_reference(*_: Any) -> Any:
-    raise NotImplementedError("torch's own operator is the reference")
-
-
-class Primitive(Internal):
+class Primitive:
     """Steps on tensors, planned from metadata and hashable options.
 
     Args:
@@ -33,15 +30,26 @@ class Primitive(Internal):
         self, name: str, arguments: Sequence[Argument], options: str = "", *, results: str,
         outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps], numbers: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(
-            name, arguments, options=", ".join(f"int {option.strip()}" for option in options.split(",") if option),
-            results=results, outputs=outputs or (lambda *_: ()), plan=plan, reference=_no_reference, numbers=numbers,
-        )  # fmt: skip
+        self.name = name
+        listed = ", ".join(f"int {option.strip()}" for option in options.split(",") if option)
+        self._declaration = {
+            "arguments": arguments, "options": listed, "results": results, "outputs": outputs or (lambda *_: ()),
+            "plan": plan, "reference": self._has_no_reference, "numbers": numbers,
+        }  # fmt: skip
+
+    @cached_property
+    def _launch(self) -> Callable[..., Any]:
+        """The steps, declared by the first call: `rtkernels.enable()` imports all primitives, and calls none."""
+        return Internal(self.name, **self._declaration).launch
+
+    def _has_no_reference(self, *_: Any) -> Any:
+        """Torch's own operator is the reference; an override that raises this gives the call back to it."""
+        raise ArgumentError(f"{self.name}: a tensor has no elements; expected at least one")
 
     def __call__(self, *args: Any) -> Any:
-        first = args[self._places[0]]
+        first = args[0]
         if first.is_cuda:
-            return self.launch(*args)
+            return self._launch(*args)
         from rtkernels import emulator
 
         features = emulator.active()
@@ -50,4 +58,4 @@ class Primitive(Internal):
         with emulator.lock:
             emulate_features(features)
             with emulator.recording():
-                return self.launch(*args)
+                return self._launch(*args)

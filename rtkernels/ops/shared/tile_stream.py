@@ -12,7 +12,8 @@ from rtkernels.runtime.targets import Target
 TILE_BYTES = 128 * 128 * 2  # of one input
 
 _THREADS = 640
-_BOX_ROWS, _BOX_COLS = 16, 128
+_BOX_ROWS = 16
+_BOX_COLS = 128
 # Tiles per block up to which blocks share tiles out evenly, though some multiprocessors then have none, and above which
 # they draw tiles from a counter: then they stay together, and memory is faster for it. Measured on the H200.
 _UNIFORM_TILES_PER_BLOCK = 4

@@ -68,7 +68,8 @@ def launcher(
         shared: Dynamic shared memory in bytes.
         overlap: May start before the previous kernel of its stream has ended.
         cluster: Blocks of a cluster.
-        resident: All blocks run at the same time, or the launch raises a ResidencyError (see :func:`most_resident`).
+        resident: All blocks run at the same time, or the launch raises a ResidencyError
+            (see :func:`max_resident_blocks`).
     """
     attributes = b""
     if overlap:
@@ -90,7 +91,7 @@ def allow_shared(function: int, limit: int) -> None:
 
 
 @cache
-def most_resident(function: int, device: int, sm_count: int, block: int, shared: int) -> int:
+def max_resident_blocks(function: int, device: int, sm_count: int, block: int, shared: int) -> int:
     """Return how many blocks of a kernel run at the same time on the multiprocessors that this process may use.
 
     Args:

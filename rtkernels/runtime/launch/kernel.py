@@ -126,7 +126,7 @@ class Kernel:
                 ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
             cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
             resident: All blocks run at the same time, as those must that wait for each other; or the launch raises a
-                ResidencyError. `most_resident` says how many can.
+                ResidencyError. `max_resident_blocks` says how many can.
             ending: The kernel's last arguments, fixed for all launches, which then take those before them.
         """
         dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
@@ -134,7 +134,7 @@ class Kernel:
         if device < 0:
             from rtkernels import emulator
 
-            together = dims[0] if resident else cluster  # blocks that run by turns
+            together = dims[0] if resident else cluster  # blocks that the emulator runs alternately
             launch = emulator.bind(
                 self, variant, emulated_features(), dims, block, shared, together, resident=resident, overlap=overlap
             )
@@ -149,13 +149,13 @@ class Kernel:
         )  # fmt: skip
         return launch
 
-    def most_resident(self, variant: Variant, device: int, block: int, shared: int) -> int:
+    def max_resident_blocks(self, variant: Variant, device: int, block: int, shared: int) -> int:
         """Return how many blocks of a launch with ``resident=True`` can be; arguments as for ``bind``."""
         info = device_info(device)
         if device < 0:
             return info.sm_count
         function = self._functions.get((variant, device)) or self._load(variant, device)
-        return driver.most_resident(function, device, info.sm_count, block, shared)
+        return driver.max_resident_blocks(function, device, info.sm_count, block, shared)
 
     def _load(self, variant: Variant, device: int) -> int:
         with self._lock:

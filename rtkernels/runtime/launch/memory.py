@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +34,6 @@ def allocator(device: int) -> Allocate:
     return allocate
 
 
-def dense_memory(device: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Allocate, tuple[Any, ...]]:
-    """Return an allocator and its arguments for a contiguous tensor: ``allocate(*layout)`` makes one."""
-    return allocator(device), (tuple(shape), dense_strides(shape), dtype)
-
-
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, as torch gives them."""
     strides, step = [], 1
@@ -62,7 +56,7 @@ def dispatched() -> bool:
 
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
-_AT_ONCE = 64
+_BATCH = 64
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
@@ -71,7 +65,7 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     """Return `n` int32 zeros that nobody has or had, on a CUDA device or, for -1, on the CPU.
 
     Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
-    long as they do. So many such tensors are cut from one cleared piece of memory, made in the stream that uses them.
+    long as they do. So many such tensors are cut from one cleared allocation, made in the stream that uses them.
     A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
     rest could not stay.
     """
@@ -87,8 +81,8 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     except IndexError:
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            made = torch.zeros(_AT_ONCE, -(-n // 32) * 32, dtype=torch.int32, device=place)
-            first, *rest = (row[:n] for row in made.unbind())
+            made = torch.zeros(_BATCH, -(-n // 32) * 32, dtype=torch.int32, device=place)
+            first, *rest = made[:, :n].unbind()
         ready.extend(rest)
         return first
 

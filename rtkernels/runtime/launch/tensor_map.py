@@ -18,7 +18,8 @@ from rtkernels.errors import RtkError
 
 Words = tuple[int, ...]
 
-_BYTES, _ALIGNMENT = 128, 64
+_BYTES = 128
+_ALIGNMENT = 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLE = {False: 0, True: 3}  # none, or by 128 bytes
 _PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes

@@ -1,8 +1,9 @@
 """Are the arguments of an operator of the types its schema names?
 
 The dispatcher asks that too, but most calls pass it by, and what it says of a wrong argument is hard to read. Plain
-calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans`` or the packing of a
-launch. Functions that compare or compute with an option before an operator sees it ask ``a_number`` or ``an_integer``.
+calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans``, the making of a plan
+or the packing of a launch. Functions that compare or compute with an option before an operator sees it ask
+``a_number`` or ``an_integer``.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def may_overwrite(reuse: str | None, inputs: dict[str, Tensor | None], others: I
     return True
 
 
-def overwrite_once(ctx: Any, op: str, grads: Iterable[Tensor | None]) -> None:
+def check_overwrite(ctx: Any, op: str, grads: Iterable[Tensor | None]) -> None:
     """Raise in a backward pass that is to overwrite saved tensors if that was done before, or is asked for a batch."""
     if _batched(grads):
         raise RuntimeError(f"{op}(reuse='inputs') does not go with is_grads_batched: call it without reuse")

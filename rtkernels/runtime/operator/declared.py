@@ -198,9 +198,9 @@ def run_and_keep({names}):
 {"".join(pointers)}\
     if ({" | ".join(f"pointer_{name}" for name in tensors)}) & 15:
         return run_and_keep_slowly({names})
-    last_call = last = (matches, plan.run, {", ".join(kept)})
+    last_call = (matches, plan.run, {", ".join(kept)})
     if not ({wants_grad}):
-        last_plain_call = last
+        last_plain_call = (matches, plan.run_plain, {", ".join(kept)})
     made = plan.run({run})
 {counted}    return made
 """

@@ -33,6 +33,8 @@ from rtkernels.runtime.torch_private import (
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
+# What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
+_NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
 _fell_back: set[str] = set()
 
 
@@ -147,7 +149,7 @@ def call({names}):
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
-            "no_number": (TypeError, struct.error),
+            "no_number": _NO_NUMBER,
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,
@@ -244,9 +246,9 @@ def call({names}):
                     return made
                 plan.matches = same_tensors(given)
             kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
-            scope["last_call"] = last = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
+            scope["last_call"] = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
             if not any(tensor.requires_grad for tensor in given):
-                scope["last_plain_call"] = last
+                scope["last_plain_call"] = (plan.matches, getattr(plan, "run_plain", plan.run), *kept)
         elif self._lazy(args):
             return self._launch_resolved(args)
         made = plan.run(*addresses, *[args[i] for i in self._number_places])

@@ -136,6 +136,9 @@ IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks 
 class StepPlan(Plan):
     """A plan whose ``run`` is written out from its steps.
 
+    ``run_plain`` does the same for calls that no ``autograd.Function`` sees: results that nobody asked for are then the
+    same empty tensors in all calls, which saves their allocation.
+
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
@@ -146,7 +149,7 @@ class StepPlan(Plan):
         device: CUDA ordinal, or -1.
     """
 
-    __slots__ = ("converted", "run", "source", "steps")
+    __slots__ = ("converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -158,6 +161,7 @@ class StepPlan(Plan):
         scope |= {"memory": into.memory, "calls_under_way": into.calls_under_way}
         scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
+        absent: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
         known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
         for variable, memory in {**made, **steps.scratch}.items():
@@ -169,9 +173,13 @@ class StepPlan(Plan):
             made_by = f"allocate(*m_{variable}) if not calls_under_way else {given}"
             if memory.fresh:
                 made_by = f"fresh_zeros(device, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
-            lines.append(f"t_{variable} = ({made_by}){_filled(memory)}")
-            absent = variable in outputs and outputs[variable] is None
-            known[variable] = "0" if absent else f"t_{variable}.data_ptr()"
+            lines.append(f"t_{variable} = ({made_by}){_fill_call(memory)}")
+            if variable in outputs and outputs[variable] is None:
+                known[variable] = "0"
+                scope[f"e_{variable}"] = scope["allocate"](*scope[f"m_{variable}"])
+                absent[lines[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
+            else:
+                known[variable] = f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
             lines.append(f"t_{variable} = fresh_zeros(device, {count})")
             known[variable] = f"t_{variable}.data_ptr()"
@@ -207,7 +215,12 @@ class StepPlan(Plan):
             lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
         exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
-        self.run = scope["run"]
+        self.run = self.run_plain = scope["run"]
+        if absent and steps.if_not_resident is None:
+            plain = [absent.get(line, line) for line in lines]
+            source = f"def run({names}):\n    " + "\n    ".join(plain) + "\n"
+            exec(written_code(source, f"<rtkernels plain plan of {name}>"), scope)
+            self.run_plain = scope["run"]
 
     @staticmethod
     def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
@@ -222,7 +235,7 @@ class StepPlan(Plan):
         return f"c_{place}"
 
 
-def _filled(memory: Memory) -> str:
+def _fill_call(memory: Memory) -> str:
     return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 

@@ -14,7 +14,7 @@ from support.far_rows import assert_finds_far_rows
 
 from planted.judge import F8, agrees, check, normal, sampled
 from rtkernels import emulate, emulator
-from rtkernels.ops.act import glu
+from rtkernels.ops.act import glu, glu_plan
 from rtkernels.ops.index import embedding, row_moves_operators
 from rtkernels.ops.layout import transpose
 from rtkernels.ops.multi import multi_tensor
@@ -92,7 +92,7 @@ def glu_weighted_backward() -> None:
 def glu_blocks_in_z() -> None:
     x, up, y = normal(60, 16), normal(60, 16, seed=1), torch.full((60, 16), torch.nan)
     with emulate():
-        run = emulator.on_host(glu._FWD, ("fp32", "Silu", 4, 2))
+        run = emulator.on_host(glu_plan._FWD, ("fp32", "Silu", 4, 2))
         run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2))
     torch.testing.assert_close(y, torch.nn.functional.silu(x) * up)
 

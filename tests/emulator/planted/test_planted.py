@@ -65,6 +65,11 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
             pytest.fail(f"{bug.check} does not notice it")
 
 
+def test_every_planting_applies() -> None:
+    for bug in ALL:
+        planted(bug)
+
+
 def test_plantings_are_told_apart() -> None:
     assert len({bug.name for bug in ALL}) == len(ALL)
     assert {bug.check for bug in ALL} == set(CHECKS)

@@ -20,6 +20,7 @@ import rtkernels
 from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu as module
+from rtkernels.ops.act import glu_plan
 
 glu = rtkernels.glu
 
@@ -263,7 +264,7 @@ def emulated_coverage() -> None:
 @pytest.mark.parametrize("vectors", (1, 2, 3, 31, 32, 33, 176, 256, 257, 511, 512, 1792, 10**8))
 @pytest.mark.parametrize("per_thread", (1, 2, 4))
 def test_tile_covers_everything_once(rows: int, vectors: int, per_thread: int) -> None:
-    (strips, high, deep), block, bits = module._tile(rows, vectors, per_thread)
+    (strips, high, deep), block, bits = glu_plan._tile(rows, vectors, per_thread)
     lanes, rows_at_once = (block, 1) if bits == 31 else (1 << bits, block >> bits)
     assert block % 32 == 0 and block <= 256 and lanes * rows_at_once == block
     assert strips < 2**31 and high <= 65535 and deep <= 65535
@@ -280,7 +281,7 @@ def test_rows_of_blocks_in_z() -> None:
     """Launchers use the third dimension of the grid from 65536 row blocks on: here the kernel by itself."""
     x, up, y = torch.randn(60, 16), torch.randn(60, 16), torch.full((60, 16), torch.nan)
     with rtkernels.emulate():
-        run = rtkernels.emulator.on_host(module._FWD, ("fp32", "Silu", 4, 2))
+        run = rtkernels.emulator.on_host(glu_plan._FWD, ("fp32", "Silu", 4, 2))
         run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2))  # 16 rows for each block
     assert_close(y, F.silu(x.double()) * up.double(), c=8)
 

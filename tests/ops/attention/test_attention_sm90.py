@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fresh_memory import fresh_memory
 from torch import Tensor
 
 import rtkernels
@@ -321,7 +322,9 @@ def test_backward_lengths_and_packed_sequences() -> None:
     check_backward(*qkv(2, 9, 140, 1, 1, 64), {"lengths": torch.tensor([130, 7], dtype=torch.int32)}, right=0)
     cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 73], [0, 50, 60, 130]))
     packed = random(73, 2, 64), random(130, 1, 64, seed=1), random(130, 1, 64, seed=2)
-    check_backward(*packed, {"cu_q": cu_q, "cu_k": cu_k}, lq=70, lkv=70, right=0)
+    sinks = random(2, dtype=torch.float32)
+    with fresh_memory(0x3F):  # rows of scratch between sequences, which nobody writes, look like numbers
+        check_backward(*packed, {"cu_q": cu_q, "cu_k": cu_k, "sinks": sinks}, lq=70, lkv=70, right=0)
 
 
 def test_the_api_takes_these_kernels() -> None:

@@ -103,6 +103,8 @@ def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
     with emulate("sm_90"):
         check(*CASES["splits"], "cpu")
+        short = torch.zeros(1, 16, 1, 128, dtype=BF16)  # test_decode_cluster.py
+        attention_decode(short[:, :1], short, short, torch.tensor([16], dtype=torch.int32))
 
 
 @at("cpu", "sm_80", "cuda")

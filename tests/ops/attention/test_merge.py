@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from support.attention_exact import assert_near, exact_attention
 from support.compare import running_on
 from support.places import at
+from support.processes import spawn
 from torch import Tensor
 
 from rtkernels import ArgumentError, attention, emulate, merge_attention
@@ -128,7 +128,7 @@ def test_ring_of_two_processes(tmp_path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_ring, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    spawn(_ring, 2, port, str(tmp_path))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     q, k, v = (random(1, 8, h, 16, seed=i).to(BF16) for i, h in enumerate((4, 2, 2)))
     exact, exact_lse = exact_attention(q, k, v, causal=True)

@@ -44,6 +44,7 @@ def cached(
 DECODE: dict[str, tuple[dict[str, Any], int]] = {
     "pages": ({"lengths": (0, 1, 65), "capacity": 80, "page": 16}, 512),
     "tokens": ({"lengths": (40,), "capacity": 48, "page": 0, "heads": 11, "tokens": 3}, 512),
+    "many heads": ({"lengths": (300, 20), "capacity": 320, "page": 32, "width": 72, "heads": 70}, 64),
     "splits, narrow": ({"lengths": (300, 20), "capacity": 300, "page": 10, "width": 72, "dtype": FP16}, 64),
 }
 
@@ -58,8 +59,21 @@ def check_decode(size: dict[str, Any], value_width: int, device: str) -> None:
     assert_near(lse, exact[1], 1e-4, "lse")
 
 
+@pytest.mark.slow
+@at("sm_90")
+@pytest.mark.parametrize("name", ["pages", "tokens", "many heads"])
+def test_decode_by_wgmma(name: str, place: str) -> None:
+    with running_on(place) as device:
+        check_decode(*DECODE[name], device)
+
+
+@pytest.mark.gpu
+def test_many_heads() -> None:
+    check_decode(*DECODE["many heads"], "cuda")
+
+
 @at("cpu", "sm_80", "cuda")
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("name", ["pages", "tokens", "splits, narrow"])
 def test_decode(name: str, place: str) -> None:
     with running_on(place) as device:
         check_decode(*DECODE[name], device)
@@ -67,8 +81,10 @@ def test_decode(name: str, place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
-    with emulate("sm_90"):
+    with emulate("sm_80"):
         check_decode(*DECODE["splits, narrow"], "cpu")
+    with emulate("sm_90"):
+        check_decode({"lengths": (3,), "capacity": 8, "page": 0, "width": 64}, 64, "cpu")
 
 
 def test_decode_shapes() -> None:

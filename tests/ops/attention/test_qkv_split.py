@@ -12,6 +12,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import qkv_split, rope_table
+from rtkernels.errors import ArgumentError
 
 normal = made(0)
 COS, SIN = rope_table(32, 16)
@@ -153,3 +154,13 @@ BAD = {
     "dim": (lambda: rtkernels.rope_table(4, 7), "dim is 7; expected a multiple of 2"),
 }
 test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(BAD)
+
+
+@pytest.mark.parametrize("pos", (15, -1, torch.tensor([3, 15], dtype=torch.int32)))
+def test_positions_beyond_a_cache_in_debug_mode(pos: torch.Tensor | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, cache = normal(2, 2, 3 * 8), torch.zeros(2, 2, 16, 1, 8, dtype=torch.bfloat16)
+    rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=pos)  # left out
+    monkeypatch.setenv("RTKERNELS_DEBUG", "1")
+    with pytest.raises(ArgumentError, match=r"pos puts 2 tokens at positions .*; expected 0 to 15"):
+        rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=pos)
+    rtkernels.qkv_split(qkv, 1, 1, k_cache=cache[0], v_cache=cache[1], pos=14)

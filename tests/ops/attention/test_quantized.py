@@ -27,10 +27,14 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, torch.dtype, torch.dtype | 
     "int8, fp16, causal": ((1, 130, 140, 4, 1, 48, 40), FP16, INT8, None, {"causal": True}),
     "int8, window": ((1, 70, 90, 1, 1, 64, 64), BF16, INT8, None, {"window": (13, 7)}),
     "int8, lengths": ((3, 9, 70, 2, 1, 64, 64), BF16, INT8, None, {"seqused_k": torch.tensor([0, 65, 4])}),
-    "int8 values": ((1, 40, 130, 2, 1, 64, 64), BF16, INT8, INT8, {"causal": True}),
+    "int8 values": ((1, 40, 132, 2, 1, 64, 64), BF16, INT8, INT8, {"causal": True}),
     "fp8": ((1, 20, 70, 2, 1, 64, 64), BF16, E4M3, None, {"causal": True}),
-    "fp8 values": ((1, 40, 130, 1, 1, 64, 48), FP16, INT8, E4M3, {}),
-    "fp8 all, 128": ((1, 20, 70, 1, 1, 128, 128), BF16, E4M3, E4M3, {"causal": True}),
+    "fp8 values": ((1, 40, 130, 1, 1, 64, 48), FP16, INT8, E4M3, {}),  # by mma.sync: keys are no multiple of 4
+    "fp8 values, tiles": ((2, 200, 520, 4, 2, 128, 96), FP16, INT8, E4M3, {"causal": True}),
+    "fp8 values, lengths": ((3, 9, 264, 2, 1, 64, 64), BF16, INT8, E4M3, {"seqused_k": torch.tensor([0, 257, 4])}),
+    "int8 values, window": ((1, 300, 300, 2, 1, 128, 128), BF16, INT8, INT8, {"window": (40, 9)}),
+    "int8, tiles": ((2, 300, 513, 8, 1, 128, 128), BF16, INT8, None, {"causal": True}),
+    "fp8 all, 128": ((1, 20, 72, 1, 1, 128, 128), BF16, E4M3, E4M3, {"causal": True}),
 }
 
 
@@ -88,9 +92,11 @@ def test_a_scale_for_blocks(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
-    with emulate("sm_80"):
-        q = random(1, 5, 2, 16)
+    q = random(1, 5, 2, 16)
+    with emulate("sm_90"):
         qc, qs, kc, ks, _ = quantize_qk(q, q)
+        attention_quantized(qc, kc, q, qs, ks)
+    with emulate("sm_80"):
         attention_quantized(qc, kc, *quantize_v(q)[:1], qs, ks, quantize_v(q)[1])
         ends = torch.tensor([0, 3], dtype=torch.int32)
         attention_quantized(
@@ -140,7 +146,7 @@ def test_smooth_keys(place: str) -> None:
         assert errors[0] < 0.5 * errors[1]
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_packed_sequences(place: str) -> None:
     ends_q, ends_k = (0, 5, 5, 75), (0, 9, 20, 90)
     with running_on(place) as device:
@@ -215,7 +221,7 @@ BAD = {
     "codes of values": bad("v has shape .*multiple of 16", v=torch.zeros(1, 2, 16, 5, dtype=INT8)),
     "scales of values": bad("scale_v is None", v=torch.zeros(1, 2, 16, 16, dtype=INT8)),
     "out": bad("out_dtype is torch.float32", out_dtype=torch.float32),
-    "width": ((lambda: quantize_qk(random(1, 5, 2, 24), random(1, 5, 2, 24))), "multiple of 16 to 128"),
+    "width": ((lambda: quantize_qk(random(1, 5, 2, 24), random(1, 5, 2, 24))), "multiple of 16 from 16 to 128"),
     "granularity": (
         (lambda: quantize_qk(random(1, 5, 2, 16), random(1, 5, 2, 16), granularity="row")),
         "granularity is",

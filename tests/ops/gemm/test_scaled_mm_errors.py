@@ -239,6 +239,7 @@ def test_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
         "sm90": _backend("no wgmma"),
         "skinny": _backend(None),
+        "unpack": _backend("nothing to unpack"),
         "mma": _backend(None, summary=lambda p, t: "64x64"),
     }
     monkeypatch.setattr(backends, "module_of", modules.get)
@@ -250,8 +251,9 @@ def test_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     told = explain(scaled_mm, many, weight)
     assert told.backend == "mma" and told.summary == "64x64" and told.product.m == 65
     assert str(told) == (
-        "65 x 8 x 256 of bf16 and bf16 to bf16: mma: 64x64 (sm90: no wgmma; skinny: more than 64 rows)"
-    )  # fmt: skip
+        "65 x 8 x 256 of bf16 and bf16 to bf16: mma: 64x64 "
+        "(sm90: no wgmma; skinny: more than 64 rows; unpack: nothing to unpack)"
+    )
     assert explain(scaled_mm, many, weight, backend="sm90").backend is None
     assert explain(gated_mm, few, weight).product.n == 4
     offs = torch.empty(2, dtype=torch.int32, device="meta")

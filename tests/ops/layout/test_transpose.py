@@ -223,6 +223,7 @@ def emulated_coverage() -> None:
         transpose(X)
         transpose(X[None], 0, 1)
         transpose_experts(X, C)
+        transpose([X.clone(), X.clone()])
 
 
 # ---- on the GPU -----------------------------------------------------------------------------------------------------
@@ -254,3 +255,14 @@ def test_beyond_two_to_the_31(shape: tuple[int, int], dtype: torch.dtype) -> Non
     x = torch.randint(0, 100, shape, device="cuda", dtype=torch.uint8).to(dtype)
     got = transpose(x)
     assert all(torch.equal(got[i : i + 1024], x[:, i : i + 1024].t()) for i in range(0, shape[1], 1024))
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn))
+def test_matrices_of_a_list_in_one_launch(place: str, dtype: torch.dtype) -> None:
+    matrices = [numbers(33 + i, 48, dtype=dtype)[i:].clone() for i in range(3)]
+    for pad_to in (1, 32):
+        with running_on(place) as device:
+            found = transpose([x.to(device) for x in matrices], pad_to=pad_to)
+        for x, y in zip(matrices, found, strict=True):
+            assert_same_bits(y.cpu(), expected(x, 0, 1, pad_to))

@@ -215,7 +215,7 @@ def emulated_coverage() -> None:
 def rows_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors go to the kernel for few rows, or to those for many."""
     if request.param == "many":
-        monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
+        monkeypatch.setattr(plans, "few_rows_blocks", lambda *shape: 0)
     Plans.forget_all()
     yield
     Plans.forget_all()
@@ -477,17 +477,17 @@ LONG_ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("cols", "rows", "blocks", "team"), LONG_ROWS)
+@pytest.mark.parametrize(("cols", "rows", "blocks", "row_blocks"), LONG_ROWS)
 def test_long_rows_fit_the_multiprocessors(
-    cols: int, rows: int, blocks: int, team: int, monkeypatch: pytest.MonkeyPatch
+    cols: int, rows: int, blocks: int, row_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
     info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
     monkeypatch.setattr(plans, "device_info", lambda device: info)
     layout = plans.long_layout(cols // 8, rows, 0)
-    assert layout.grid == min(132 * blocks, rows * team) and layout.blocks == team
-    pieces = cols / 8 / (layout.threads * team)
-    assert layout.held < pieces <= layout.held + layout.slots
+    assert layout.grid == min(132 * blocks, rows * row_blocks) and layout.blocks == row_blocks
+    pieces = cols / 8 / (layout.threads * row_blocks)
+    assert layout.in_registers < pieces <= layout.in_registers + layout.slots
     assert (layout.shared + plans._STATIC_SHARED + 1024) * blocks <= 228 * 1024
 
 
@@ -496,14 +496,14 @@ def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plans, "device_info", lambda device: info)
 
     def blocks(cols: int, rows: int, sums: bool = True) -> int:
-        return plans.few_blocks(cols // 8, rows, 0, 1024, sums)
+        return plans.few_rows_blocks(cols // 8, rows, 0, 1024, sums)
 
     for cols, rows, wanted in ((1000, 1, 1), (4096, 66, 1), (16384, 1, 4), (32000, 64, 8), (32000, 128, 1)):
         assert blocks(cols, rows) == wanted, (cols, rows)
     for cols, rows in ((1000, 100), (32000, 133), (157184, 32), (300000, 1)):
         assert blocks(cols, rows) == 0, (cols, rows)
     assert blocks(8192, 1, False) == 0 and blocks(16384, 1, False) == 4 and blocks(262144, 1) == 8
-    assert plans.few_blocks(5000, 1, -1, 1024, True) == 0  # the emulated GPU is not given clusters
+    assert plans.few_rows_blocks(5000, 1, -1, 1024, True) == 0  # the emulated GPU is not given clusters
 
 
 @at("sm_90", "cuda")
@@ -551,7 +551,7 @@ test_thread_order_does_not_matter = order_test(
 @pytest.mark.parametrize("blocks", (2, 8))
 def test_few_rows_in_clusters(blocks: int, order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row in several blocks, which write their sums to each other."""
-    monkeypatch.setattr(plans, "few_blocks", lambda *shape: blocks)
+    monkeypatch.setattr(plans, "few_rows_blocks", lambda *shape: blocks)
     Plans.forget_all()
     with rtkernels.emulate("sm_90", order):
         for case, mode in (("odd_wide", "two_pass"), ("smoothing_long", "one_pass")):
@@ -563,8 +563,8 @@ def test_few_rows_in_clusters(blocks: int, order: str | int, monkeypatch: pytest
 @pytest.mark.parametrize("order", ORDERS)
 def test_long_rows_in_clusters(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks hold a row, and draw the next one together."""
-    monkeypatch.setattr(plans, "few_blocks", lambda *shape: 0)
-    layout = plans.LongLayout(grid=4, threads=64, shared=10 * 64 * 16, slots=10, blocks=2, held=9)
+    monkeypatch.setattr(plans, "few_rows_blocks", lambda *shape: 0)
+    layout = plans.LongLayout(grid=4, threads=64, shared=10 * 64 * 16, slots=10, blocks=2, in_registers=9)
     monkeypatch.setattr(plans, "long_layout", lambda *shape: layout)
     Plans.forget_all()
     with rtkernels.emulate("sm_90", order):

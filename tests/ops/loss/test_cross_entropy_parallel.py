@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from support.compare import running_on
 from support.places import at
+from support.processes import spawn
 from torch import Tensor
 
 import rtkernels
@@ -62,7 +63,7 @@ def _split_worker(rank: int, world: int, path: str) -> None:
 
 
 def test_split_vocabulary(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_split_worker, args=(2, str(tmp_path)), nprocs=2)
+    spawn(_split_worker, 2, str(tmp_path))
     logits, labels = _split_inputs()
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for index, options in enumerate(_SPLIT_CASES * 2):

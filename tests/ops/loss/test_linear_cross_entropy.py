@@ -183,6 +183,27 @@ def test_slabs_of_the_vocabulary(place: str, reduction: str, nothing_is_small: N
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_slabs_cover_the_vocabulary() -> None:
+    assert slabs.bounds(10, 4) == [(0, 2), (2, 6), (6, 10)] and slabs.bounds(8, 4) == [(0, 4), (4, 8)]
+    assert slabs.bounds(3, 4) == [(0, 3)] and slabs.bounds(4, 4) == [(0, 4)]
+
+
+@pytest.mark.parametrize(("rows", "inside"), ((16, 5), (8, 9), (3, 9), (1, 9)))
+def test_logits_in_the_memory_of_the_gradient(rows: int, inside: int) -> None:
+    size, columns = 8, [2] + [4] * 9
+    memory = torch.arange(sum(columns) * size)
+    found = slabs.places(memory, rows, columns, size)
+    assert sum(place is not None for place in found) == inside
+    written, before = 0, 0
+    for count, place in zip(columns, found, strict=True):
+        written += count * size
+        if place is not None:
+            first, last = int(place.flatten()[0]), int(place.flatten()[-1])
+            assert place.shape == (rows, count) and first >= written and first >= before
+            before = last + 1
+    assert slabs.places(None, rows, columns, size) == [None] * len(columns)
+
+
 @pytest.mark.parametrize("small", (0, linear._SMALL))
 @at("cpu", "cuda")
 def test_gradient_of_the_weight_is_rounded_once(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -13,6 +11,7 @@ import pytest
 import torch
 from contracts.samples import samples_of
 from support.compare import assert_close, assert_same_bits, running_on
+from support.interpreter import Program
 from support.places import DTYPES, ORDERS, at, emulated, short
 from torch import Tensor
 
@@ -425,16 +424,7 @@ print("done")
 def test_shards_of_a_process_group(tmp_path: Path) -> None:
     root = Path(rtkernels.__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MEMBER, str(rank), "2", str(tmp_path / "store")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    members = [Program("-c", _MEMBER, str(rank), "2", str(tmp_path / "store"), env=env) for rank in range(2)]
     for member in members:
         out, err = member.communicate(timeout=300)
         assert member.returncode == 0 and out.strip().endswith("done"), err

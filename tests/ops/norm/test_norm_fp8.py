@@ -731,7 +731,7 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
         check_odd(Inputs(x[:128] * 1e-9, weight), eps=0.0)
         check(Inputs(x[16:], weight), "both")
     assert memory._kept and all(not zeros.any() for zeros in memory._kept.values())
-    assert "norm_fp8_once" in {entry for _, entry in rtkernels.emulator.launched()}
+    assert "norm_fp8_single_read" in {entry for _, entry in rtkernels.emulator.launched()}
     Plans.forget_all()
 
 
@@ -741,7 +741,7 @@ def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch:
     monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
     for room, once in ((4, True), (3, True), (2, False), (0, False)):
-        monkeypatch.setattr(ring.SINGLE_READ, "most_resident", lambda *args, room=room: room)
+        monkeypatch.setattr(ring.SINGLE_READ, "max_resident_blocks", lambda *args, room=room: room)
         Plans.forget_all()
         with rtkernels.emulate("sm_90"):
             check(Inputs(x), "both")
@@ -780,7 +780,7 @@ def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ring, "_refused", set())
     Plans.forget_all()
     first = check(Inputs(x), "both")
-    room = ring.SINGLE_READ.most_resident(("bf16",), 0, ring._THREADS, ring._SINGLE_READ_SHARED)
+    room = ring.SINGLE_READ.max_resident_blocks(("bf16",), 0, ring._THREADS, ring._SINGLE_READ_SHARED)
     monkeypatch.setattr(ring, "single_read_blocks", lambda matrix: room + 1)
     Plans.forget_all()
     second = check(Inputs(x), "both")

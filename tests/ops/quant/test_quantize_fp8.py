@@ -191,7 +191,7 @@ BAD = {
         Q, torch.ones(3).half(), granularity="row"
     ),
     "scale is a NoneType; expected a torch.Tensor": lambda: dequantize_fp8(X.to(E4M3), None),
-    "scale is a float; expected a torch.Tensor": lambda: quantize_fp8(X, 0.5),
+    "scale is '0.5'; expected a torch.Tensor": lambda: quantize_fp8(X, "0.5"),
     "scale has device index 0; expected -1, that of q": lambda: back_plans.check_dequantize(
         (E4M3, (4, 8), (8, 1), -1), (torch.float32, (4,), (1,), 0), "row", E4M3, torch.float32, "row"
     ),

@@ -32,6 +32,11 @@ RTK_DEVICE void tma_load_4d(SharedAddress to, const TensorMap& map, SharedAddres
     const int at[] = {first, second, third, fourth};
     emu::tensor_load(to, map.words, barrier, at);
 }
+RTK_DEVICE void tma_load_5d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 first, i32 second, i32 third,
+                            i32 fourth, i32 fifth) {
+    const int at[] = {first, second, third, fourth, fifth};
+    emu::tensor_load(to, map.words, barrier, at);
+}
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     const int at[] = {column, row};
     emu::tensor_store(map.words, from, at);

@@ -107,19 +107,23 @@ RTK_DEVICE void wgmma_shared(float (&d)[N], u64 a, u64 b, u32 add) {
     emulated_products_push(product);
 }
 
+// The words of this thread's two rows from the registers of its quad: lane t has words t and 4 + t of both.
+RTK_DEVICE void emulated_left(EmulatedProduct& product, const u32 (&a)[4], emu::Site site) {
+    const u32 first = emu::lane() & ~3u;
+    for (int h = 0; h < 2; ++h) {
+        const u64* all = emu::gather(0xffffffffu, a[2 * h] | static_cast<u64>(a[2 * h + 1]) << 32, site);
+        for (u32 lane = 0; lane < 4; ++lane)
+            for (int r = 0; r < 2; ++r)
+                product.left[r][4 * h + static_cast<int>(lane)] = static_cast<u32>(all[first + lane] >> 32 * r);
+    }
+}
+
 template <typename T, int N>
 RTK_DEVICE void wgmma_registers(float (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
     EmulatedProduct product{};
     product.sums = d, product.eights = N / 4, product.b = emulated_matrix(b);
     product.in_registers = product.across = true, product.add = add != 0, product.half = !is_same<T, bf16>::value;
-    const u32 first = emu::lane() & ~3u;
-    for (int h = 0; h < 2; ++h) {  // of the quad's lanes, k = 8 h + 2 lane
-        const u64* all =
-            emu::gather(0xffffffffu, a[2 * h] | static_cast<u64>(a[2 * h + 1]) << 32, RTK_EMU_SITE("wgmma_registers"));
-        for (u32 lane = 0; lane < 4; ++lane)
-            for (int r = 0; r < 2; ++r)
-                product.left[r][4 * h + static_cast<int>(lane)] = static_cast<u32>(all[first + lane] >> 32 * r);
-    }
+    emulated_left(product, a, RTK_EMU_SITE("wgmma_registers"));
     emulated_products_push(product);
 }
 

@@ -46,7 +46,9 @@ void emulated_typed_product(const EmulatedProduct& p) {
     Sum* sums = reinterpret_cast<Sum*>(p.sums);
     double a[2][kDepth];
     for (int r = 0; r < 2; ++r)
-        for (int k = 0; k < kDepth; ++k) a[r][k] = emulated_element<A, kAcrossA>(p.a, row + 8 * r, k);
+        for (int k = 0; k < kDepth; ++k)
+            a[r][k] = p.in_registers ? emulated_element<A>(p.left[r][k / 4] >> 8 * (k % 4))  // fp8 only
+                                     : emulated_element<A, kAcrossA>(p.a, row + 8 * r, k);
     for (int j = 0; j < p.eights; ++j)
         for (int c = 0; c < 2; ++c) {
             double sum[2] = {0.0, 0.0};
@@ -67,6 +69,16 @@ RTK_DEVICE void wgmma_typed(Sum (&d)[N], u64 a, u64 b, u32 add) {
     product.sums = reinterpret_cast<float*>(d), product.eights = N / 4;
     product.a = emulated_matrix(a), product.b = emulated_matrix(b), product.add = add != 0;
     product.make = emulated_typed_product<A, B, kAcrossA, kAcrossB, Sum>;
+    emulated_products_push(product);
+}
+
+template <typename A, typename B, int N>
+RTK_DEVICE void wgmma_left(float (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
+    EmulatedProduct product{};
+    product.sums = d, product.eights = N / 4, product.b = emulated_matrix(b);
+    product.in_registers = true, product.add = add != 0;
+    emulated_left(product, a, RTK_EMU_SITE("wgmma_left"));
+    product.make = emulated_typed_product<A, B, false, false, float>;
     emulated_products_push(product);
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.layout.transpose import EXPERTS, TRANSPOSE
+from rtkernels.ops.layout.transpose import EXPERTS, MATRICES, TRANSPOSE
 
 
 def samples(device: str):
@@ -13,3 +13,4 @@ def samples(device: str):
     yield TRANSPOSE, (x.bfloat16(), 1, -1, 32)
     yield TRANSPOSE, (x[0, 0].to(torch.uint8), 0, 1, 1)
     yield EXPERTS, (x[0, :, 0], torch.tensor([2, 0, 3], device=device), 4)
+    yield MATRICES, ([x[0, 0].clone(), x[0, 1].clone()], 4)

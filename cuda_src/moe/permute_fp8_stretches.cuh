@@ -1,4 +1,4 @@
-// The work of moe/permute_fp8_runs.cu in units, and how warps that do different things with it find each other.
+// The work of moe/permute_fp8_stretches.cu in units, and how warps that do different things with it find each other.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -7,19 +7,19 @@
 
 namespace rtk {
 
-inline constexpr u32 kRunRows = 320;     // the most of a unit
-inline constexpr u32 kPieceRows = 256;   // of a unit, if its expert has more rows than that
+inline constexpr u32 kMaxUnitRows = 320;
+inline constexpr u32 kCutRows = 256;  // of a unit, if its expert has more than kMaxUnitRows rows
 inline constexpr u32 kUnitBlocks = 3;    // of 128 rows: the most of a unit
 inline constexpr u32 kSlots = 4;         // of blocks of rows on their way
 inline constexpr u32 kKeptUnits = 8, kPlanned = 8;
 inline constexpr u32 kRowBytes = kTileSide * 2, kSlotBytes = kTileSide * kRowBytes;
-inline constexpr u32 kStageBytes = kTileSide * kRunRows;
-inline constexpr u32 kRunMemory = kSlots * kSlotBytes + 2 * kStageBytes;
+inline constexpr u32 kStageBytes = kTileSide * kMaxUnitRows;
+inline constexpr u32 kStretchMemory = kSlots * kSlotBytes + 2 * kStageBytes;
 
-// Warps: teams that quantise, each a block of rows at a time; those that store; those that fetch.
-inline constexpr int kTeams = 2, kTeamWarps = 8, kWorkWarps = kTeams * kTeamWarps;
+// Warps: consumers that quantise, each a block of rows at a time; those that store; those that fetch.
+inline constexpr int kConsumers = 2, kConsumerWarps = 8, kWorkWarps = kConsumers * kConsumerWarps;
 inline constexpr int kStoreWarps = 3, kFetchWarps = kSlots;
-inline constexpr int kRunThreads = (kWorkWarps + kStoreWarps + kFetchWarps + 1) * kWarp;
+inline constexpr int kStretchThreads = (kWorkWarps + kStoreWarps + kFetchWarps + 1) * kWarp;
 
 // 128 columns of an expert's rows, or of some of its rows.
 struct Unit {
@@ -37,12 +37,12 @@ struct Unit {
 // Up to 128 rows of a unit.
 struct RowBlock {
     Unit unit;
-    u32 turn;  // of the unit
+    u32 unit_nth;  // number of the unit among those of the block
     u32 down;  // rows of the unit above
 
     // No rows: there are no more blocks.
     RTK_DEVICE u32 rows() const { return unit.rows == 0 ? 0 : min(unit.rows - down, static_cast<u32>(kTileSide)); }
-    // Of each warp at `staged`: the last block of a unit arrives for those that are not there, too.
+    // How often each warp arrives at `staged`: the last block of a unit arrives for missing ones, too.
     RTK_DEVICE u32 arrivals() const {
         return down + kTileSide < unit.rows ? 1 : kUnitBlocks + 1 - max(unit.blocks(), 1u);
     }
@@ -62,7 +62,7 @@ struct Units {
     // calls; two barriers.
     RTK_DEVICE Units(u8* memory, const i32* offsets, i64 expert_count, i64 rows, u32 column_tiles)
         : entry(reinterpret_cast<Entry*>(memory)), experts(static_cast<int>(expert_count)), strips(column_tiles) {
-        for (int e = static_cast<int>(threadIdx.x); e < experts; e += kRunThreads) {
+        for (int e = static_cast<int>(threadIdx.x); e < experts; e += kStretchThreads) {
             const i64 wanted = static_cast<i64>(offsets[e + 1]) - offsets[e];
             entry[e + 1].row = static_cast<u32>(min(max(wanted, 0ll), rows));
         }
@@ -91,7 +91,7 @@ struct Units {
     }
 
     RTK_DEVICE static u32 units_of(u32 rows) {
-        return rows <= kRunRows ? min(rows, 1u) : (rows + (kPieceRows - 1)) / kPieceRows;
+        return rows <= kMaxUnitRows ? min(rows, 1u) : (rows + (kCutRows - 1)) / kCutRows;
     }
 
     RTK_DEVICE Unit find(u32 number) const {
@@ -111,8 +111,8 @@ struct Units {
         }
         unit.start = entry[low].row;
         unit.count = entry[low + 1].row - unit.start;
-        unit.above = (inside - entry[low].unit) * kPieceRows;
-        unit.rows = unit.count <= kRunRows ? unit.count : min(unit.count - unit.above, kPieceRows);
+        unit.above = (inside - entry[low].unit) * kCutRows;
+        unit.rows = unit.count <= kMaxUnitRows ? unit.count : min(unit.count - unit.above, kCutRows);
         unit.block = entry[low].block + unit.above / kTileSide;
         return unit;
     }
@@ -137,14 +137,14 @@ struct Units {
     }
 };
 
-// What the warps share. Blocks of rows are numbered by turns; a slot has every kSlots'th.
-struct RunShared {
+// What the warps share. Blocks of rows are numbered in their order; a slot has every kSlots'th.
+struct StretchShared {
     RowBlock blocks[kSlots];
     Unit units[kKeptUnits];                       // that have been asked for lately
     RowBlock plan[kPlanned];                      // blocks that come next
-    u32 max_abs[kTeams][2][kTeamWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
+    u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
     u64 full[kSlots], empty[kSlots];              // barriers, a phase for each block in the slot
-    u64 added[kTeams];                            // a phase for each block of the team
+    u64 added[kConsumers];                            // a phase for each block of the consumer
     u64 staged[2], freed[2];                      // a phase for each unit in the buffer
     u64 planned[kPlanned], taken[kPlanned];       // a phase for each block in the plan
 
@@ -155,9 +155,9 @@ struct RunShared {
             for (u32 b = 0; b < count; ++b) ptx::mbarrier_init(ptx::shared_address(barriers + b), arrivals);
         };
         each(full, kSlots, kWarp + 1);
-        each(empty, kSlots, kTeamWarps);
-        each(added, kTeams, kTeamWarps);
-        each(staged, 2, kTeamWarps * kUnitBlocks);
+        each(empty, kSlots, kConsumerWarps);
+        each(added, kConsumers, kConsumerWarps);
+        each(staged, 2, kConsumerWarps * kUnitBlocks);
         each(freed, 2, kStoreWarps);
         each(planned, kPlanned, 1);
         each(taken, kPlanned, 1);

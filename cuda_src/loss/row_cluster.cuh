@@ -5,19 +5,19 @@
 
 namespace rtk {
 
-struct Team {
+struct RowCluster {
     int blocks;   // of a row
     int threads;  // of all of them; from the host, because a kernel's parameters need no registers
     int thread;   // among them
 
-    RTK_DEVICE Team(i64 blocks, i64 threads) : blocks(static_cast<int>(blocks)), threads(static_cast<int>(threads)) {
+    RTK_DEVICE RowCluster(i64 blocks, i64 threads) : blocks(static_cast<int>(blocks)), threads(static_cast<int>(threads)) {
         thread = static_cast<int>(threadIdx.x);
         if (blocks > 1) thread += ptx::cluster_rank() * static_cast<int>(blockDim.x);
     }
-    // Which row is this team's first one.
+    // Which row is this cluster's first one.
     RTK_DEVICE int row() const { return static_cast<int>(blockIdx.x) / blocks; }
     RTK_DEVICE bool leads() const { return thread == 0; }
-    // What the team's threads have read and written before comes before what they do after.
+    // What the cluster's threads have read and written before comes before what they do after.
     RTK_DEVICE void meet() const {
         if (blocks > 1) {
             ptx::cluster_barrier();
@@ -37,7 +37,7 @@ struct Team {
     }
 };
 
-// The numbers of all warps of a team.
+// The numbers of all warps of a cluster.
 template <int WARPS>
 struct Exchange {
     float top[WARPS], sum[WARPS], total[WARPS];
@@ -46,17 +46,17 @@ struct Exchange {
 // From the numbers of a thread's warp to those of the row: the largest score, the sum of exponentials relative to it, the
 // sum of scores (if asked for). One barrier. The blocks of a cluster have met before.
 template <int WARPS>
-RTK_DEVICE void share_row(float& top, float& sum, float& total, const Team& team, Exchange<WARPS>& exchange,
+RTK_DEVICE void share_row(float& top, float& sum, float& total, const RowCluster& cluster, Exchange<WARPS>& exchange,
                           bool totals) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = team.threads / kWarp, warp = team.thread / kWarp;
-    if (team.blocks == 1) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warps = cluster.threads / kWarp, warp = cluster.thread / kWarp;
+    if (cluster.blocks == 1) {
         if (lane == 0) exchange.top[warp] = top, exchange.sum[warp] = sum, exchange.total[warp] = total;
-    } else if (lane < team.blocks) {  // to all of them
+    } else if (lane < cluster.blocks) {  // to all of them
         ptx::st_cluster(ptx::shared_address(exchange.top + warp), lane, top);
         ptx::st_cluster(ptx::shared_address(exchange.sum + warp), lane, sum);
         ptx::st_cluster(ptx::shared_address(exchange.total + warp), lane, total);
     }
-    team.meet();
+    cluster.meet();
     top = -kInfinity, sum = 0.0f;
 #pragma unroll 1
     for (int i = lane; i < warps; i += kWarp) top = fmaxf(top, exchange.top[i]);
@@ -74,12 +74,12 @@ RTK_DEVICE void share_row(float& top, float& sum, float& total, const Team& team
 
 // The same from what each thread has seen.
 template <typename T, int WARPS>
-RTK_DEVICE void share_row(Running<T>& running, const Team& team, Exchange<WARPS>& exchange, bool totals) {
-    const float most = warp_reduce<Max>(running.top);
-    running.sum = warp_reduce<Sum>(running.sum * exponential<false>(running.top - anchored(most)));
-    running.top = most;
+RTK_DEVICE void share_row(Running<T>& running, const RowCluster& cluster, Exchange<WARPS>& exchange, bool totals) {
+    const float warp_top = warp_reduce<Max>(running.top);
+    running.sum = warp_reduce<Sum>(running.sum * exponential<false>(running.top - anchored(warp_top)));
+    running.top = warp_top;
     if (totals) running.total = warp_reduce<Sum>(running.total);
-    share_row(running.top, running.sum, running.total, team, exchange, totals);
+    share_row(running.top, running.sum, running.total, cluster, exchange, totals);
 }
 
 }  // namespace rtk

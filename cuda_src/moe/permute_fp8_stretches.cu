@@ -1,16 +1,16 @@
 // What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of
-// an expert are one run of memory, however many rows it has: they are put together in shared memory and written as a
-// run, so that lines of memory are whole, although columns begin anywhere. Long experts have several such pieces.
+// an expert are one stretch of memory, however many rows it has: they are put together in shared memory and written as
+// one, so that lines of memory are whole, although columns begin anywhere. Long experts have several such stretches.
 //
-// One block per multiprocessor; each has its share of units (moe/permute_fp8_runs.cuh), which one warp works out. Four
-// warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two teams of eight warps quantise
-// what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in registers, so that
-// the slot is free. Three warps write the runs. They all meet at mbarriers only.
+// One block per multiprocessor; each has its share of units (moe/permute_fp8_stretches.cuh), which one warp works out.
+// Four warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two consumers, of eight warps
+// each, quantise what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in
+// registers, so that the slot is free. Three warps write the stretches. They all meet at mbarriers only.
 //
-// Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take pieces of 16
-// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with piece l. In units of 16 bytes,
+// Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take vectors of 16
+// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with vector l. In units of 16 bytes,
 // column to column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
-#include "moe/permute_fp8_runs.cuh"
+#include "moe/permute_fp8_stretches.cuh"
 #include "moe/rows.cuh"
 #include "ptx/cp_async.cuh"
 #include "common/amax.cuh"
@@ -18,7 +18,7 @@
 namespace rtk {
 
 // Where codes and scales go, as in quant/expert_output.cuh.
-struct RunOutput {
+struct StretchOutput {
     u8* q;
     float* scale;
     u8* q_t;
@@ -44,7 +44,7 @@ RTK_DEVICE float high_magnitude(u32 word) { return __uint_as_float(word & 0x7fff
 
 // Codes and scales of the warp's 16 rows of a block.
 template <typename F8>
-RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 warp, const RunOutput& out) {
+RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 warp, const StretchOutput& out) {
     constexpr int kSteps = 8;
     const u32 lane = threadIdx.x % kWarp, rows = block.rows();
     if (warp * 16 >= rows) return;
@@ -86,25 +86,25 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
     }
 }
 
-// Columns of a block, in registers: 64 of them in a warp, two in a lane, and two pieces of 16 rows.
+// Columns of a block, in registers: 64 of them in a warp, two in a lane, and two vectors of 16 rows.
 template <typename F8>
 struct BlockColumns {
-    static constexpr int kPieces = 2;  // of a lane
-    static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kPieces;  // warps above one another
+    static constexpr int kVectors = 2;  // of a lane
+    static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kVectors;  // warps above one another
 
-    u32 word[kPieces][16];
+    u32 word[kVectors][16];
     u32 lane, warp, column;
     u32 rows;   // of the block, up to the next 16; 0 if there are no such columns
-    u32 piece;  // the lane's first
+    u32 vector;  // the lane's first
 
-    RTK_DEVICE BlockColumns(const RowBlock& block, const u8* tile, u32 warp_of_team, const RunOutput& out)
-        : lane(threadIdx.x % kWarp), warp(warp_of_team) {
+    RTK_DEVICE BlockColumns(const RowBlock& block, const u8* tile, u32 consumer_warp, const StretchOutput& out)
+        : lane(threadIdx.x % kWarp), warp(consumer_warp) {
         column = warp / kAbove * (2 * kWarp) + lane * 2;
         rows = column < out.columns(block.unit) ? (block.rows() + 15) / 16 * 16 : 0;
         // With few rows, conflicts matter less than that warps have nothing to do.
-        piece = warp % kAbove * kPieces + (block.rows() > kTileSide / 2 ? lane : 0);
+        vector = warp % kAbove * kVectors + (block.rows() > kTileSide / 2 ? lane : 0);
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
             const u8* first = tile + row(p) * kRowBytes + column * 2;
 #pragma unroll
             for (int r = 0; r < 16; ++r)
@@ -112,17 +112,17 @@ struct BlockColumns {
         }
     }
 
-    // First of the lane's pieces.
-    RTK_DEVICE u32 row(int p) const { return (piece + p) % kInColumn * 16; }
+    // First of the lane's vectors.
+    RTK_DEVICE u32 row(int p) const { return (vector + p) % kInColumn * 16; }
 
     // Largest magnitudes, in a word.
     RTK_DEVICE u32 maxima() const {
         auto find = [&](auto larger) {
-            u32 max_abs[kPieces] = {};
+            u32 max_abs[kVectors] = {};
 #pragma unroll
             for (int r = 0; r < 16; ++r)
 #pragma unroll
-                for (int p = 0; p < kPieces; ++p) max_abs[p] = larger(max_abs[p], word[p][r]);
+                for (int p = 0; p < kVectors; ++p) max_abs[p] = larger(max_abs[p], word[p][r]);
             return larger(max_abs[0], max_abs[1]);
         };
         const u32 max_abs = find([](u32 a, u32 b) { return larger_of<false>(a, b); });
@@ -132,7 +132,7 @@ struct BlockColumns {
 
     // From the maxima of all warps above one another, [kAbove][kWarp], to the reciprocals of the lane's scales. One of
     // these warps stores the scales.
-    RTK_DEVICE void scales(const RowBlock& block, const u32* max_abs, const RunOutput& out, float (&inverse)[2]) const {
+    RTK_DEVICE void scales(const RowBlock& block, const u32* max_abs, const StretchOutput& out, float (&inverse)[2]) const {
         u32 all = max_abs[lane];
 #pragma unroll
         for (int w = 1; w < kAbove; ++w) all = larger_of<false>(all, max_abs[w * kWarp + lane]);
@@ -149,7 +149,7 @@ struct BlockColumns {
     RTK_DEVICE void codes(const float (&inverse)[2], u8* stage, u32 pitch) const {
         const ptx::SharedAddress to = ptx::shared_address(stage) + column * pitch;
 #pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
+        for (int p = 0; p < kVectors; ++p) {
             if (row(p) >= rows) continue;
             float low[16], high[16];
 #pragma unroll
@@ -165,7 +165,7 @@ struct BlockColumns {
 };
 
 // Writes the staged codes of a unit. All warps that store call.
-RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const RunOutput& out) {
+RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const StretchOutput& out) {
     const u32 columns = out.columns(unit), pitch = unit.pitch();
     u8* to = out.q_t + static_cast<u64>(unit.start) * out.cols + static_cast<u64>(unit.strip * kTileSide) * unit.count +
              unit.above;
@@ -179,15 +179,15 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
             ptx::bulk_store_wait_read();
             return;
         }
-        // Pieces of 16 bytes along the columns.
+        // Vectors of 16 bytes along the columns.
         const u32 in_column = pitch / 16, all = in_column * columns;
         const u32 step = kStoreWarps * kWarp, down = step / in_column, right = step - down * in_column;
-        u32 c = thread / in_column, piece = thread - c * in_column;
+        u32 c = thread / in_column, vector = thread - c * in_column;
 #pragma unroll 4
         for (u32 i = thread; i < all; i += step) {
-            ptx::st<16>(to + static_cast<u64>(c) * unit.count + piece * 16, ptx::ld_shared_16(from + i * 16));
-            c += down, piece += right;
-            if (piece >= in_column) ++c, piece -= in_column;
+            ptx::st<16>(to + static_cast<u64>(c) * unit.count + vector * 16, ptx::ld_shared_16(from + i * 16));
+            c += down, vector += right;
+            if (vector >= in_column) ++c, vector -= in_column;
         }
         return;
     }
@@ -239,16 +239,16 @@ struct RowFetch {
     // Rows without a token are zeros, up to the next 16.
     RTK_DEVICE void ask(const RowBlock& block, const u32 (&found)[kOwn], ptx::SharedAddress tile,
                         ptx::SharedAddress barrier) const {
-        const u32 lane = threadIdx.x % kWarp, piece = lane % 16;
+        const u32 lane = threadIdx.x % kWarp, vector = lane % 16;
         const u32 column = block.unit.strip * kTileSide, columns = min(cols - column, static_cast<u32>(kTileSide));
-        const u32 rows = piece * 8 < columns ? (block.rows() + 15) / 16 * 16 : 0;
-        const u8* from = x + column * 2 + piece * 16;
-        const ptx::SharedAddress to = tile + lane / 16 * kRowBytes + piece * 16;
+        const u32 rows = vector * 8 < columns ? (block.rows() + 15) / 16 * 16 : 0;
+        const u8* from = x + column * 2 + vector * 16;
+        const ptx::SharedAddress to = tile + lane / 16 * kRowBytes + vector * 16;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const bool filled = found[i] < choices;
-            const u32 own = filled ? divided(found[i], divisor) * stride : kNowhere;
-            if (__all_sync(0xffffffffu, filled && rows != 0 ? 1 : 0)) {
+            const bool has_token = found[i] < choices;
+            const u32 own = has_token ? divided(found[i], divisor) * stride : kNowhere;
+            if (__all_sync(0xffffffffu, has_token && rows != 0 ? 1 : 0)) {
 #pragma unroll
                 for (int r = 0; r < kWarp; r += 2) {
                     const u32 at = __shfl_sync(0xffffffffu, own, r + static_cast<int>(lane) / 16);
@@ -270,33 +270,33 @@ struct RowFetch {
 };
 
 // Arguments as those of moe_permute_fp8 (moe/permute_fp8.cu); cols is a multiple of 16, q_t is wanted.
-// Dynamic shared memory: kRunMemory + 12 * (expert_count + 1) bytes.
+// Dynamic shared memory: kStretchMemory + 12 * (expert_count + 1) bytes.
 template <typename F8>
-__global__ void __launch_bounds__(kRunThreads, 1)
-    moe_permute_fp8_runs(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts,
+__global__ void __launch_bounds__(kStretchThreads, 1)
+    moe_permute_fp8_stretches(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts,
                          F8* q, float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
                          i64 divisor, i64 rows, i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks,
                          i64 column_tiles, i64 prob_kind, i64 prob_columns, i64 pow2) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ RunShared shared;
+    __shared__ StretchShared shared;
     u8* const stages = memory + kSlots * kSlotBytes;
     shared.init();
-    const Units units(memory + kRunMemory, offsets, expert_count, rows, static_cast<u32>(column_tiles));
-    const RunOutput out = {reinterpret_cast<u8*>(q), scale, reinterpret_cast<u8*>(q_t), scale_t, static_cast<u32>(cols),
+    const Units units(memory + kStretchMemory, offsets, expert_count, rows, static_cast<u32>(column_tiles));
+    const StretchOutput out = {reinterpret_cast<u8*>(q), scale, reinterpret_cast<u8*>(q_t), scale_t, static_cast<u32>(cols),
                            units.strips, pow2 != 0};
     const u32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     if (warp < kWorkWarps) {
-        const u32 team = warp / kTeamWarps, own = warp % kTeamWarps;
+        const u32 consumer = warp / kConsumerWarps, own = warp % kConsumerWarps;
 #pragma unroll 1
-        for (u32 turn = team;; turn += kTeams) {
-            const u32 slot = turn % kSlots, phase = turn / kTeams;
-            wait_for(shared.full[slot], turn / kSlots);
+        for (u32 nth = consumer;; nth += kConsumers) {
+            const u32 slot = nth % kSlots, phase = nth / kConsumers;
+            wait_for(shared.full[slot], nth / kSlots);
             const RowBlock block = shared.blocks[slot];
-            const u32 buffer = block.turn % 2;
+            const u32 buffer = block.unit_nth % 2;
             if (block.rows() == 0) {
-                if (block.down == 0) {  // one team tells those that store
-                    wait_for(shared.freed[buffer], block.turn / 2 + 1);
+                if (block.down == 0) {  // one consumer tells those that store
+                    wait_for(shared.freed[buffer], block.unit_nth / 2 + 1);
                     warp_arrive(shared.staged[buffer], block.arrivals());
                 }
                 break;
@@ -305,12 +305,12 @@ __global__ void __launch_bounds__(kRunThreads, 1)
             if (q != nullptr) quantize_block_rows<F8>(block, tile, own, out);
             const BlockColumns<F8> columns(block, tile, own, out);
             warp_arrive(shared.empty[slot]);
-            shared.max_abs[team][phase % 2][own][lane] = columns.maxima();
-            warp_arrive(shared.added[team]);
-            wait_for(shared.added[team], phase);
+            shared.max_abs[consumer][phase % 2][own][lane] = columns.maxima();
+            warp_arrive(shared.added[consumer]);
+            wait_for(shared.added[consumer], phase);
             float inverse[2];
-            columns.scales(block, shared.max_abs[team][phase % 2][own / columns.kAbove * columns.kAbove], out, inverse);
-            wait_for(shared.freed[buffer], block.turn / 2 + 1);
+            columns.scales(block, shared.max_abs[consumer][phase % 2][own / columns.kAbove * columns.kAbove], out, inverse);
+            wait_for(shared.freed[buffer], block.unit_nth / 2 + 1);
             columns.codes(inverse, stages + buffer * kStageBytes + block.down, block.unit.pitch());
             ptx::fence_async_shared();
             warp_arrive(shared.staged[buffer], block.arrivals());
@@ -318,10 +318,10 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     } else if (warp < kWorkWarps + kStoreWarps) {
         const int thread = static_cast<int>(threadIdx.x) - kWorkWarps * kWarp;
 #pragma unroll 1
-        for (u32 turn = 0;; ++turn) {
-            const u32 buffer = turn % 2;
-            wait_for(shared.staged[buffer], turn / 2);
-            const Unit unit = shared.units[turn % kKeptUnits];
+        for (u32 nth = 0;; ++nth) {
+            const u32 buffer = nth % 2;
+            wait_for(shared.staged[buffer], nth / 2);
+            const Unit unit = shared.units[nth % kKeptUnits];
             if (unit.rows == 0) break;
             store_unit(unit, stages + buffer * kStageBytes, thread, out);
             warp_arrive(shared.freed[buffer]);
@@ -330,24 +330,24 @@ __global__ void __launch_bounds__(kRunThreads, 1)
         const u32 slot = warp - (kWorkWarps + kStoreWarps);
         const RowFetch fetch = {reinterpret_cast<const u8*>(x), slots, static_cast<u32>(x_stride / 8),
                                 static_cast<u32>(choices), out.cols, divisor};
-        auto take = [&](u32 turn, u32(&found)[RowFetch::kOwn]) {
-            wait_for(shared.planned[turn % kPlanned], turn / kPlanned);
-            const RowBlock block = shared.plan[turn % kPlanned];
+        auto take = [&](u32 nth, u32(&found)[RowFetch::kOwn]) {
+            wait_for(shared.planned[nth % kPlanned], nth / kPlanned);
+            const RowBlock block = shared.plan[nth % kPlanned];
             fetch.request(block, found);
-            warp_arrive(shared.taken[turn % kPlanned]);
+            warp_arrive(shared.taken[nth % kPlanned]);
             return block;
         };
         u32 found[RowFetch::kOwn], found_next[RowFetch::kOwn];
         RowBlock block = take(slot, found);
 #pragma unroll 1
-        for (u32 turn = slot;; turn += kSlots) {
+        for (u32 nth = slot;; nth += kSlots) {
             const bool last = block.unit.rows == 0;
             RowBlock next = block;
-            if (!last) next = take(turn + kSlots, found_next);
-            wait_for(shared.empty[slot], turn / kSlots + 1);
+            if (!last) next = take(nth + kSlots, found_next);
+            wait_for(shared.empty[slot], nth / kSlots + 1);
             if (lane == 0) {
                 shared.blocks[slot] = block;
-                if (block.down == 0) shared.units[block.turn % kKeptUnits] = block.unit;
+                if (block.down == 0) shared.units[block.unit_nth % kKeptUnits] = block.unit;
                 ptx::mbarrier_arrive(ptx::shared_address(&shared.full[slot]));
             }
             fetch.ask(block, found, ptx::shared_address(memory + slot * kSlotBytes),
@@ -358,32 +358,32 @@ __global__ void __launch_bounds__(kRunThreads, 1)
             for (int i = 0; i < RowFetch::kOwn; ++i) found[i] = found_next[i];
         }
     } else if (lane == 0) {
-        u32 turn = 0;
+        u32 nth = 0;
 #pragma unroll 1
-        for (u32 unit_turn = 0;; ++unit_turn) {
-            const Unit unit = units.find(blockIdx.x + unit_turn * gridDim.x);
+        for (u32 unit_nth = 0;; ++unit_nth) {
+            const Unit unit = units.find(blockIdx.x + unit_nth * gridDim.x);
             // At the end, something for every warp that fetches.
             const u32 rows_or_ends = unit.rows == 0 ? kSlots : unit.rows, step_down = unit.rows == 0 ? 1 : kTileSide;
 #pragma unroll 1
-            for (u32 down = 0; down < rows_or_ends; down += step_down, ++turn) {
-                wait_for(shared.taken[turn % kPlanned], turn / kPlanned + 1);
-                shared.plan[turn % kPlanned] = {unit, unit_turn, down};
-                ptx::mbarrier_arrive(ptx::shared_address(&shared.planned[turn % kPlanned]));
+            for (u32 down = 0; down < rows_or_ends; down += step_down, ++nth) {
+                wait_for(shared.taken[nth % kPlanned], nth / kPlanned + 1);
+                shared.plan[nth % kPlanned] = {unit, unit_nth, down};
+                ptx::mbarrier_arrive(ptx::shared_address(&shared.planned[nth % kPlanned]));
             }
             if (unit.rows == 0) break;
         }
     }
 
-    const i64 step = static_cast<i64>(gridDim.x) * kRunThreads;
-    const i64 own = static_cast<i64>(blockIdx.x) * kRunThreads + threadIdx.x;
+    const i64 step = static_cast<i64>(gridDim.x) * kStretchThreads;
+    const i64 own = static_cast<i64>(blockIdx.x) * kStretchThreads + threadIdx.x;
     const i64 used = units.entry[expert_count].row;
     if (probs_out != nullptr) {
         const Probs numbers{probs, experts, prob_kind, prob_columns, static_cast<int>(top_k)};
         for (i64 row = own; row < rows; row += step) {
             const u32 slot = ptx::ld_keep<4>(slots + row).w[0], token = divided(slot, divisor);
             const int choice = static_cast<int>(slot - token * static_cast<u32>(top_k));
-            const bool filled = row < used && slot < static_cast<u32>(choices);
-            const u8* place = filled ? numbers.place(token, choice) : nullptr;
+            const bool has_token = row < used && slot < static_cast<u32>(choices);
+            const u8* place = has_token ? numbers.place(token, choice) : nullptr;
             store_prob_bits(probs_out + row * numbers.bytes(), prob_kind, place == nullptr ? 0u : numbers.bits(place));
         }
     }

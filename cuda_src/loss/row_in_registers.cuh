@@ -4,29 +4,30 @@
 
 namespace rtk {
 
-// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS pieces: those thread,
-// thread + threads, ..., and perhaps one of the columns beside the pieces. First logits, then their exponentials, then the
-// gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows only.
+// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS vectors: those
+// thread, thread + threads, ..., and perhaps one of the columns before and after the vectors. First logits, then their
+// exponentials, then the gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows
+// only.
 template <typename T, int CHUNKS, bool kLast = false>
 struct RowInRegisters {
     static constexpr int VEC = 16 / sizeof(T);
-    const Pieces<T> pieces;
+    const AlignedRow<T> aligned;
     const int thread, threads;
-    const int offset;  // column of the first piece
-    const int remaining;   // pieces from that one to the end of the row
-    const int edge;    // the column beside the pieces, or -1
+    const int offset;  // column of the first vector
+    const int remaining;   // vectors from that one to the end of the row
+    const int edge;    // the column before or after the vectors, or -1
     Raw<16> raw[CHUNKS];
     float border = -kInfinity;  // score of the edge
     float e[CHUNKS][VEC];
 
-    // Requests the pieces. A row that does not exist has none.
+    // Requests the vectors. A row that does not exist has none.
     RTK_DEVICE RowInRegisters(const T* row, int cols, bool exists, int thread_, int threads_)
-        : pieces(row, cols),
+        : aligned(row, cols),
           thread(thread_),
           threads(threads_),
-          offset(pieces.head + thread * VEC),
-          remaining((exists ? pieces.vectors : 0) - thread),
-          edge(exists ? pieces.edge(thread) : -1) {
+          offset(aligned.head + thread * VEC),
+          remaining((exists ? aligned.vectors : 0) - thread),
+          edge(exists ? aligned.edge(thread) : -1) {
         load_batch(raw, row + offset, threads * VEC, remaining, threads, [](const T* p) { return load_raw<T, VEC, kLast>(p); });
     }
     RTK_DEVICE void load_edge(const T* row) {
@@ -75,7 +76,7 @@ struct RowInRegisters {
                 store_zeros<T, 1>(out + edge);
             }
         }
-        if (counts && pieces.owner(label, threads) == thread)
+        if (counts && aligned.owner(label, threads) == thread)
             gradient.store_one(out + label, target, cap, gradient.target);
     }
 };

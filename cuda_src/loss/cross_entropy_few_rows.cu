@@ -1,8 +1,8 @@
-// Cross entropy of few rows, in one pass or forward only, in one launch: every row is cut into pieces for so many threads,
-// in up to eight blocks, that each reads a few of them at once; sums over the rows are made here, too.
-// The formulas: cross_entropy.cuh.
-#include "loss/cross_entropy_held.cuh"
-#include "loss/cross_entropy_team.cuh"
+// Cross entropy of few rows, in one pass or forward only, in one launch: a row is divided among so many
+// threads, in up to eight blocks, that each has no more than CHUNKS vectors of it. Sums over the rows are made here,
+// too. The formulas: cross_entropy.cuh.
+#include "loss/row_in_registers.cuh"
+#include "loss/row_cluster.cuh"
 
 namespace rtk {
 
@@ -66,11 +66,11 @@ struct RowSums {
     }
 };
 
-// Thread i of a row's team has the pieces i, i + threads, ... (CHUNKS of them). Without dx only the results of the rows.
-// dx may be x: all of a row is read before any of it is written.
+// Thread i of a row's cluster has the vectors i, i + threads, ... (CHUNKS of them). Without dx only the results of the
+// rows. dx may be x: all of a row is read before any of it is written.
 template <typename T>
 __global__ void __launch_bounds__(896, 1)
-    cross_entropy_few(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,
+    cross_entropy_few_rows(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct, float* out,
                       float* accuracy, float* factor, u32* arrived, i64* report, i64 rows, i64 cols, i64 x_stride,
                       i64 dx_stride, i64 labels_int64, i64 ignore_index, i64 kind, i64 blocks, i64 threads, double smoothing,
                       double z_loss, double per_column) {
@@ -78,17 +78,17 @@ __global__ void __launch_bounds__(896, 1)
     __shared__ Exchange<8 * 896 / kWarp> exchange;
     __shared__ float slots[2][kWarp];
     ptx::launch_dependents();
-    const Team team(blocks, threads);
-    const int row = team.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
+    const RowCluster cluster(blocks, threads);
+    const int row = cluster.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
     const T* source = x + row * x_stride;
-    RowInRegisters<T, CHUNKS, true> held(source, columns, true, team.thread, team.threads);
+    RowInRegisters<T, CHUNKS, true> own_part(source, columns, true, cluster.thread, cluster.threads);
     // Requested now, looked at when the row is there.
     const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = all.load(row);
-    held.load_edge(source);
-    if (team.blocks > 1) team.meet();  // before the others are written to, they must have started
+    own_part.load_edge(source);
+    if (cluster.blocks > 1) cluster.meet();  // before the others are written to, they must have started
     const NoCap cap;
-    const int label = all.column(name, row, columns, report, team.leads());
+    const int label = all.column(name, row, columns, report, cluster.leads());
     float target = -kInfinity;
     if (label >= 0) target = score_at(source, label, cap);
     const RowSums sums{static_cast<RowSums::Kind>(kind), out, accuracy, factor, arrived};
@@ -96,24 +96,24 @@ __global__ void __launch_bounds__(896, 1)
 
     // Exponentials are relative to the largest score of the warp.
     const bool totals = not_zero(smoothing);
-    const float near = warp_reduce<Max>(held.peak());
+    const float near = warp_reduce<Max>(own_part.peak());
     const Base<T> base(near);
     float top = near, total = 0.0f;
-    if (totals) total = warp_reduce<Sum>(held.total());
-    float sum = warp_reduce<Sum>(held.exponentials(base, near));
-    share_row(top, sum, total, team, exchange, totals);  // the label's score has been read before any store
+    if (totals) total = warp_reduce<Sum>(own_part.total());
+    float sum = warp_reduce<Sum>(own_part.exponentials(base, near));
+    share_row(top, sum, total, cluster, exchange, totals);  // the label's score has been read before any store
     if (correct != nullptr) {
         const bool largest = label >= 0 && target == top;
-        const float hit = team.first_of_its_score(source, largest ? label : 0, top, cap);
-        if (team.leads()) correct[row] = largest ? hit : 0.0f;
+        const float hit = cluster.first_of_its_score(source, largest ? label : 0, top, cap);
+        if (cluster.leads()) correct[row] = largest ? hit : 0.0f;
     }
     const Terms terms(smoothing, z_loss, per_column);
     const float level = logf(sum);
-    if (team.leads()) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
+    if (cluster.leads()) RowResults{loss, stats, rows}.write(row, label, terms, top, level, target, total);
     if (dx != nullptr) {
         const Gradient<T> gradient(terms, sums.gradient(count), top, level, ptx::rcp(sum));
         const float scale = gradient.scale * base.correction * exponential<false>(near - anchored(top));
-        held.store_gradient(dx + row * dx_stride, gradient, scale, label, target);
+        own_part.store_gradient(dx + row * dx_stride, gradient, scale, label, target);
     }
     sums.add_up(loss, correct, count_of_rows, count, slots);
 }

@@ -1,0 +1,91 @@
+"""What follows from a recorded run of ``python -m bench aten``: the default set of ``rtkernels.enable()``, and sizes
+below which calls go to torch. ``python -m bench aten --record FILE`` keeps a result as ``bench/results/aten/h200.json``
+and writes ``rtkernels/aten/measured.py`` from it.
+
+A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size that
+makes the geometric mean over all cases best; the overload belongs to the default set if that mean is 1.05 or more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
+MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
+WANTED = 1.05  # torch's time over ours, geometric mean
+NEVER = 1 << 62
+
+
+def load(path: Path = RESULT) -> dict[str, Any]:
+    """Read a result."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def given_back_us(result: dict[str, Any]) -> float:
+    """Return what an override adds to the host's time of a call that it gives back to torch."""
+    host = result["host"]
+    extra = [host[f"given back {name[6:]}"] - us for name, us in host.items() if name.startswith("torch ")]
+    return max(sum(extra) / len(extra), 0.0)
+
+
+def cases_of(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the cases of each overload that torch and our kernel both did, with `elements` of the shape."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in result["cases"]:
+        ours, torchs = case.get("rtkernels", {}), case.get("torch", {})
+        if "operator" in ours and "operator" in torchs and not ours.get("why"):
+            found.setdefault(case["overload"], []).append({**case, "elements": math.prod(case["shape"])})
+    return found
+
+
+def mean_ratio(cases: list[dict[str, Any]], threshold: int, given_back: float) -> float:
+    """Return the geometric mean of torch's time over ours, where cases below the threshold are given back to torch."""
+    logs = []
+    for case in cases:
+        torchs = case["torch"]["operator"]
+        if case["elements"] >= threshold:
+            ours = case["rtkernels"]["operator"]
+        else:
+            ours = max(torchs, case["torch"]["submit"] + given_back)
+        logs.append(math.log(torchs / ours))
+    return math.exp(sum(logs) / len(logs))
+
+
+def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
+    """Return, for each overload, the mean ratio of our kernel alone, that with the best threshold, and this."""
+    extra = given_back_us(result)
+    chosen = {}
+    for name, cases in cases_of(result).items():
+        sizes = [*sorted({case["elements"] for case in cases}), NEVER]
+        best = max(sizes, key=lambda size: (mean_ratio(cases, size, extra), -size))
+        chosen[name] = mean_ratio(cases, 0, extra), mean_ratio(cases, best, extra), best
+    return chosen
+
+
+def default_set(result: dict[str, Any]) -> dict[str, int]:
+    """Return the default set, with thresholds."""
+    return {name: size for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER}
+
+
+def measured_module(result: dict[str, Any]) -> str:
+    """Return the text of ``rtkernels/aten/measured.py``."""
+    lines = "".join(f'    "{name}": {size},\n' for name, size in sorted(default_set(result).items()))
+    gpu = result["environment"].get("gpu", "?")
+    return (
+        '"""The default set of ``rtkernels.enable()``: overloads that were faster than torch\'s over FlagGems\' core\n'
+        "shapes, with the elements of the largest tensor from which on they are taken.\n\n"
+        f"Written by ``python -m bench aten --record`` from ``bench/results/aten/h200.json``, measured on a {gpu}.\n"
+        '"""\n\n'
+        f"DEFAULT = {{\n{lines}}}\n"
+    )
+
+
+def record(path: Path) -> None:
+    """Keep a result, and write the default set from it."""
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    MEASURED.write_text(measured_module(load()), encoding="utf-8")

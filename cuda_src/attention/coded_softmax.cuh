@@ -1,0 +1,62 @@
+// Powers of scores as 8-bit codes, 255 (u8) or 448 (e4m3) for the largest one of a row so far.
+#pragma once
+#include "attention/softmax_state.cuh"
+#include "common/convert.cuh"
+
+namespace rtk {
+
+inline constexpr int kInt8 = 0, kE4m3 = 1;                             // of q and k
+inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of powers (u8 for int8)
+
+template <int PV>
+struct PowerCodes {
+    static constexpr float kLargest = PV == kValuesE4m3 ? 448.0f : 255.0f;
+    static constexpr float kLog2 = PV == kValuesE4m3 ? 8.807354922057604f : 7.994353436858858f;
+    static constexpr float kShift = 8388608.0f;  // 2^23: a sum with it is rounded to an integer, which are its last bits
+
+    // Scores of two rows (softmax_state.cuh), a score counting as 2^(factor[r] * s), become powers as pack() takes them; what was
+    // summed before is to be multiplied by correction[r]. Unlike LazySoftmax, no power is larger than the largest code, which
+    // would saturate. Sums are those of the rounded u8 codes, and of e4m3's powers before they are rounded.
+    template <int N>
+    RTK_DEVICE static void add(SoftmaxState& state, float (&s)[N], const float (&factor)[2], float (&correction)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = fmaxf(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+            for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+            const float now = fmaxf(state.top[r], quad_max(largest));
+            const float from = now == negative_infinity() ? 0.0f : now * factor[r];
+            correction[r] = ptx::ex2(state.top[r] * factor[r] - from);
+            state.top[r] = now;
+            const float offset = kLog2 - from;
+            float part = 0.0f;
+#pragma unroll
+            for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& value = s[4 * j + 2 * r + c];
+                    value = ptx::ex2(value * factor[r] + offset);
+                    if constexpr (PV == kValuesInt8) {
+                        value += kShift;
+                        part += value - kShift;
+                    } else {
+                        part += value;
+                    }
+                }
+            state.sum[r] = state.sum[r] * correction[r] + part;
+        }
+    }
+
+    // Four powers as codes.
+    RTK_DEVICE static u32 pack(float a, float b, float c, float d) {
+        if constexpr (PV == kValuesE4m3) {
+            return to_fp8x2<e4m3>(a, b) | to_fp8x2<e4m3>(c, d) << 16;
+        } else {
+            const u32 low = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+            const u32 high = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
+            return __byte_perm(low, high, 0x5410);
+        }
+    }
+};
+
+}  // namespace rtk

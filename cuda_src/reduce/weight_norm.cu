@@ -1,0 +1,92 @@
+// w = v * g / norm over rows of `cols` elements, dense, norm the square root of the row's sum of squares, kept in fp32; and the gradients
+// dg = t / norm, dv = g * (dw / norm - v * t / norm^3), t the row's sum of dw * v. A group of threads owns a row, which it
+// reads two times, the second time from L1 or L2. Grid: rows / groups in a block; block: 256. Arithmetic: fp32, one rounding.
+#include "reduce/group_state.cuh"
+
+namespace rtk {
+
+template <typename T>
+RTK_DEVICE float row_scale(const T* g, i64 row) {
+    float v[1];
+    load_keep<T, 1>(g + row, v);
+    return v[0];
+}
+
+template <typename T, int N>
+RTK_DEVICE void weight_row(const T* v, const T* g, T* w, float* norms, i64 row, i64 rows, i64 cols, const RowGroup& group) {
+    PairSum::State s = PairSum::identity();
+    const bool there = row < rows;
+    for (i64 at = group.thread * N; there && at < cols; at += group.threads * N) {
+        float x[N];
+        load_keep<T, N>(v + row * cols + at, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) s.a += x[i] * x[i];
+    }
+    s = combined<PairSum>(s, group.threads);
+    if (!there) return;
+    const float norm = sqrtf(s.a), scale = row_scale(g, row) / norm;
+    if (group.thread == 0) norms[row] = norm;
+    for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
+        float x[N];
+        load_keep<T, N>(v + row * cols + at, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] *= scale;
+        store<T, N>(w + row * cols + at, x);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    weight_norm_fwd(const T* v, const T* g, T* w, float* norms, i64 rows, i64 cols, i64 threads_per_row, i64 aligned) {
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    if (aligned) {
+        weight_row<T, 16 / sizeof(T)>(v, g, w, norms, row, rows, cols, group);
+    } else {
+        weight_row<T, 1>(v, g, w, norms, row, rows, cols, group);
+    }
+}
+
+template <typename T, int N>
+RTK_DEVICE void weight_row_bwd(const T* dw, const T* v, const T* g, const float* norms, T* dv, T* dg, i64 row, i64 rows,
+                               i64 cols, const RowGroup& group) {
+    PairSum::State s = PairSum::identity();
+    const bool there = row < rows;
+    for (i64 at = group.thread * N; there && at < cols; at += group.threads * N) {
+        float d[N], x[N];
+        load_keep<T, N>(dw + row * cols + at, d);
+        load_keep<T, N>(v + row * cols + at, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) s.a += d[i] * x[i];
+    }
+    s = combined<PairSum>(s, group.threads);
+    if (!there) return;
+    const float inverse = 1.0f / norms[row], scale = row_scale(g, row) * inverse, along = s.a * inverse * inverse;
+    if (group.thread == 0) {
+        const float gradient[1] = {s.a * inverse};
+        store<T, 1>(dg + row, gradient);
+    }
+    for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
+        float d[N], x[N];
+        load_keep<T, N>(dw + row * cols + at, d);
+        load_keep<T, N>(v + row * cols + at, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) d[i] = scale * (d[i] - x[i] * along);
+        store<T, N>(dv + row * cols + at, d);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    weight_norm_bwd(const T* dw, const T* v, const T* g, const float* norms, T* dv, T* dg, i64 rows, i64 cols,
+                    i64 threads_per_row, i64 aligned) {
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    if (aligned) {
+        weight_row_bwd<T, 16 / sizeof(T)>(dw, v, g, norms, dv, dg, row, rows, cols, group);
+    } else {
+        weight_row_bwd<T, 1>(dw, v, g, norms, dv, dg, row, rows, cols, group);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,37 @@
+// Where an element of planes (batch, channels, height, width) is.
+#pragma once
+#include "common/vec.cuh"
+
+namespace rtk {
+
+inline constexpr int kPoolThreads = 256;
+
+struct PoolPlace {
+    i64 plane, row, column;
+    RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
+        const i64 rest = at / width;
+        column = at - rest * width;
+        plane = rest / height;
+        row = rest - plane * height;
+    }
+};
+
+template <typename T>
+RTK_DEVICE float element(const T* x, i64 at) {
+    float v[1];
+    load_keep<T, 1>(x + at, v);
+    return v[0];
+}
+
+// Planes are (batch, channels), at strides x_batch and x_channel.
+RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
+    const i64 batch = plane / channels;
+    return batch * x_batch + (plane - batch * channels) * x_channel;
+}
+
+// Elements of the input for each of the result: the nearest one above, or to the left.
+RTK_DEVICE i64 nearest(i64 at, double scale, i64 size) {
+    return min(static_cast<i64>(floorf(static_cast<float>(at) * static_cast<float>(scale))), size - 1);
+}
+
+}  // namespace rtk

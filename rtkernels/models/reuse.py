@@ -1,0 +1,147 @@
+"""Memory and additions that only a patched layer can save, because it knows who else has a tensor.
+
+The projection of gate and up is the largest activation of a decoder layer, and its gradient would lie next to it at the
+layer's peak: where the layer's own forward made it and nobody else can have it, the gradient is written over it, unless
+the graph is kept for another backward pass. What the activation gives is freed before its own gradient is made. The
+input of a layer goes to its first norm and past it: where the norm hands it on, the kernel of its gradient adds the two
+gradients, in place of autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+from rtkernels.models.merged import is_plain
+from rtkernels.models.recognize import autocasts
+from rtkernels.ops.act import glu as activation
+from rtkernels.ops.norm import rms_norm
+from rtkernels.runtime.layout import may_overlap
+from rtkernels.runtime.operator.autograd import may_overwrite, once_differentiable
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
+
+try:
+    from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+except ImportError:  # pragma: no cover - a torch without this private name
+
+    def _keeps_graph() -> bool:
+        return True
+
+
+def _is_kept() -> bool:
+    """Return True in a backward pass after which saved tensors may be needed, or that the compiler plans."""
+    return is_dynamo_compiling() or _keeps_graph()
+
+
+def free(*tensors: Tensor) -> None:
+    """Give the memory of saved tensors back in the middle of a backward pass, unless the graph is kept.
+
+    For tensors that a Function made and saved itself: nobody else has them, and their node ends with this pass.
+    """
+    if not _is_kept():
+        for t in tensors:
+            t.untyped_storage().resize_(0)
+
+
+def is_private(*tensors: Tensor | None) -> bool:
+    """Return True if results of a layer's own projections may be overwritten by their gradients."""
+    if is_dynamo_compiling():
+        return False
+    given = {str(i): t for i, t in enumerate(tensors) if t is not None}
+    if not all(type(t) in TENSOR_TYPES for t in given.values()):
+        return False
+    try:
+        return may_overwrite("inputs", given)
+    except ArgumentError:  # a leaf, a view with gaps: whatever a projection may give
+        return False
+
+
+def glu_gradient(
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, act: str, need_weight: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of gate, up and weight; over gate and up, unless the graph is kept."""
+    if is_legacy_batched(dy) or _is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
+        dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, need_weight)
+    else:
+        dx, dup = gate.detach(), None if up is None else up.detach()
+        dweight = activation.BACKWARD_OVER(dy, dx, dup, weight, act, need_weight)
+    return dx, None if up is None else dup, dweight if need_weight else None
+
+
+class _Glu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, weight, act):
+        ctx.act = act
+        ctx.save_for_backward(gate, up, weight)
+        return activation.FORWARD(gate, up, weight, act)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return *glu_gradient(dy, *ctx.saved_tensors, ctx.act, ctx.needs_input_grad[2]), None
+
+
+def glu(gate: Tensor, up: Tensor | None = None, *, act: str, weight: Tensor | None = None) -> Tensor:
+    """Return ``rtkernels.glu`` of what the caller made itself and gives to nobody else."""
+    if is_private(gate, up):
+        return _Glu.apply(gate, up, weight, act)
+    return rtkernels.glu(gate, up, act=act, weight=weight)
+
+
+class _Projection(torch.autograd.Function):
+    """``x @ weight^T`` of an x that only this step has: freed behind the weight's gradient, before that of x."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        flat, shape, dw = dy.reshape(-1, dy.shape[-1]), x.shape, None
+        if ctx.needs_input_grad[1]:
+            dw = flat.t() @ x.reshape(-1, shape[-1])
+        if not is_legacy_batched(dy):
+            free(x)
+        return (flat @ weight).view(shape) if ctx.needs_input_grad[0] else None, dw
+
+
+def project(linear: nn.Module, x: Tensor) -> Tensor:
+    """Return ``linear(x)`` of what the caller made itself and gives to nobody else."""
+    if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(linear) or linear.bias is not None:
+        return linear(x)
+    if type(x) not in TENSOR_TYPES or x.dtype != linear.weight.dtype or not x.requires_grad or autocasts(x):
+        return linear(x)
+    return _Projection.apply(x, linear.weight)
+
+
+def may_hand_on(x: Tensor, weight: Tensor | None) -> bool:
+    """Return True if :class:`NormAndInput` can take the place of a norm of x: x gets a gradient, nothing is cast."""
+    plain = type(x) in TENSOR_TYPES and (weight is None or (type(weight) in TENSOR_TYPES and weight.dtype == x.dtype))
+    return plain and not is_dynamo_compiling() and torch.is_grad_enabled() and x.requires_grad
+
+
+class NormAndInput(torch.autograd.Function):
+    """``rms_norm(x, weight)``, or without `values` a tensor without memory in its place, and x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, values):
+        ctx.set_materialize_grads(False)
+        ctx.options = eps, offset
+        ctx.save_for_backward(x, weight)
+        y = rms_norm.FORWARD(x, weight, eps, offset) if values else x.new_full((), torch.nan).expand(x.shape)
+        return y, x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dx):
+        if dy is None:
+            return dx, None, None, None, None
+        x, weight = ctx.saved_tensors
+        need_weight = ctx.needs_input_grad[1]
+        dx, dweight = rms_norm.BACKWARD(dy, x, weight, dx, *ctx.options, need_weight)
+        return dx, dweight if need_weight else None, None, None, None

@@ -1,0 +1,181 @@
+"""Routers of expert layers: scores, choice and probabilities of the chosen experts in one op.
+
+A router is asked like every other module: with a weight, a bias and a correction of our own on the CPU, in fp32 and in
+bf16, which tells where its logits and probabilities are rounded. Its logits stay what they are, because others read
+them (auxiliary losses, output recorders) and because another rounding would choose other experts now and then.
+Probabilities that are equal to the last bit may be chosen in another order than torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.models import replace
+from rtkernels.models.recognize import TOLERANCE, NotRecognized, Recognized, positional, twin_of
+
+_CORRECTION = "e_score_correction_bias"
+_TOKENS = 33
+
+
+class Scoring(NamedTuple):
+    """What ``topk_router`` is told; names stand for attributes of the module."""
+
+    score: str
+    renormalize: bool
+    correction: bool = False
+    groups: tuple[str, str] | None = None
+    scale: str | None = None
+
+
+class Numbers(NamedTuple):
+    """Where a router rounds, and in which order it gives its results."""
+
+    products: str  # "model": of the model's dtype; "rounded": the same, given as fp32; "fp32": from fp32 copies
+    probs: str  # "model" or "fp32"
+    order: tuple[str, ...]
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return True if a module may be a router: no children, a matrix, and the number of experts of a token."""
+    weight = module._parameters.get("weight")
+    is_matrix = weight is not None and weight.dim() == 2
+    return is_matrix and not module._modules and isinstance(getattr(module, "top_k", None), int)
+
+
+def recognize(module: nn.Module) -> Recognized:
+    """Return how a candidate routes.
+
+    Raises:
+        NotRecognized: In no way of ours.
+    """
+    if {name for name, p in module._parameters.items() if p is not None} - {"weight", "bias"}:
+        raise NotRecognized("its parameters are more than a weight and a bias")
+    if len(positional(type(module).forward)) != 2:
+        raise NotRecognized("its forward takes more than the hidden states")
+    experts, width = module.weight.shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TOKENS, width, generator=generator) * 4
+    parameters = {"weight": torch.randn(experts, width, generator=generator) * width**-0.5}
+    if module._parameters.get("bias") is not None:
+        parameters["bias"] = torch.randn(experts, generator=generator)
+    correction = module._buffers.get(_CORRECTION)
+    buffers = {} if correction is None else {_CORRECTION: torch.rand(experts, generator=generator)}
+    if set(module._buffers) - set(buffers):
+        raise NotRecognized("it has buffers that are not known here")
+
+    def theirs(dtype: torch.dtype) -> dict[str, Tensor]:
+        twin = twin_of(module, {name: p.to(dtype) for name, p in parameters.items()})
+        twin._buffers = buffers
+        try:
+            made = type(module).forward(twin, x.to(dtype))
+        except Exception:  # a router may refuse these inputs
+            raise NotRecognized("it routes in no way of ours") from None
+        return _by_name(made, experts, module.top_k)
+
+    exact, rounded = theirs(torch.float32), theirs(torch.bfloat16)
+    numbers = _numbers(x, parameters, rounded)
+    found = []
+    for scoring in _scorings(module, correction is not None):
+        made = _route(module, exact["logits"], scoring, buffers.get(_CORRECTION))
+        wanted = _dense(exact["probs"], exact["indices"], experts)
+        if torch.allclose(_dense(made.probs, made.indices.long(), experts), wanted, rtol=TOLERANCE, atol=1e-6):
+            found.append(scoring)
+    if len(found) != 1:
+        raise NotRecognized("it routes in no way of ours" if not found else "it routes in more than one way")
+    return Recognized("router", (("numbers", numbers), ("scoring", found[0])))
+
+
+def _by_name(made: Any, experts: int, top_k: int) -> dict[str, Tensor]:
+    """Return the results of a router as logits, probs and indices, in the order in which it gave them.
+
+    Raises:
+        NotRecognized: They are others.
+    """
+    if not isinstance(made, tuple) or len(made) != 3 or not all(isinstance(t, Tensor) for t in made):
+        raise NotRecognized("it does not give logits, probabilities and experts")
+    names = {}
+    for t in made:
+        if t.shape == (_TOKENS, top_k) and not t.is_floating_point():
+            names["indices"] = t
+        elif t.shape == (_TOKENS, top_k):
+            names["probs"] = t
+        elif t.shape == (_TOKENS, experts):
+            names["logits"] = t
+    if len(names) != 3 or experts == top_k:
+        raise NotRecognized("it does not give logits, probabilities and experts")
+    return names
+
+
+def _numbers(x: Tensor, parameters: dict[str, Tensor], made: dict[str, Tensor]) -> Numbers:
+    """Return where a router rounds, from its results in bf16."""
+    half = {name: p.bfloat16() for name, p in parameters.items()}
+    for products in ("model", "rounded", "fp32"):
+        logits = _logits(x.bfloat16(), half["weight"], half.get("bias"), products)
+        if logits.dtype == made["logits"].dtype and torch.equal(logits, made["logits"]):
+            probs = "model" if made["probs"].dtype == torch.bfloat16 else "fp32"
+            return Numbers(products, probs, tuple(made))
+    raise NotRecognized("its logits are no plain product")
+
+
+def _scorings(module: nn.Module, corrected: bool) -> Iterator[Scoring]:
+    has = {name for name in module.__dict__ if isinstance(module.__dict__[name], (int, float))}
+    scale = "routed_scaling_factor" if "routed_scaling_factor" in has else None
+    groups = ("num_group", "topk_group") if {"num_group", "topk_group"} <= has else None
+    for renormalize in (False, True):
+        if corrected:
+            yield Scoring("sigmoid", renormalize, True, groups, scale)
+        else:  # a softmax of the chosen logits is that of all of them, renormalised
+            yield Scoring("softmax", renormalize, scale=scale)
+            yield Scoring("sigmoid", renormalize, scale=scale)
+
+
+def _dense(probs: Tensor, indices: Tensor, experts: int) -> Tensor:
+    """Return probabilities by expert: the order of the chosen ones is nobody's business."""
+    return torch.zeros(probs.shape[0], experts).scatter_(1, indices, probs.float())
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Tensor:
+    if products == "fp32":
+        if bias is None and x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            return rtkernels.router_gemm(x, weight)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    logits = F.linear(x, weight, bias)
+    return logits.float() if products == "rounded" else logits
+
+
+def _route(module: nn.Module, logits: Tensor, scoring: Scoring, correction: Tensor | None) -> Any:
+    options: dict[str, Any] = {}
+    if scoring.groups is not None:
+        count, best = (getattr(module, name) for name in scoring.groups)
+        options = {"num_groups": count, "top_groups": best, "group_k": 2}
+    return rtkernels.topk_router(
+        logits, module.top_k, score=scoring.score, renormalize=scoring.renormalize,
+        bias=correction if scoring.correction else None,
+        scale=1.0 if scoring.scale is None else getattr(module, scoring.scale), **options,
+    )  # fmt: skip
+
+
+def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, hidden_states):
+        weight, bias = self.weight, self._parameters.get("bias")
+        if hidden_states.dtype != weight.dtype or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return own(self, hidden_states)
+        x = hidden_states.reshape(-1, weight.shape[1])
+        logits = _logits(x, weight, bias, numbers.products)
+        made = _route(self, logits, scoring, self._buffers.get(_CORRECTION))
+        probs = made.probs.to(x.dtype) if numbers.probs == "model" else made.probs
+        results = {"logits": logits, "probs": probs, "indices": made.indices.long()}
+        return tuple(results[name] for name in numbers.order)
+
+    return forward
+
+
+replace.register("router", _router)
