@@ -38,11 +38,11 @@ _EXPERTS = re.compile(r"moe_|row_id|permute|router|z_loss|balance_loss|index_sel
 _HEADLINE = (
     ("`rms_norm` forward", "rms_norm_fwd", "8192x4096"),
     ("`rms_norm` backward", "rms_norm_bwd", "8192x4096"),
-    ("`layer_norm` backward", "layer_norm_bwd", "8192x4096"),
+    ("`attention` backward, causal", "attention_bwd", "4x4096 16/16 heads of 128 causal"),
+    ("`scaled_mm`, int8 by rows", "scaled_mm", "4096x4096x4096_int8_row"),
     ("`glu` backward (SwiGLU)", "glu_bwd", "8192x2x14336"),
     ("`qk_norm_rope` backward", "qk_norm_rope_bwd", "s4096b2q32kv8d128"),
     ("`cross_entropy`, loss and gradient", "cross_entropy_fwdbwd", "8192x157184"),
-    ("`quantize_fp8` 1x128", "quantize_fp8_group", "8192x4096"),
     ("`rms_norm_fp8`, both layouts", "rms_norm_fp8_both", "8192x4096"),
     ("`glu_fp8` backward, 32 experts", "expert_glu_fp8_bwd_both", "116928x2048 32 experts"),
     ("`moe_permute`, 256 experts, top 8", "permute_pad", "8192x7168e256k8"),
@@ -104,7 +104,8 @@ def headline(measured: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
         if (row := measured.get((name, shape))) is not None:
             peers = report.ranked(row)
             faster = f"{peers[0][1] / row['us']:.2f} x" if peers else "-"
-            body.append([title, shape, f"{row['us']:.1f}", f"{row['efficiency']:.2f}", _fastest(row), faster])
+            speed = f"{row['tflops']:.0f} TFLOP/s" if row.get("tflops") else f"{row['efficiency']:.2f}"
+            body.append([title, shape, f"{row['us']:.1f}", speed, _fastest(row), faster])
     return report.table([_HEAD.strip("| "), "shape", "µs", "copy / ours", "fastest peer, µs", "faster by"], body)
 
 

@@ -39,13 +39,13 @@ def rows() -> Iterator[Row]:
 
     def coded(device: str, generator: torch.Generator) -> dict[str, Any]:
         x = torch.randn(8192, 4096, dtype=torch.bfloat16, device=device, generator=generator)
-        codes, scales, _ = quantize_nvfp4(x, global_scale=1.0)
-        return {"codes": codes, "scales": scales}
+        packed, scales, _ = quantize_nvfp4(x, global_scale=1.0)
+        return {"packed": packed, "scales": scales}
 
     yield Row(
         name="dequantize_nvfp4", shape="8192x4096", make=coded, ours=dequantize_nvfp4,
-        torch=lambda codes, scales: (
-            torch.stack((codes & 15, codes >> 4), -1).flatten(-2) * scales.float().repeat_interleave(16, -1)
+        torch=lambda packed, scales: (
+            torch.stack((packed & 15, packed >> 4), -1).flatten(-2) * scales.float().repeat_interleave(16, -1)
         ).bfloat16(),
         bytes=8192 * 4096 * 2 + 8192 * 4096 * 9 // 16,
     )  # fmt: skip
