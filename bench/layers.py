@@ -303,9 +303,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         row: dict[str, Any] = dict(sizes)
         wanted = reference(kind, sizes, device)
         print(f"{kind:14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
-        for way in args.ways.split(",") if args.ways else KINDS[kind].ways:
-            if way not in KINDS[kind].ways:
-                continue
+        ways = [way for way in (args.ways.split(",") if args.ways else KINDS[kind].ways) if way in KINDS[kind].ways]
+        for way in sorted(ways, key=lambda way: way == "liger"):  # last: it changes the model's file for the process
             try:
                 row[way] = measure(kind, way, sizes, device, wanted, args.repeats)
             except ImportError as error:

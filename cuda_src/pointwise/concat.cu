@@ -9,18 +9,22 @@
 
 namespace rtk {
 
+// One of eight arguments. An array of them would be written to local memory by every thread, more bytes than it copies.
+template <typename V>
+RTK_DEVICE V argument(int at, V a0, V a1, V a2, V a3, V a4, V a5, V a6, V a7) {
+    const V low = at < 2 ? (at == 0 ? a0 : a1) : (at == 2 ? a2 : a3);
+    const V high = at < 6 ? (at == 4 ? a4 : a5) : (at == 6 ? a6 : a7);
+    return at < 4 ? low : high;
+}
+
 template <typename T>
 __global__ void __launch_bounds__(256)
     concat(T* y, RTK_INPUTS, RTK_WIDTHS, RTK_STARTS, i64 rows, i64 out_width, i64 vectors) {
-    constexpr int N = 16 / sizeof(T), kInputs = 8;
-    const T* const inputs[kInputs] = {x0, x1, x2, x3, x4, x5, x6, x7};
-    const i64 widths[kInputs] = {w0, w1, w2, w3, w4, w5, w6, w7}, starts[kInputs] = {t0, t1, t2, t3, t4, t5, t6, t7};
-    const T* x = x0;
-    i64 width = w0, start = t0;
-#pragma unroll
-    for (int i = 1; i < kInputs; ++i) {
-        if (i == static_cast<int>(blockIdx.y)) x = inputs[i], width = widths[i], start = starts[i];
-    }
+    constexpr int N = 16 / sizeof(T);
+    const int input = static_cast<int>(blockIdx.y);
+    const T* x = argument(input, x0, x1, x2, x3, x4, x5, x6, x7);
+    const i64 width = argument(input, w0, w1, w2, w3, w4, w5, w6, w7);
+    const i64 start = argument(input, t0, t1, t2, t3, t4, t5, t6, t7);
     const int each = vectors != 0 ? N : 1;
     const i64 per_row = vectors != 0 ? width / N : width, count = rows * per_row;
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;

@@ -2,6 +2,7 @@
 // scalars s.s0 to s.s3. They propagate NaN as torch does; integers wrap; integer division by zero gives 0 (torch: undefined).
 #pragma once
 #include "pointwise/kernels.cuh"
+#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -311,7 +312,7 @@ RTK_DEVICE float softplus_slope(float scaled, float threshold) {
 RTK_BINARY(SoftplusBackward, a * softplus_slope(b * s.s0, s.s1))
 RTK_BINARY(ThresholdBackward, b <= s.s0 ? C(0) : a)
 RTK_DEVICE float log_sigmoid_slope(float x) {
-    const float e = expf(-fabsf(x)), rest = e / (1.0f + e);
+    const float e = expf(-fabsf(x)), rest = e * ptx::rcp(1.0f + e);  // a division, with its slow path, would spill
     return x < 0.0f ? 1.0f - rest : rest;
 }
 RTK_BINARY(LogSigmoidBackward, a * log_sigmoid_slope(b))

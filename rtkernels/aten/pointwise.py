@@ -142,6 +142,8 @@ _LOG_SIGMOID = functor("LogSigmoid", 1, dtypes=FLOATS)
 
 
 def _log_sigmoid_forward(self: Tensor):
+    if self.is_cpu and not self.is_contiguous():
+        return _OPTION  # torch's CPU kernel makes a dense result of it, that for CUDA keeps strides
     result = run(_LOG_SIGMOID, (self,))
     if type(result) is NotHandled:
         return result

@@ -21,7 +21,7 @@ from rtkernels.runtime.targets import Target
 BACKENDS = ("sm90", "skinny", "unpack", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS, _SKINNY_FIRST = 64, 8  # rows up to which it is asked, and asked before the others
-_LATENCY_BYTES = 48 << 20  # of weights, up to which a product of few rows is a matter of latency
+_LATENCY_ROWS, _LATENCY_BYTES = 32, 24 << 20  # and weights, up to which a product is a matter of latency
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 
@@ -77,7 +77,7 @@ def check_backend(wanted: str) -> None:
 def _is_latency(product: Product, target: Target) -> bool:
     """Return True if the time until the first result of a product counts more than bandwidth."""
     weights = product.n * (1 if product.gate is None else 2) * product.k * BYTES[product.b.token]
-    return "cluster" in target.features and product.m <= _SKINNY_ROWS and weights <= _LATENCY_BYTES
+    return "cluster" in target.features and product.m <= _LATENCY_ROWS and weights <= _LATENCY_BYTES
 
 
 def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rtkernels import emulator
-from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
+from rtkernels.errors import ArgumentError, KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.memory import call_state
@@ -131,8 +131,9 @@ def call({names}):
                 return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
-            except no_number:
-                check_types({names})
+            except no_number as error:
+                if not isinstance(error, ArgumentError):
+                    check_types({names})
                 raise
         if {first}.is_cpu and {resolved}:
             return run_cpu({names})
@@ -150,6 +151,7 @@ def call({names}):
             "refuse_tangents": refuse_tangents,
             "cannot_launch": _CANNOT_LAUNCH,
             "no_number": _NO_NUMBER,
+            "ArgumentError": ArgumentError,
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,

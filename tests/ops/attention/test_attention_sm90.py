@@ -15,7 +15,7 @@ import rtkernels
 from rtkernels.emulator import recording
 from rtkernels.ops.attention import sm90_plan
 from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import device_info, emulate_features
 from rtkernels.runtime.operator.plan import Memory, StepPlan
 
 TOKENS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -150,6 +150,7 @@ def qkv(b: int, lq: int, lkv: int, hq: int, hkv: int, d: int, d_v: int = 0, dtyp
 @pytest.fixture(autouse=True)
 def emulated():
     with rtkernels.emulate("sm_90"):
+        emulate_features(90)  # as an op would, and here is none
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,16 @@ def test_backward_fits_in_shared_memory(limit: int, silu: bool) -> None:
     threads = plans._bwd_threads(limit * 1024, silu)
     assert threads % 32 == 0 and threads >= 160
     assert threads * 2 * plans._BWD_HEADS * 4 * 16 + threads <= limit * 1024
+
+
+@pytest.mark.parametrize("lanes", (1, 2, 3, 5, 6, 7, 9, 16, 17, 32))
+def test_warps_that_make_rotations_have_stages_of_their_own(lanes: int) -> None:
+    """A barrier's parity tells neighbouring phases apart only: a warp has to see all phases of a stage it waits for."""
+    for multiple, stages, limit in itertools.product((1, 2, 3, 4), (4, 6, 9, 12, 14, 16), (1, 2, 3)):
+        stages -= stages % multiple
+        warps, together, used = bulk.share_rotations(lanes, multiple, stages, limit)
+        assert 1 <= warps <= limit and 1 <= together <= 32 // lanes and used % multiple == 0 and used <= stages
+        assert warps * together <= used + 1 and (warps == 1 or used % (warps * together) == 0)
 
 
 @pytest.mark.parametrize("heads", ((1, 1), (7, 3), (32, 4), (32, 8), (64, 64), (128, 8)), ids=str)
