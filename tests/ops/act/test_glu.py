@@ -354,7 +354,7 @@ test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 @pytest.mark.gpu
 def test_devices_must_match() -> None:
-    with pytest.raises(ArgumentError, match="up has device index -1; expected 0"):
+    with pytest.raises(ArgumentError, match="up is on cpu; expected cuda:0"):
         glu(torch.ones(4, 8, device="cuda:0"), torch.ones(4, 8))
     with pytest.raises(ArgumentError, match="weight is on cuda:0; expected cpu, that of x"):
         glu(torch.ones(4, 8), weight=torch.ones(4, device="cuda:0"))

@@ -297,9 +297,9 @@ test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 @pytest.mark.gpu
 def test_devices_must_match() -> None:
     x = torch.ones(4, 8, device="cuda")
-    with pytest.raises(ArgumentError, match="weight has device -1; expected 0"):
+    with pytest.raises(ArgumentError, match="weight is on cpu; expected cuda:0"):
         rms_norm(x, torch.ones(8))
-    with pytest.raises(ArgumentError, match="residual has device -1; expected 0"):
+    with pytest.raises(ArgumentError, match="residual is on cpu; expected cuda:0"):
         rms_norm(x, residual=torch.ones(4, 8))
 
 

@@ -475,9 +475,9 @@ test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 @pytest.mark.gpu
 def test_devices_must_match() -> None:
-    with pytest.raises(ArgumentError, match="q_weight has device index -1; expected 0"):
+    with pytest.raises(ArgumentError, match="q_weight is on cpu; expected cuda:0"):
         _run(QKV.cuda(), cos=T.cuda(), sin=T.cuda())
-    with pytest.raises(ArgumentError, match="cu_seqlens has device index -1; expected 0"):
+    with pytest.raises(ArgumentError, match="cu_seqlens is on cpu; expected cuda:0"):
         _run(QKV[:, 0].cuda(), W.cuda(), W.cuda(), T.cuda(), T.cuda(), cu_seqlens=torch.tensor([0, 6]))
 
 

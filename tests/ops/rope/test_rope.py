@@ -532,9 +532,9 @@ test_error_messages, test_launchers_raise_the_same_messages = error_tests(BAD)
 
 @pytest.mark.gpu
 def test_devices_must_match() -> None:
-    with pytest.raises(ArgumentError, match="cos has device index -1; expected 0"):
+    with pytest.raises(ArgumentError, match="cos is on cpu; expected cuda:0"):
         rope(X.cuda(), T, T)
-    with pytest.raises(ArgumentError, match="cu_seqlens has device index -1; expected 0"):
+    with pytest.raises(ArgumentError, match="cu_seqlens is on cpu; expected cuda:0"):
         rope(PACKED.cuda(), T.cuda(), T.cuda(), cu_seqlens=torch.tensor([0, 6]))
 
 
