@@ -22,7 +22,7 @@ struct ForwardRegisters {
 };
 
 // A number of terms that the compiler knows. With a loop over them between the fence and the commit of the products,
-// ptxas puts a fence of its own there, for which every product waits.
+// ptxas puts a fence of its own there (C7519).
 template <int N>
 struct Terms {
     static constexpr int value = N;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     // Columns 8j + 2t and the next, of rows place.row and place.row + 8.
     const bool plain = scale == nullptr && bias == nullptr;
     auto finished = [&](int j, float(&value)[4]) {
-        if (plain) return;  // past instructions that would come from memory first
+        if (plain) return;
         const i64 column = n0 + 8 * j + 2 * t;
 #pragma unroll
         for (int c = 0; c < 2; ++c)
