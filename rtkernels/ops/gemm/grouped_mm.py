@@ -15,6 +15,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_overlap, refuse_quantised_gradients
+from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
@@ -222,6 +223,7 @@ def grouped_mm_masked(
             grouped_mm_masked, a, b, scale_a, scale_b, masked_m, expected_m=expected_m, recipe=recipe, act=act,
             out_dtype=out_dtype, out=out, acc=acc, packed=packed, b_layout=b_layout, backend=backend,
         )  # fmt: skip
+    an_integer("expected_m", expected_m)
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
