@@ -223,6 +223,7 @@ def grouped_mm_masked(
             grouped_mm_masked, a, b, scale_a, scale_b, masked_m, expected_m=expected_m, recipe=recipe, act=act,
             out_dtype=out_dtype, out=out, acc=acc, packed=packed, b_layout=b_layout, backend=backend,
         )  # fmt: skip
+    an_integer("expected_m", expected_m)
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
