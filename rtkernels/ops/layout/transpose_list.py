@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.layout.transpose_plan import list_steps, padded
-from rtkernels.runtime.launch.tables import Tables, upload
+from rtkernels.runtime.launch.tables import Tables, check_list, upload
 from rtkernels.runtime.layout import GRID_LIMIT
 from rtkernels.runtime.operator.lists import ListOperator, Tensors
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
@@ -35,6 +35,11 @@ class _Table:
         return self._words.data_ptr()
 
 
+def _check(lists: Sequence[Sequence[Tensor]]) -> None:
+    first = lists[0][0]
+    check_list("matrices", lists[0], (first.dtype,), first.device)
+
+
 def _plan(table: _Table, pad_to: int) -> Steps:
     return list_steps(table.count, table.rows, table.cols, table.size, table.misaligned, pad_to, table.device)
 
@@ -46,8 +51,8 @@ def _output(matrices: Sequence[Tensor], pad_to: int) -> Memory:
 
 def _reference(matrices: Sequence[Tensor], pad_to: int) -> Tensor:
     memory = _output(matrices, pad_to)
-    made = torch.zeros(memory.shape, dtype=torch.uint8 if memory.dtype.itemsize == 1 else memory.dtype)
-    made = made.to(matrices[0].device).view(memory.dtype)
+    dtype = torch.uint8 if memory.dtype.itemsize == 1 else memory.dtype
+    made = torch.zeros(memory.shape, dtype=dtype, device=matrices[0].device).view(memory.dtype)
     for y, x in zip(made, matrices, strict=True):
         y[:, : x.shape[0]].copy_(x.t())
     return made
@@ -59,7 +64,7 @@ MATRICES = ListOperator(
     options="int pad_to",
     result="y",
     output=_output,
-    tables=Tables(_Table),
+    tables=Tables(_Table, _check),
     plan=_plan,
     reference=_reference,
 )
