@@ -24,19 +24,20 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksP
     transpose_tile<S>(x, x_stride, rows - row, rows_out - row, cols - column, y, y_stride, static_cast<int>(size), memory);
 }
 
-// Dense matrices x [rows, cols], whose addresses are in a table, to y [matrices, cols, rows_out]; blocks as above.
+// Dense matrices x [rows, cols], whose addresses are in a table, to y [matrices, cols, rows_out]; blocks as above. Strides
+// are arguments though they follow from sizes: as products they would take registers, and spill.
 template <int S>
 __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksPerSm)
-    transpose_list(const i64* matrices, u8* y, i64 rows, i64 rows_out, i64 cols, i64 tiles_across, i64 tiles_down, i64 size) {
+    transpose_list(const i64* matrices, u8* y, i64 rows, i64 rows_out, i64 cols, i64 x_stride, i64 y_stride, i64 y_matrix,
+                   i64 tiles_across, i64 tiles_down, i64 size) {
     using Shape = TileShape<S>;
     __shared__ __align__(16) u8 memory[Shape::kBytes];
     const u32 strip = blockIdx.x / static_cast<u32>(tiles_down), matrix = strip / static_cast<u32>(tiles_across);
     const i64 row = static_cast<i64>(blockIdx.x - strip * static_cast<u32>(tiles_down)) * Shape::kRows;
     const i64 column = static_cast<i64>(strip - matrix * static_cast<u32>(tiles_across)) * Shape::kCols;
-    const u8* x = reinterpret_cast<const u8*>(matrices[matrix]) + (row * cols + column) * size;
-    y += ((matrix * cols + column) * rows_out + row) * size;
-    transpose_tile<S>(x, cols * size, rows - row, rows_out - row, cols - column, y, rows_out * size, static_cast<int>(size),
-                      memory);
+    const u8* x = reinterpret_cast<const u8*>(matrices[matrix]) + row * x_stride + column * size;
+    y += matrix * y_matrix + column * y_stride + row * size;
+    transpose_tile<S>(x, x_stride, rows - row, rows_out - row, cols - column, y, y_stride, static_cast<int>(size), memory);
 }
 
 // Two dimensions before the last: y is dense, its rows are numbered by dimensions [.., d1, d2] that have strides s0, s1

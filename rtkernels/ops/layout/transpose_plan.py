@@ -37,7 +37,8 @@ EXPERTS = Kernel(
 )  # fmt: skip
 LIST = Kernel(
     "layout/transpose.cu", "transpose_list", template="S", max_registers=112,
-    args="matrices:ptr y:ptr rows:i64 rows_out:i64 cols:i64 tiles_across:i64 tiles_down:i64 size:i64",
+    args="matrices:ptr y:ptr rows:i64 rows_out:i64 cols:i64 x_stride:i64 y_stride:i64 y_matrix:i64 tiles_across:i64 "
+    "tiles_down:i64 size:i64",
     variants=[(0,), (1,), (2,), (4,)],
 )  # fmt: skip
 KERNELS = (TILES, ROWS, EXPERTS, LIST)
@@ -154,7 +155,8 @@ def list_steps(count: int, rows: int, cols: int, size: int, misaligned: int, pad
     height, width, threads = _tile(size, aligned16)
     across, down = -(-cols // width), -(-rows_out // height)
     launch = LIST.bind((size if aligned16 else 0,), device, across * down * count, threads)
-    return Steps(Step(launch, "table", "y", rows, rows_out, cols, across, down, size))
+    strides = cols * size, rows_out * size, cols * rows_out * size
+    return Steps(Step(launch, "table", "y", rows, rows_out, cols, *strides, across, down, size))
 
 
 def _rows(x: Meta, low: int, high: int, device: int) -> Steps:
