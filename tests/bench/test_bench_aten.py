@@ -18,7 +18,10 @@ def test_arguments_fit_the_schemas() -> None:
             without.append(row.name)
             continue
         base, _, overload = row.name.partition(".")
-        getattr(getattr(torch.ops.aten, base), overload or "default")(*given[0], **given[1])
+        call = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if row.name == "_fused_rms_norm_backward":  # CUDA's alone, here its shapes
+            given = aten.arguments(row, (8, 8), torch.float32, "meta")
+        call(*given[0], **given[1])
     assert {name for name in without if "out" not in name} <= {"diagonal_backward"}
 
 
