@@ -14,3 +14,15 @@ DEFAULT = {
     "isinf": 4096,
     "mse_loss": 1048576,
 }
+
+# Modules of ``rtkernels.aten`` that have the handlers.
+MODULE_OF = {
+    "allclose": "reduce",
+    "clone": "copy",
+    "count_nonzero": "reduce",
+    "count_nonzero.dim_IntList": "reduce",
+    "isclose": "pointwise",
+    "isfinite": "pointwise",
+    "isinf": "pointwise",
+    "mse_loss": "reduce",
+}

@@ -96,10 +96,10 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> An
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("cumsum", "scan", _cumsum, opinfo=("cumsum",))
+    yield Overload("cumsum", "scan", _cumsum, opinfo=("cumsum",), replays=True)
     yield Overload("cumsum.out", "scan", _cumsum_out)
-    yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",))
-    yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",))
+    yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",), replays=True)
+    yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",), replays=True)
     yield Overload("nonzero", "scan", _nonzero, opinfo=("nonzero",))
     yield Overload("masked_select", "scan", _masked_select, opinfo=("masked_select",))
     yield Overload("repeat_interleave.Tensor", "scan", _repeat_interleave, opinfo=("repeat_interleave",))

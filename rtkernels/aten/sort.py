@@ -14,6 +14,7 @@ from rtkernels.ops.scan.compact import nonzero
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
+from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
@@ -76,7 +77,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = _router_topk().call(rows, k, True)
+        made = noted(_router_topk(), rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):
@@ -131,10 +132,10 @@ def _randperm(
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, opinfo=("msort",))
+    yield Overload("sort", "sort", _sort, opinfo=("msort",), replays=True)
     # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
-    yield Overload("sort.stable", "sort", _sort_stable)
-    yield Overload("topk", "sort", _topk)
+    yield Overload("sort.stable", "sort", _sort_stable, replays=True)
+    yield Overload("topk", "sort", _topk, replays=True)
     yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
-    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",))
+    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",), replays=True)

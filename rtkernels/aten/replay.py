@@ -1,0 +1,270 @@
+"""Calls of an override that are like one before: found by one look in a dictionary, done by a function written out for
+them.
+
+The first call of its kind runs the handler while a *tape* notes what that launches: plans, the tensors whose addresses
+they take, and the tensors they make. If the result is made of these alone, a function is written that allocates,
+launches and returns the same for the next call with the same metadata and the same numbers. Only rows with
+``replays=True`` are noted: their handlers' launches must follow from metadata and numbers, without values that the host
+reads, and torch's own kernels must not compute in between.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rtkernels.aten import table
+from rtkernels.runtime.launch.memory import allocator
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.tape import Call, tape
+from rtkernels.runtime.operator.written import written_code
+
+_LIMIT = 4096
+_NUMBERS = frozenset((bool, int, float, complex))
+_NOT_GIVEN = object()
+Replay = Callable[..., Any]
+_all: dict[tuple[str, str], dict[Any, Replay | None]] = {}
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def key_function(name: str, family: str, limits: dict[str, int], measured: str) -> Callable[..., Any]:
+    """Return a function of the arguments of an overload that gives what a replay depends on, or None for tensors that
+    all have fewer elements than ``limits[measured]``.
+    """
+    arguments = table.schema_of(name).arguments
+    kinds = [str(argument.type) for argument in arguments]
+    if not any("Tensor" in kind for kind in kinds) or any("List" in kind and "Tensor" in kind for kind in kinds):
+
+        def sized(*args: Any, **kwargs: Any) -> tuple[()] | None:
+            return None if _elements(args) < limits[measured] else ()
+
+        return sized
+    parts, small = [], []
+    for argument, kind in zip(arguments, kinds, strict=True):
+        x = _parameter(argument)
+        absent = f"{x} is None or {x} is not_given"
+        if "Tensor" in kind:
+            meta = f"{x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.data_ptr() & 15"
+            fits = f"{x}.numel() < limit"
+            if family == "copy":  # the dispatcher resolves them for all others
+                meta += f", {x}.is_neg(), {x}.is_conj()"
+            if family in ("ew", "copy"):  # a number may come in the place of a tensor
+                meta = f"({meta}) if type({x}) not in numbers else (type({x}), {x} or str({x}))"
+                fits = f"type({x}) in numbers or {fits}"
+            if kind != "Tensor":
+                meta, fits = f"None if {absent} else ({meta})", f"{absent} or {fits}"
+            parts.append(f"({meta})")
+            small.append(f"({fits})")
+        elif "List" in kind:
+            parts.append(f"{x} if {absent} else tuple({x})")
+        elif "number" in kind or "float" in kind:
+            parts.append(f"type({x}), {x} or str({x})")  # 1 is not 1.0, and 0.0 not -0.0
+        else:
+            parts.append(x)
+    source = f"""
+def key_of({_parameters(arguments, "not_given")}):
+    limit = limits[{measured!r}]
+    if limit and {" and ".join(small)}:
+        return None
+    return ({", ".join(parts)},)
+"""
+    scope = {"not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits}
+    exec(written_code(source, f"<rtkernels key of aten {name}>"), scope)
+    return scope["key_of"]
+
+
+def _parameter(argument: Any) -> str:
+    return f"{argument.name}_" if keyword.iskeyword(argument.name) else argument.name
+
+
+def _parameters(arguments: Any, default: str) -> str:
+    """Return the parameters of a function that takes what the dispatcher gives: no trailing defaults."""
+    listed: list[str] = []
+    for i, argument in enumerate(arguments):
+        if argument.kwarg_only and "*" not in listed:
+            listed.append("*")
+        listed.append(f"{_parameter(argument)}={default}" if i else _parameter(argument))
+    return ", ".join(listed)
+
+
+def _elements(args: tuple[Any, ...]) -> int:
+    """Return how many elements the largest tensor has, or those of a list together."""
+    found = -1
+    for value in args:
+        if isinstance(value, Tensor):
+            found = max(found, value.numel())
+        elif isinstance(value, (list, tuple)) and any(isinstance(tensor, Tensor) for tensor in value):
+            found = max(found, sum(tensor.numel() for tensor in value if tensor is not None))
+    return found if found >= 0 else 1 << 62  # factories: their sizes are no tensors
+
+
+# ---- replays --------------------------------------------------------------------------------------------------------
+
+
+def replays_of(name: str, key: str) -> dict[Any, Replay | None]:
+    """Return what is known of an overload, by keys; None stands for calls that only the handler can do."""
+    return _all.setdefault((name, key), {})
+
+
+def forget() -> None:
+    """Forget all of them: a plan may have changed."""
+    for known in _all.values():
+        known.clear()
+
+
+Plans.replays.append(forget)
+
+
+def watched(handler: Callable[..., Any], name: str, known: dict[Any, Any], key: Any, args: Any, kwargs: Any) -> Any:
+    """Call a handler, and keep a replay under `key` if its call can be repeated."""
+    tape.calls = calls = []
+    try:
+        result = handler(*args, **kwargs)
+    finally:
+        tape.calls = None
+    if type(result) is not table.NotHandled:
+        try:
+            made = _Writer(name, args, kwargs).replay(calls, result)
+        except _Ambiguous:  # another call of this kind may be clear
+            return result
+        if len(known) >= _LIMIT:
+            known.clear()
+        known[key] = made
+    return result
+
+
+class _Ambiguous(Exception):
+    """Two arguments share memory, so one cannot say which of them an address came from."""
+
+
+class _Unknown(Exception):
+    """A launch uses memory that is neither an argument's nor made by another launch."""
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return storage and byte of the first element: addresses are objects in the emulator."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+
+
+class _Writer:
+    """Writes the function of one tape."""
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.scope, self.lines = name, {}, []
+        arguments = table.schema_of(name).arguments
+        self.parameters = _parameters(arguments, "None")
+        self.given: list[tuple[str, Tensor]] = []
+        self.made: dict[tuple[int, int], tuple[str, Tensor]] = {}
+        for i, argument in enumerate(arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Tensor):
+                self.given.append((_parameter(argument), value))
+        if len({id(tensor) for _, tensor in self.given}) < len(self.given):
+            raise _Ambiguous
+
+    def replay(self, calls: list[Call | None], result: Any) -> Replay | None:
+        """Return a function that makes `result` of arguments like these; None if there is none."""
+        try:
+            for i, call in enumerate(calls):
+                if call is None:
+                    return None
+                self._add(i, call)
+            self._return(calls, result)
+        except _Unknown:
+            return None
+        source = f"def replay({self.parameters}):\n    " + "\n    ".join(self.lines) + "\n"
+        exec(written_code(source, f"<rtkernels replay of aten {self.name}>"), self.scope)
+        return self.scope["replay"]
+
+    def _argument(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Return the argument that a tensor is or views, and the bytes between their first elements."""
+        for name, value in self.given:
+            if value is tensor:
+                return name, 0
+        storage, start = _place(tensor)
+        sharing = [(name, value) for name, value in self.given if _place(value)[0] == storage]
+        if len(sharing) > 1:
+            raise _Ambiguous
+        return (sharing[0][0], start - _place(sharing[0][1])[1]) if sharing else None
+
+    def _address(self, tensor: Tensor | None) -> str:
+        if tensor is None:
+            return "0"
+        found = self._argument(tensor)
+        if found is not None:
+            name, offset = found
+            return f"{name}.data_ptr() + {offset}" if offset else f"{name}.data_ptr()"
+        if _place(tensor) not in self.made:
+            raise _Unknown
+        return f"{self.made[_place(tensor)][0]}.data_ptr()"
+
+    def _add(self, i: int, call: Call) -> None:
+        tensors = list(call.tensors)
+        self.scope[f"run_{i}"] = call.run
+        before = []
+        if call.overlaps is not None:
+            out = tensors.pop(0)
+            before = [self._written_to(i, out, call.made)]
+            name = before[0].removesuffix(".data_ptr()")
+            others = {found[0] for found in map(self._argument, tensors) if found is not None}
+            if not name.startswith("made_") and others - {name}:
+                self.scope[f"overlaps_{i}"] = call.overlaps
+                self.lines += [
+                    f"if overlaps_{i}({other}, {name}): return None" for other in sorted(others) if other != name
+                ]
+        numbers = [f"number_{i}_{j}" for j in range(len(call.numbers))]
+        self.scope.update(zip(numbers, call.numbers, strict=True))
+        run = f"run_{i}({', '.join([*before, *map(self._address, tensors), *numbers])})"
+        if before:
+            self.lines.append(run)
+            return
+        self.lines.append(f"made_{i} = {run}")
+        several = isinstance(call.made, (tuple, list))
+        for j, tensor in enumerate(call.made if several else (call.made,)):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                self.made[_place(tensor)] = f"made_{i}[{j}]" if several else f"made_{i}", tensor
+
+    def _written_to(self, i: int, out: Tensor, known_as: Tensor) -> str:
+        """Return the address of what a launch writes to; it may be memory that the handler allocated for it."""
+        found = self._argument(out)
+        if found is not None:
+            if found[1] or next(value for name, value in self.given if name == found[0]).dtype != known_as.dtype:
+                raise _Unknown
+            self.made[_place(out)] = found[0], known_as
+            return f"{found[0]}.data_ptr()"
+        storage, start = _place(out)
+        if any(place[0] == storage for place in self.made):
+            raise _Unknown  # a part of what another launch made
+        if start or out.untyped_storage().nbytes() != out.numel() * out.element_size():
+            raise _Unknown
+        self.scope["allocate"] = allocator(out.get_device())
+        self.scope[f"memory_{i}"] = tuple(known_as.shape), tuple(known_as.stride()), known_as.dtype
+        self.lines.append(f"made_{i} = allocate(*memory_{i})")
+        self.made[_place(out)] = f"made_{i}", known_as
+        return f"made_{i}.data_ptr()"
+
+    def _return(self, calls: list[Call | None], result: Any) -> None:
+        several = isinstance(result, (tuple, list))
+        returned = [self._returned(value) for value in (result if several else (result,))]
+        made = calls[0].made if len(calls) == 1 else None
+        if isinstance(made, tuple) and returned == [f"made_0[{j}]" for j in range(len(made))]:
+            self.lines.append("return made_0")
+        else:
+            self.lines.append(f"return ({', '.join(returned)},)" if several else f"return {returned[0]}")
+
+    def _returned(self, value: Any) -> str:
+        if value is None:
+            return "None"
+        if not isinstance(value, Tensor) or _place(value) not in self.made:
+            raise _Unknown
+        expression, tensor = self.made[_place(value)]
+        if value.dtype == tensor.dtype and value.shape == tensor.shape and value.stride() == tensor.stride():
+            return expression
+        if value.dtype == tensor.dtype and value.is_contiguous() and tensor.is_contiguous():
+            return f"{expression}.view({tuple(value.shape)})"
+        raise _Unknown
