@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,19 @@ def is_candidate(row: table.Overload) -> bool:
 EXPECTED = {"isinf", "isfinite", "isclose", "cat", "stack", "clone", "glu_backward", "triu", "tril", "native_dropout"}
 
 
+def _flaggems() -> Any:
+    os.environ.setdefault("GEMS_VENDOR", "nvidia")  # else it runs the tools of every vendor it knows
+    import flag_gems
+
+    return flag_gems
+
+
+@cache
+def _gems() -> dict[str, str]:
+    """Return the overloads that FlagGems registers, with the names of its functions."""
+    return {entry[0]: entry[1].__name__ for entry in _flaggems()._FULL_CONFIG}
+
+
 @contextlib.contextmanager
 def _way(name: str, row: table.Overload) -> Iterator[None]:
     if name == "rtkernels":
@@ -190,9 +204,7 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
         finally:
             table.MIN_ELEMENTS.update(limits)
     elif name == "flaggems":
-        import flag_gems
-
-        with flag_gems.use_gems():
+        with _flaggems().use_gems(include=[_gems()[row.name]]):
             yield
     else:
         yield
@@ -235,6 +247,8 @@ def measure_case(
     op = getattr(getattr(torch.ops.aten, base), overload or "default")
     found: dict[str, Any] = {}
     for way in ways:
+        if way == "flaggems" and row.name not in _gems():
+            continue
         function = torch.compile(op, dynamic=False) if way == "inductor" else op
 
         def call(function: Any = function) -> Any:
@@ -244,7 +258,7 @@ def measure_case(
             rtkernels.aten.reset()
             with _way(way, row), torch.no_grad():
                 found[way] = _wall_us(call, 60 if quick else 100, 3_000 if quick else 200_000)
-                if not quick:
+                if not quick or is_candidate(row):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
                         found[way]["kernel"] = timer.measure([call]).us
             if way == "rtkernels":
@@ -257,7 +271,9 @@ def measure_case(
 
 
 def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], threads: int = 16) -> None:
-    """Call every case that is not large one time, in threads: kernels are compiled there, several at a time."""
+    """Call every case one time, in threads: kernels are compiled there, several at a time. Those of the largest shapes
+    are the same.
+    """
 
     def one(case: tuple[table.Overload, tuple[int, ...], torch.dtype]) -> None:
         row, shape, dtype = case
@@ -271,7 +287,7 @@ def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], thre
     table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
     try:
         with rtkernels.use("all"), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 22]))
+            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 26]))
     finally:
         table.MIN_ELEMENTS.update(limits)
     torch.cuda.synchronize()
@@ -294,7 +310,7 @@ def run(
     from bench.measure.timing import CudaDevice
 
     begun = time.perf_counter()
-    timer = Timer(CudaDevice(), iterations=50)
+    timer = Timer(CudaDevice(), iterations=10, warm_us=500.0) if quick else Timer(CudaDevice(), iterations=50)
     result: dict[str, Any] = {
         "environment": meta.environment(), "quick": quick, "complete": False, "host": host_times(), "cases": [],
     }  # fmt: skip
@@ -314,7 +330,8 @@ def run(
                 {"overload": row.name, "family": row.family, "shape": shape,
                  "dtype": str(dtype).removeprefix("torch."), **found}
             )  # fmt: skip
-            print(_line(result["cases"][-1]), flush=True)
+            if not quick:
+                print(_line(result["cases"][-1]), flush=True)
             if not quick or len(result["cases"]) % 50 == 0:
                 save(result, out)
         if math.prod(shape) > 1 << 26:
@@ -323,6 +340,8 @@ def run(
         result["complete"] = True
     save(result, out)
     print(summary(result["cases"]))
+    if any("kernel" in case.get("torch", {}) for case in result["cases"]):
+        print(summary(result["cases"], "kernel"))
     return result
 
 
@@ -392,19 +411,29 @@ def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
     for case in found:
         by_overload.setdefault(case["overload"], []).append(case)
     lines = [
-        f"| overload | rtkernels | worst | flaggems | inductor | ({mode}, torch eager = 1) |",
+        f"| overload | rtkernels | worst | flaggems | inductor | {mode}, torch eager = 1; each case |",
         "|---|---|---|---|---|---|",
     ]
-    for name, listed in sorted(by_overload.items()):
-        cells = []
+    for name, listed in sorted(by_overload.items(), key=lambda item: (item[1][0]["family"], item[0])):
+        cells, each = [], []
         for way in ("rtkernels", "flaggems", "inductor"):
-            ratios = [
-                case["torch"][mode] / case[way][mode]
-                for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})
-            ]  # fmt: skip
+            both = [case for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})]
+            ratios = [case["torch"][mode] / case[way][mode] for case in both]
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
             cells.append("" if mean is None else f"{mean:.2f}")
             if way == "rtkernels":
                 cells.append(f"{min(ratios):.2f}" if ratios else "")
-        lines.append(f"| {name} | {' | '.join(cells)} | |")
+                each = [f"{_short(case)} {ratio:.2f}" for case, ratio in zip(both, ratios, strict=True)]
+                each += [f"{_short(case)} {_failure(case)}" for case in listed if _failure(case)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(each)} |")
     return "\n".join(lines)
+
+
+def _short(case: dict[str, Any]) -> str:
+    return f"{'x'.join(map(str, case['shape']))}{'b' if case['dtype'] == 'bfloat16' else case['dtype'][0]}"
+
+
+def _failure(case: dict[str, Any]) -> str:
+    """Return why a case has no time of ours, or that of torch's kernel."""
+    found = case.get("rtkernels", {})
+    return found["error"][:60] if "error" in found else f"torch: {', '.join(found['why'])}" if found.get("why") else ""

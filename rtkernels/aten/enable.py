@@ -21,7 +21,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.aten import table
 from rtkernels.aten.report import Count, count_of
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import SMALL, NotHandled, Overload
 from rtkernels.errors import (
     ArgumentError,
     KernelCompileError,
@@ -231,27 +231,26 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
     name, inside, on_cpu = row.name, _inside, key == "CPU"
     torch_kernel = _torch_kernel(row, native, key)
     count: Count = count_of(name, row.family)
-    handler, replays = row.handler, row.replays is True or (row.replays == "cuda" and not on_cpu)
-    key_of, known = None, {}
+    handler, replays = row.handler, False
+    find = key_of = known = None
 
     def override(*args: Any, **kwargs: Any) -> Any:
-        if inside.handler:
-            return torch_kernel(*args, **kwargs)
-        if key_of is None:
+        if find is None:
             prepare()
-        try:
-            found = key_of(*args, **kwargs)
-            if found is None:
-                return given_back("small", args, kwargs)
-            replay = known.get(found)
-        except (AttributeError, TypeError):  # an argument that is not what the schema says, such as a number
-            found = replay = None
-        if replay is not None and not on_cpu and (result := replay(*args, **kwargs)) is not None:
-            count.ours += 1
-            if record is not None:
-                record(name, None)
-            return result
-        return handled(found, args, kwargs)
+        result = None
+        if not on_cpu:
+            try:
+                result = find(*args, **kwargs)
+            except (AttributeError, TypeError):  # a number in the place of a tensor
+                pass
+        if result is None or result is SMALL:
+            if inside.handler:
+                return torch_kernel(*args, **kwargs)
+            return handled(args, kwargs) if result is None else given_back("small", args, kwargs)
+        count.ours += 1
+        if record is not None:
+            record(name, None)
+        return result
 
     def given_back(reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count.torch[reason] += 1
@@ -260,23 +259,21 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
         return torch_kernel(*args, **kwargs)
 
     def prepare() -> None:
-        """Make ``key_of``, in the first call: schemas take long to look up, and ``enable`` imports little."""
-        nonlocal key_of, known
+        """Import the handler and make ``find``, in the first call: ``enable`` is to be quick."""
+        nonlocal handler, replays, find, key_of, known
         from rtkernels.aten import replay
 
+        actual = row if row.handler is not None else table.row_of(name)
+        handler, replays = actual.handler, actual.replays is True or (actual.replays == "cuda" and not on_cpu)
         measured = name if name in table.MIN_ELEMENTS else row.family
-        key_of = replay.key_function(name, row.family, {measured: 0} if on_cpu else table.MIN_ELEMENTS, measured)
+        limits = {measured: 0} if on_cpu else table.MIN_ELEMENTS
         known = replay.replays_of(name, key)
+        find, key_of = replay.finder(name, row.family, key, limits, measured, replays=replays)
 
-    def handled(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal handler, replays
-        if handler is None:
-            actual = table.row_of(name)
-            handler = actual.handler
-            replays = actual.replays is True or (actual.replays == "cuda" and not on_cpu)
+    def handled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.handler = True
         try:
-            result = emulated(found, args, kwargs) if on_cpu else called(found, args, kwargs)
+            result = emulated(args, kwargs) if on_cpu else called(args, kwargs)
         except _CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
@@ -294,14 +291,18 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
             inside.handler = False
         return given_back(reason, args, kwargs)
 
-    def called(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if replays and found is not None and found not in known:
-            from rtkernels.aten.replay import watched
+    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not replays:
+            return handler(*args, **kwargs)
+        from rtkernels.aten.replay import watched
 
-            return watched(handler, name, known, found, args, kwargs)
-        return handler(*args, **kwargs)
+        try:
+            found = key_of(*args, **kwargs)
+        except (AttributeError, TypeError):
+            return handler(*args, **kwargs)
+        return handler(*args, **kwargs) if found in known else watched(handler, name, known, found, args, kwargs)
 
-    def emulated(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def emulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rtkernels.runtime.launch.device import emulate_features
 
         features = emulator.active()
@@ -310,10 +311,11 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
         with emulator.lock:
             emulate_features(features)  # which may forget what is known
             with emulator.recording():
-                replay = known.get(found) if replays else None
-                if replay is not None and (result := replay(*args, **kwargs)) is not None:
-                    return result
-                return called(found, args, kwargs)
+                try:
+                    result = find(*args, **kwargs)
+                except (AttributeError, TypeError):
+                    result = None
+                return called(args, kwargs) if result is None else result
 
     return override
 

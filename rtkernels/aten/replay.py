@@ -11,9 +11,11 @@ reads, and torch's own kernels must not compute in between.
 from __future__ import annotations
 
 import keyword
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rtkernels.aten import table
@@ -21,61 +23,121 @@ from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.tape import Call, tape
 from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.torch_private import never, same_tensors
 
 _LIMIT = 4096
 _NUMBERS = frozenset((bool, int, float, complex))
 _NOT_GIVEN = object()
-Replay = Callable[..., Any]
-_all: dict[tuple[str, str], dict[Any, Replay | None]] = {}
+_STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of an argument that is no tensor
+Replay = Callable[..., Any]  # takes the tensors among the arguments, then their addresses
+Finder = tuple[Callable[..., Any], Callable[..., Any]]
+_all: dict[tuple[str, str], dict[Any, Any]] = {}
+_finders: dict[tuple[str, str], dict[str, Any]] = {}  # what the functions of ``finder`` know
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------
+# ---- looking up -----------------------------------------------------------------------------------------------------
 
 
-def key_function(name: str, family: str, limits: dict[str, int], measured: str) -> Callable[..., Any]:
-    """Return a function of the arguments of an overload that gives what a replay depends on, or None for tensors that
-    all have fewer elements than ``limits[measured]``.
+class Known:
+    """What is kept of one key: the function, and whether tensors are just like those it was made for."""
+
+    __slots__ = ("matches", "replay")
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay, self.matches = replay, None
+
+
+def finder(name: str, family: str, key: str, limits: dict[str, int], measured: str, *, replays: bool) -> Finder:
+    """Return ``find`` and ``key_of``, functions of the arguments of an overload at a dispatch key.
+
+    ``find`` does a call that is like one before, and gives its result; ``table.SMALL`` if all tensors have fewer
+    elements than ``limits[measured]``; else None. A call like the very last one is recognised by one comparison in C++.
+    ``key_of`` gives the key under which ``replays_of`` has the replay of a call, or None for an overload without any.
     """
     arguments = table.schema_of(name).arguments
     kinds = [str(argument.type) for argument in arguments]
-    if not any("Tensor" in kind for kind in kinds) or any("List" in kind and "Tensor" in kind for kind in kinds):
+    if not replays or any("List" in kind and "Tensor" in kind for kind in kinds):
 
-        def sized(*args: Any, **kwargs: Any) -> tuple[()] | None:
-            return None if _elements(args) < limits[measured] else ()
+        def sized(*args: Any, **kwargs: Any) -> Any:
+            return table.SMALL if _elements(args) < limits[measured] else None
 
-        return sized
-    parts, small = [], []
-    for argument, kind in zip(arguments, kinds, strict=True):
+        return sized, lambda *args, **kwargs: None
+    numbers_too = family in ("ew", "copy")  # a number may come in the place of a tensor
+    keys, small, compared, same, kept, pointers = [], [], [], [], [], []
+    for i, (argument, kind) in enumerate(zip(arguments, kinds, strict=True)):
         x = _parameter(argument)
         absent = f"{x} is None or {x} is not_given"
         if "Tensor" in kind:
-            meta = f"{x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.data_ptr() & 15"
-            fits = f"{x}.numel() < limit"
-            if family == "copy":  # the dispatcher resolves them for all others
-                meta += f", {x}.is_neg(), {x}.is_conj()"
-            if family in ("ew", "copy"):  # a number may come in the place of a tensor
-                meta = f"({meta}) if type({x}) not in numbers else (type({x}), {x} or str({x}))"
-                fits = f"type({x}) in numbers or {fits}"
+            meta = f"{x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), p_{x} & 15"
+            meta += f", {x}.is_neg(), {x}.is_conj()" if family == "copy" else ""  # resolved before, for all others
+            fits, pointer, tensor = f"{x}.numel() < limit", f"{x}.data_ptr()", x
+            if numbers_too and i:
+                number = f"type({x}) in numbers"
+                meta = f"(type({x}), {x} or str({x})) if {number} else ({meta})"
+                fits, pointer = f"{number} or {fits}", f"0 if {number} else {pointer}"
+                tensor = f"stand_ins[{i}] if {number} else {tensor}"
+                same.append(f"(kept_{i} is None or ({x} == kept_{i} and type({x}) is type(kept_{i})))")
+                kept.append((i, f"{x} if {number} else None"))
             if kind != "Tensor":
                 meta, fits = f"None if {absent} else ({meta})", f"{absent} or {fits}"
-            parts.append(f"({meta})")
+                pointer, tensor = f"0 if {absent} else {pointer}", f"stand_ins[{i}] if {absent} else {tensor}"
+            keys.append(f"({meta})")
             small.append(f"({fits})")
-        elif "List" in kind:
-            parts.append(f"{x} if {absent} else tuple({x})")
+            pointers.append((x, pointer))
+            compared.append(f"({tensor})")
         elif "number" in kind or "float" in kind:
-            parts.append(f"type({x}), {x} or str({x})")  # 1 is not 1.0, and 0.0 not -0.0
+            keys.append(f"type({x}), {x} or str({x})")  # 1 is not 1.0, and 0.0 not -0.0
+            same.append(f"{x} == kept_{i} and type({x}) is type(kept_{i})")
+            kept.append((i, x))
         else:
-            parts.append(x)
+            keys.append(f"{x} if {absent} else tuple({x})" if "List" in kind else x)
+            same.append(f"{x} == kept_{i}")
+            kept.append((i, x))
+    parameters = _parameters(arguments, "not_given")
+    numbers = [_parameter(a) for a, k in zip(arguments, kinds, strict=True) if "number" in k or "float" in k]
+    numbers += [x for x, _ in pointers[1:]] if numbers_too else []
+    take = "\n".join(f"    p_{x} = {pointer}" for x, pointer in pointers)
+    given = ", ".join([*(x for x, _ in pointers), *(f"p_{x}" for x, _ in pointers)])
+    # Zeros compare equal whatever their sign: they are found by their key.
+    zero = " or ".join(f"(type({x}) is float and not {x})" for x in numbers) or "False"
     source = f"""
-def key_of({_parameters(arguments, "not_given")}):
+def find({parameters}):
+    global last
+    matches, replay, {"".join(f"kept_{i}, " for i, _ in kept)}= last
+    if {" and ".join([f"matches({', '.join(compared)})", *same])}:
+{textwrap.indent(take, "    ")}
+        if not ({" or ".join(f"p_{x} & 15" for x, _ in pointers)}):
+            return replay({given})
     limit = limits[{measured!r}]
     if limit and {" and ".join(small)}:
+        return SMALL
+{take}
+    found = known.get(({", ".join(keys)},))
+    if found is None:
         return None
-    return ({", ".join(parts)},)
+    if found.matches is None:
+        found.matches = compare([{", ".join(compared)}])
+    if not ({zero}):
+        last = (found.matches, found.replay, {"".join(f"{value}, " for _, value in kept)})
+    return found.replay({given})
+
+def key_of({parameters}):
+{take}
+    return ({", ".join(keys)},)
 """
-    scope = {"not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits}
-    exec(written_code(source, f"<rtkernels key of aten {name}>"), scope)
-    return scope["key_of"]
+    scope = {
+        "not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits, "known": replays_of(name, key),
+        "stand_ins": _STAND_INS, "compare": _comparison, "SMALL": table.SMALL,
+        "last": (never, None, *[None] * len(kept)),
+    }  # fmt: skip
+    exec(written_code(source, f"<rtkernels finder of aten {name}>"), scope)
+    _finders[name, key] = scope
+    return scope["find"], scope["key_of"]
+
+
+def _comparison(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Return a function that says whether tensors are like these; never, where one comes two times."""
+    return same_tensors(tensors) if len({id(tensor) for tensor in tensors}) == len(tensors) else never
 
 
 def _parameter(argument: Any) -> str:
@@ -106,7 +168,7 @@ def _elements(args: tuple[Any, ...]) -> int:
 # ---- replays --------------------------------------------------------------------------------------------------------
 
 
-def replays_of(name: str, key: str) -> dict[Any, Replay | None]:
+def replays_of(name: str, key: str) -> dict[Any, Known | None]:
     """Return what is known of an overload, by keys; None stands for calls that only the handler can do."""
     return _all.setdefault((name, key), {})
 
@@ -115,6 +177,8 @@ def forget() -> None:
     """Forget all of them: a plan may have changed."""
     for known in _all.values():
         known.clear()
+    for scope in _finders.values():
+        scope["last"] = (never, *scope["last"][1:])
 
 
 Plans.replays.append(forget)
@@ -134,7 +198,7 @@ def watched(handler: Callable[..., Any], name: str, known: dict[Any, Any], key: 
             return result
         if len(known) >= _LIMIT:
             known.clear()
-        known[key] = made
+        known[key] = None if made is None else Known(made)
     return result
 
 
@@ -157,7 +221,8 @@ class _Writer:
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name, self.scope, self.lines = name, {}, []
         arguments = table.schema_of(name).arguments
-        self.parameters = _parameters(arguments, "None")
+        tensors = [_parameter(argument) for argument in arguments if "Tensor" in str(argument.type)]
+        self.parameters = ", ".join([*tensors, *(f"p_{tensor}" for tensor in tensors)])
         self.given: list[tuple[str, Tensor]] = []
         self.made: dict[tuple[int, int], tuple[str, Tensor]] = {}
         for i, argument in enumerate(arguments):
@@ -198,7 +263,7 @@ class _Writer:
         found = self._argument(tensor)
         if found is not None:
             name, offset = found
-            return f"{name}.data_ptr() + {offset}" if offset else f"{name}.data_ptr()"
+            return f"p_{name} + {offset}" if offset else f"p_{name}"
         if _place(tensor) not in self.made:
             raise _Unknown
         return f"{self.made[_place(tensor)][0]}.data_ptr()"
@@ -210,7 +275,7 @@ class _Writer:
         if call.overlaps is not None:
             out = tensors.pop(0)
             before = [self._written_to(i, out, call.made)]
-            name = before[0].removesuffix(".data_ptr()")
+            name = before[0].removesuffix(".data_ptr()").removeprefix("p_")
             others = {found[0] for found in map(self._argument, tensors) if found is not None}
             if not name.startswith("made_") and others - {name}:
                 self.scope[f"overlaps_{i}"] = call.overlaps
@@ -236,7 +301,7 @@ class _Writer:
             if found[1] or next(value for name, value in self.given if name == found[0]).dtype != known_as.dtype:
                 raise _Unknown
             self.made[_place(out)] = found[0], known_as
-            return f"{found[0]}.data_ptr()"
+            return f"p_{found[0]}"
         storage, start = _place(out)
         if any(place[0] == storage for place in self.made):
             raise _Unknown  # a part of what another launch made

@@ -53,6 +53,8 @@ MIN_ELEMENTS = {
     **DEFAULT,
 }
 
+SMALL = object()  # in the place of a result: all tensors are below the threshold
+
 
 class NotHandled:
     """What a handler returns for a call that torch's own kernel is to take, with the reason that the report shows.
