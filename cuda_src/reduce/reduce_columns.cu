@@ -21,21 +21,30 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, const Finish&
 #pragma unroll
     for (int j = 0; j < N; ++j) s[j] = M::identity();
     if (column < columns) {
-        for (i64 at = begin + row; at < end; at += down * kColumnLoads) {
+        i64 at = begin + row;
+        for (; at + (kColumnLoads - 1) * down < end; at += down * kColumnLoads) {
             Raw<sizeof(T) * N> raw[kColumnLoads];
 #pragma unroll
             for (int k = 0; k < kColumnLoads; ++k)
-                if (at + k * down < end) raw[k] = ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at + k * down) + column);
+                raw[k] = ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at + k * down) + column);
+            ValueOf<T> v[kColumnLoads][N];
 #pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k) {
-                if (at + k * down >= end) break;
-                ValueOf<T> v[N];
-                values<T, N>(raw[k], v);
+            for (int k = 0; k < kColumnLoads; ++k) values<T, N>(raw[k], v[k]);
 #pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    ValueOf<T> one[1] = {v[j]};
-                    M::absorb(s[j], one, at + k * down, 1, lift);
-                }
+            for (int j = 0; j < N; ++j) {  // several elements of a column together: one comparison or division for all
+                ValueOf<T> of_column[kColumnLoads];
+#pragma unroll
+                for (int k = 0; k < kColumnLoads; ++k) of_column[k] = v[k][j];
+                M::absorb(s[j], of_column, at, down, lift);
+            }
+        }
+        for (; at < end; at += down) {
+            ValueOf<T> v[N];
+            values<T, N>(ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at) + column), v);
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                ValueOf<T> one[1] = {v[j]};
+                M::absorb(s[j], one, at, down, lift);
             }
         }
     }
