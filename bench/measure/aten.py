@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import rtkernels
+from bench.measure.aten_bounds import bounds
 from bench.measure.aten_cases import FAMILY_CASES
 from bench.measure.timing import Timer, TimingError
 from rtkernels.aten import table
@@ -294,7 +295,14 @@ def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], thre
 
 
 def run(
-    pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, seconds: float | None = None
+    pattern: str,
+    out: Path,
+    *,
+    ways: tuple[str, ...],
+    limit: int | None,
+    quick: bool,
+    seconds: float | None = None,
+    host: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Measure all cases, write them to a file now and then, and return the file's content.
 
@@ -305,6 +313,7 @@ def run(
         limit: Leave out shapes with more elements.
         quick: The cases of ``quick_cases``, and few calls of each.
         seconds: Begin no case after this time.
+        host: What ``host_times`` and ``enable_times`` gave, if that is known.
     """
     from bench import meta
     from bench.measure.timing import CudaDevice
@@ -312,7 +321,9 @@ def run(
     begun = time.perf_counter()
     timer = Timer(CudaDevice(), iterations=10, warm_us=500.0) if quick else Timer(CudaDevice(), iterations=50)
     result: dict[str, Any] = {
-        "environment": meta.environment(), "quick": quick, "complete": False, "host": host_times(), "cases": [],
+        "environment": meta.environment(), "quick": quick, "complete": False,
+        "host": host or host_times() | enable_times(), "bounds": bounds(timer) if "rtkernels" in ways else {},
+        "cases": [],
     }  # fmt: skip
     listed = list(quick_cases(pattern) if quick else cases(pattern, limit))
     others = [case for case in listed if not is_candidate(case[0])]
@@ -365,9 +376,7 @@ _ENABLE = (
 
 
 def host_times() -> dict[str, float]:
-    """Return µs of calls that are too small for us: torch's own, and through an override that gives them back; and
-    what ``enable`` takes in a fresh process, in ms.
-    """
+    """Return the host's µs of small calls: torch's own, through an override that gives them back, and our kernels'."""
     x = torch.randn(64, 64, device="cuda")
     calls = {
         "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x, [1]),
@@ -382,6 +391,12 @@ def host_times() -> dict[str, float]:
             found[f"given back {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
         with _way("rtkernels", table.table()[name]):
             found[f"rtkernels {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
+    return found
+
+
+def enable_times() -> dict[str, float]:
+    """Return what ``enable`` takes in a fresh process, in ms."""
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:  # for byte code, as an installed package has it
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)

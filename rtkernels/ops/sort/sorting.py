@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.kernel import Kernel
@@ -120,7 +121,7 @@ def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
     keys = indices = None
     bits = _KEY_BITS[TOKEN[x.dtype]]
     for shift in range(0, bits, 8):
-        ends = _COUNTS(x, keys, shift, descending).cumsum(1)
+        ends, _ = running(_COUNTS(x, keys, shift, descending), "sum", 1)
         keys, indices = _PLACES(x, keys, indices, ends, shift, shift + 8 == bits, descending)
     return keys, indices
 
