@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import nonzero
+from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
@@ -28,6 +29,10 @@ def _router_topk() -> Any:  # imported by the first call: `enable` is to be quic
     from rtkernels.ops.router.topk import FORWARD
 
     return FORWARD
+
+
+def _scan(counts: Tensor) -> Tensor:
+    return running(counts, "sum", 1)[0]
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -49,7 +54,7 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     if isinstance(rows, NotHandled):
         return rows
     moved = x.movedim(dim, -1)
-    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending))
+    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending, _scan))
     strides = torch.empty_like(x, device="meta").stride()
     if moved.shape == x.shape and values.stride() == strides and dim in (-1, x.dim() - 1):
         return values, indices
@@ -96,7 +101,7 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
         return _LONG
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _CAPTURE
-    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False))
+    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False, _scan))
     first = torch.ones(n, dtype=torch.bool, device=x.device)
     torch.ne(values[1:], values[:-1], out=first[1:])
     begins = nonzero(first).view(-1)
@@ -116,7 +121,7 @@ def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = Fals
         return _EMPTY
     if elements.device != test_elements.device:
         return _INVALID
-    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert)
+    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert, _scan)
 
 
 def _randperm(
@@ -127,7 +132,7 @@ def _randperm(
     if not 0 < n < 2**31:
         return _EMPTY
     keys = torch.empty(1, n, dtype=torch.int64, device=device).random_()
-    return sort_rows(keys, False)[1].view(-1)
+    return sort_rows(keys, False, _scan)[1].view(-1)
 
 
 def rows() -> Iterator[Overload]:

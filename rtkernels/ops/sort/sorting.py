@@ -6,10 +6,11 @@ each part of 2048 elements, then those of what is left.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.kernel import Kernel
@@ -105,12 +106,21 @@ _PLACES = Primitive(
 )  # fmt: skip
 
 
-def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+Scan = Callable[[Tensor], Tensor]
+
+
+def torch_scan(counts: Tensor) -> Tensor:
+    """Return running sums of rows."""
+    return counts.cumsum(1)
+
+
+def sort_rows(x: Tensor, descending: bool, scan: Scan = torch_scan) -> tuple[Tensor, Tensor]:
     """Sort each row, stable; NaN is the largest.
 
     Args:
         x: (rows, n), not empty, n below 2^31; bfloat16, float16, float32, int64, int32, uint8 or bool.
         descending: The largest first; equal elements keep their order all the same.
+        scan: Running sums of rows of int64.
 
     Returns:
         Values and int64 indices, dense, of x's shape.
@@ -121,7 +131,7 @@ def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
     keys = indices = None
     bits = _KEY_BITS[TOKEN[x.dtype]]
     for shift in range(0, bits, 8):
-        ends, _ = running(_COUNTS(x, keys, shift, descending), "sum", 1)
+        ends = scan(_COUNTS(x, keys, shift, descending))
         keys, indices = _PLACES(x, keys, indices, ends, shift, shift + 8 == bits, descending)
     return keys, indices
 
