@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64
 }
 
 // `ends`: the counts of all slices up to each. With `source`, out[i] is its i-th chosen element, of item_bytes; else row i of
-// out has the coordinates of element i, up to four, column after column. Dividers are as ``divided`` wants them; 0: n is too
-// large for them.
+// out has the coordinates of element i, up to four, column after column: those of the slice's first element, which one thread
+// divides for in 64 bits, and the rest in 32 bits; sizes 1 to 3 are below 2^30, and dividers as ``divided`` wants them.
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
     compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 aligned, i64 item_bytes, i64 rank,
@@ -80,8 +80,20 @@ __global__ void __launch_bounds__(kCompactThreads)
     __shared__ __align__(16) u8 flags[kCompactSlice];
     __shared__ u16 chosen[kCompactSlice];
     __shared__ int parts[kCompactWarps];
+    __shared__ i64 first[4];
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const i64 begin = static_cast<i64>(blockIdx.x) * kCompactSlice, end = min(begin + kCompactSlice, n);
+    const i64 sizes[4] = {0, size1, size2, size3}, dividers[4] = {0, divider1, divider2, divider3};
+    if (thread == 0) {
+        i64 rest = begin;
+#pragma unroll
+        for (int d = 3; d > 0; --d) {
+            const i64 up = rest / sizes[d];
+            first[d] = rest - up * sizes[d];
+            rest = up;
+        }
+        first[0] = rest;
+    }
     flag_slice(x, begin, end, aligned != 0, flags);
     __syncthreads();
     const int own = flags_of_thread(flags);
@@ -112,17 +124,16 @@ __global__ void __launch_bounds__(kCompactThreads)
             if (item_bytes == 8) static_cast<u64*>(out)[to] = reinterpret_cast<const u64*>(source)[at];
             continue;
         }
-        const i64 sizes[4] = {0, size1, size2, size3}, dividers[4] = {0, divider1, divider2, divider3};
         i64* row = static_cast<i64*>(out) + to;
-        i64 rest = at;
+        u32 carry = chosen[i];
 #pragma unroll
         for (int d = 3; d > 0; --d) {
             if (d >= rank) continue;
-            const i64 up = divider1 != 0 ? divided(static_cast<u32>(rest), dividers[d]) : rest / sizes[d];
-            row[d * out_col] = rest - up * sizes[d];
-            rest = up;
+            const u32 sum = static_cast<u32>(first[d]) + carry;
+            carry = divided(sum, dividers[d]);
+            row[d * out_col] = sum - carry * static_cast<u32>(sizes[d]);
         }
-        row[0] = rest;
+        row[0] = first[0] + carry;
     }
 }
 

@@ -15,7 +15,7 @@ from rtkernels.ops.shared.strided import FLOATS, TOKEN
 
 _INVALID, _DTYPE, _EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
 _RANK, _CAPTURE = NotHandled("rank"), NotHandled("host read while a graph is captured")
-_CONVERTED = NotHandled("converted first")
+_CONVERTED, _LARGE = NotHandled("converted first"), NotHandled("dimension of 2^30")
 
 
 def _capturing(x: Tensor) -> bool:
@@ -63,6 +63,8 @@ def _nonzero(x: Tensor) -> Any:
         return _RANK
     if x.numel() == 0:
         return _EMPTY
+    if max(x.shape[1:], default=0) >= 2**30:
+        return _LARGE
     return _CAPTURE if _capturing(x) else nonzero(x)
 
 

@@ -48,9 +48,8 @@ def _plan_place(dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, devic
     """Return the launch and its numbers, which do not depend on how many elements there are: that is new each time."""
     n, rank = math.prod(shape), len(shape)
     sizes = (*shape[1:], *[1] * (4 - rank))[:3]
-    dividers = map(divisor, sizes) if n < 2**31 else (0, 0, 0)
     launch = _PLACE.bind((TOKEN[dtype],), device, -(-n // _SLICE), _THREADS)
-    return launch, (n, int(aligned)), (rank, *sizes, *dividers)
+    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes))
 
 
 _PLACES = Plans(_plan_place)
@@ -91,7 +90,8 @@ def nonzero(x: Tensor) -> Tensor:
     """Return the coordinates of elements that are not 0, in row-major order.
 
     Args:
-        x: bfloat16, float16, float32, int64, int32, uint8 or bool; one to four dimensions, not empty.
+        x: bfloat16, float16, float32, int64, int32, uint8 or bool; one to four dimensions, not empty, all but the
+            first below 2^30.
 
     Returns:
         (count, dimensions), int64; its columns lie side by side, as torch's do.
