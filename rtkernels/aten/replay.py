@@ -93,6 +93,9 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
             keys.append(f"{x} if {absent} else tuple({x})" if "List" in kind else x)
             same.append(f"{x} == kept_{i}")
             kept.append((i, x))
+    # Tensors that are one are so in the next call, too: what an address belongs to depends on it.
+    names = [x for x, _ in pointers]
+    keys += [f"{y} is {x}" for i, x in enumerate(names) for y in names[i + 1 :]]
     parameters = _parameters(arguments, "not_given")
     numbers = [_parameter(a) for a, k in zip(arguments, kinds, strict=True) if "number" in k or "float" in k]
     numbers += [x for x, _ in pointers[1:]] if numbers_too else []
@@ -194,8 +197,11 @@ def watched(handler: Callable[..., Any], name: str, known: dict[Any, Any], key: 
     if type(result) is not table.NotHandled:
         try:
             made = _Writer(name, args, kwargs).replay(calls, result)
-        except _Ambiguous:  # another call of this kind may be clear
-            return result
+        except _Ambiguous:
+            if ("ambiguous", key) not in known:  # the next call of this kind may be clear; it has one chance
+                known["ambiguous", key] = None
+                return result
+            made = None
         if len(known) >= _LIMIT:
             known.clear()
         known[key] = None if made is None else Known(made)
@@ -229,8 +235,6 @@ class _Writer:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if isinstance(value, Tensor):
                 self.given.append((_parameter(argument), value))
-        if len({id(tensor) for _, tensor in self.given}) < len(self.given):
-            raise _Ambiguous
 
     def replay(self, calls: list[Call | None], result: Any) -> Replay | None:
         """Return a function that makes `result` of arguments like these; None if there is none."""

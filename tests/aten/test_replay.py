@@ -63,14 +63,23 @@ def test_the_next_call_is_repeated_with_its_own_tensors(place: str, name: str) -
             assert a.stride() == b.stride()
 
 
-def test_arguments_that_are_one_tensor_teach_nothing() -> None:
+def test_arguments_that_are_one_tensor() -> None:
     a, b = x(), y()
     with taken("sm_80", "add"):
-        torch.testing.assert_close(torch.add(a, a), 2 * a)
-        assert not known("add.Tensor", "sm_80")
-        got = torch.add(a, b), torch.add(a, a), torch.add(b, a, alpha=3)
-    torch.testing.assert_close(got, (a + b, a + a, b + 3 * a))
-    assert len(known("add.Tensor", "sm_80")) == 2
+        got = [torch.add(*args) for args in ((a, a), (a, b), (a, a), (b, b), (b, a), (a, b))]
+    torch.testing.assert_close(got, [2 * a, a + b, 2 * a, 2 * b, a + b, a + b])
+    assert [made is not None for made in known("add.Tensor", "sm_80")] == [True, True]
+
+
+def test_arguments_that_share_memory() -> None:
+    """Halves of an argument beside another view of its memory: which address is whose cannot be told."""
+    buffer = torch.randn(3, 64)
+    want = torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2])
+    with taken("sm_80", ["addcmul", "addr"]):
+        got = [torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2]) for _ in range(3)]
+        grad = [torch.ops.aten.addr(buffer[:2, :2], buffer[0, :2], buffer[1, :2]) for _ in range(3)]
+    torch.testing.assert_close(got, [want] * 3)
+    torch.testing.assert_close(grad, [torch.addr(buffer[:2, :2], buffer[0, :2], buffer[1, :2])] * 3)
 
 
 def test_memory_that_overlaps_goes_to_torch() -> None:
