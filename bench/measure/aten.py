@@ -149,8 +149,8 @@ def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.O
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for plain pointwise operators
-# and copies, two shapes of bfloat16.
+# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for plain pointwise
+# operators and copies, two shapes of bfloat16.
 _QUICK_SHAPES = {
     "red": [(64, 64), (1 << 20,), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
     "ew": [(64, 64), (1024, 1024), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
