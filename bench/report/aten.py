@@ -69,8 +69,12 @@ def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
 
 
 def default_set(result: dict[str, Any]) -> dict[str, int]:
-    """Return the default set, with thresholds."""
-    return {name: size for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER}
+    """Return the default set, with thresholds; 0 where the smallest size that was measured is faster already."""
+    smallest = {name: min(case["elements"] for case in cases) for name, cases in cases_of(result).items()}
+    return {
+        name: 0 if size == smallest[name] else size
+        for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER
+    }  # fmt: skip
 
 
 def measured_module(result: dict[str, Any]) -> str:
