@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
 from rtkernels.aten.strides import arrange, overlaps_itself
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -208,7 +208,7 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
     if _TOKEN_OF_SIZE.get(self.element_size()) is None:
         return _ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
-        return NotHandled("overlapping memory")
+        return OVERLAP
     result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
     view = part(result)
     if view.shape != src.shape:
@@ -339,7 +339,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
             return NotHandled("out= of another dtype or shape")
         if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
-            return NotHandled("overlapping memory")
+            return OVERLAP
         result = out
     elif dense:
         result = first.new_empty(shape)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
 from rtkernels.aten.strides import Arrangement, arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import NotHandled
+from rtkernels.aten.table import OVERLAP, NotHandled
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
@@ -53,7 +53,6 @@ Number = bool | int | float
 
 _SHAPES = NotHandled("shapes that do not broadcast")
 _DEVICES = NotHandled("several devices")
-_OVERLAP = NotHandled("overlapping memory")
 _RANK = NotHandled("more than 6 dimensions")
 _OUT = NotHandled("out= of another dtype or shape")
 _RANGE = NotHandled("number out of range")
@@ -188,7 +187,7 @@ def _build(
         if out[2] != plan.dtype or out[0] != shape:
             return _OUT
         if overlaps_itself(shape, out[1]):
-            return _OVERLAP
+            return OVERLAP
         plan.stride = out[1]
     else:
         plan.stride = output_strides(shape, [meta for meta in tensors if meta[3] >= 0])
@@ -294,7 +293,7 @@ def run(
     if out is not None:
         for operand in operands:
             if isinstance(operand, Tensor) and operand is not out and _shares_partly(operand, out):
-                return _OVERLAP
+                return OVERLAP
         to = meta_of(out)
     plan = _PLANS[(functor, device, common, result, to, *metas)]
     if type(plan) is NotHandled:

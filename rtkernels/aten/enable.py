@@ -21,7 +21,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.aten import table
 from rtkernels.aten.report import Count, count_of
-from rtkernels.aten.table import SMALL, NotHandled, Overload
+from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import (
     ArgumentError,
     KernelCompileError,
@@ -243,10 +243,10 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
                 result = find(*args, **kwargs)
             except (AttributeError, TypeError):  # a number in the place of a tensor
                 pass
-        if result is None or result is SMALL:
+        if result is None or type(result) is NotHandled:
             if inside.handler:
                 return torch_kernel(*args, **kwargs)
-            return handled(args, kwargs) if result is None else given_back("small", args, kwargs)
+            return handled(args, kwargs) if result is None else given_back(result.reason, args, kwargs)
         count.ours += 1
         if record is not None:
             record(name, None)

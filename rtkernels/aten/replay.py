@@ -50,9 +50,10 @@ class Known:
 def finder(name: str, family: str, key: str, limits: dict[str, int], measured: str, *, replays: bool) -> Finder:
     """Return ``find`` and ``key_of``, functions of the arguments of an overload at a dispatch key.
 
-    ``find`` does a call that is like one before, and gives its result; ``table.SMALL`` if all tensors have fewer
-    elements than ``limits[measured]``; else None. A call like the very last one is recognised by one comparison in C++.
-    ``key_of`` gives the key under which ``replays_of`` has the replay of a call, or None for an overload without any.
+    ``find`` does a call that is like one before, and gives its result, which may be a ``NotHandled``; that is ``SMALL``
+    if all tensors have fewer elements than ``limits[measured]``; else None. A call like the very last one is recognised
+    by one comparison in C++. ``key_of`` gives the key under which ``replays_of`` has the replay of a call, or None for
+    an overload without any.
     """
     arguments = table.schema_of(name).arguments
     kinds = [str(argument.type) for argument in arguments]
@@ -194,7 +195,10 @@ def watched(handler: Callable[..., Any], name: str, known: dict[Any, Any], key: 
         result = handler(*args, **kwargs)
     finally:
         tape.calls = None
-    if type(result) is not table.NotHandled:
+    if type(result) is table.NotHandled:
+        if result is not table.OVERLAP:  # which depends on addresses; all other reasons are in the key
+            known[key] = Known(lambda *_: result)
+    else:
         try:
             made = _Writer(name, args, kwargs).replay(calls, result)
         except _Ambiguous:

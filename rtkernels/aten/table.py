@@ -53,8 +53,6 @@ MIN_ELEMENTS = {
     **DEFAULT,
 }
 
-SMALL = object()  # in the place of a result: all tensors are below the threshold
-
 
 class NotHandled:
     """What a handler returns for a call that torch's own kernel is to take, with the reason that the report shows.
@@ -70,6 +68,10 @@ class NotHandled:
 
     def __repr__(self) -> str:
         return f"NotHandled({self.reason!r})"
+
+
+SMALL = NotHandled("small")  # all tensors are below the threshold
+OVERLAP = NotHandled("overlapping memory")
 
 
 @dataclass(frozen=True)

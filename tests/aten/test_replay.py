@@ -7,6 +7,7 @@ import torch
 from support.overrides import device_of, taken
 from support.places import at
 
+import rtkernels
 from rtkernels.aten import replay
 
 
@@ -98,6 +99,15 @@ def test_numbers_are_told_apart() -> None:
     with taken("sm_80", ["mul", "fill"]):
         assert [(a * number).dtype for number in (2, 2.0, 2, 2.0)] == [torch.int32, torch.float32] * 2
         assert [torch.fill(torch.ones(8), zero).signbit().all().item() for zero in (0.0, -0.0, 0.0)] == [0, 1, 0]
+
+
+def test_what_torch_does_is_remembered() -> None:
+    rtkernels.aten.reset()
+    a = torch.ones(4, dtype=torch.float64)
+    with taken("sm_80", "neg"):
+        assert [torch.neg(a).tolist() for _ in range(3)] == [[-1.0] * 4] * 3
+    (row,) = rtkernels.report(as_rows=True)
+    assert row["why"] == {"float64": 3} and len(known("neg", "sm_80")) == 1
 
 
 def test_results_of_another_size_each_time() -> None:
