@@ -195,20 +195,20 @@ def watched(handler: Callable[..., Any], name: str, known: dict[Any, Any], key: 
         result = handler(*args, **kwargs)
     finally:
         tape.calls = None
+    if len(known) >= _LIMIT:
+        known.clear()
     if type(result) is table.NotHandled:
         if result is not table.OVERLAP:  # which depends on addresses; all other reasons are in the key
             known[key] = Known(lambda *_: result)
-    else:
-        try:
-            made = _Writer(name, args, kwargs).replay(calls, result)
-        except _Ambiguous:
-            if ("ambiguous", key) not in known:  # the next call of this kind may be clear; it has one chance
-                known["ambiguous", key] = None
-                return result
-            made = None
-        if len(known) >= _LIMIT:
-            known.clear()
-        known[key] = None if made is None else Known(made)
+        return result
+    try:
+        made = _Writer(name, args, kwargs).replay(calls, result)
+    except _Ambiguous:
+        if ("ambiguous", key) not in known:  # the next call of this kind may be clear; it has one chance
+            known["ambiguous", key] = None
+            return result
+        made = None
+    known[key] = None if made is None else Known(made)
     return result
 
 
