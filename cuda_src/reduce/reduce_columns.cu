@@ -12,7 +12,7 @@ inline constexpr int kColumnThreads = 256, kColumnLoads = 4;
 
 // Blocks on a multiprocessor: with three of them the 512 tiles of a matrix of 65536 columns were two waves, and a sixth slower.
 template <typename M>
-inline constexpr int kColumnBlocks = sizeof(typename M::State) <= 8 ? 4 : 3;
+inline constexpr int kColumnBlocks = !is_same<typename M::Value, float>::value ? 2 : sizeof(typename M::State) <= 8 ? 4 : 3;
 
 // The states of N columns from all threads that have them, for those of the first row.
 template <typename M, int N>
