@@ -201,7 +201,7 @@ def combine(
 
     Operands are as ``by_rows`` gives them; those named in `cyclic` come over and over.
     """
-    COMBINE(
+    COMBINE.call(
         x, add0, add1, mul0, mul1, base0, base1, None, factor, out, None, None, None, act, slope, subtract, "plain",
         cyclic, "none", False, 0.0, 0.0, float(alpha),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -70,6 +72,13 @@ def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool
     names = ("q", "scale") * (layout in ("row", "both")) + ("q_t", "scale_t") * (layout in ("transposed", "both"))
     names += () if given else statistics_of(centred)
     return names + ("y",) * keep + ("sum",) * residual + ("amax",) * calibrate
+
+
+@cache
+def _in_fields(layout: str, given: bool, keep: bool, residual: bool, centred: bool) -> itemgetter:
+    """Return what puts the results of FORWARD, and a None after them, in the order of the fields of a NormFp8."""
+    names = _names(layout, given, keep, residual, False, centred)
+    return itemgetter(*(names.index(field) if field in names else len(names) for field in NormFp8._fields))
 
 
 def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
@@ -199,8 +208,8 @@ def rms_norm_fp8(
             x, weight, None, residual, rstd, None, eps, offset, layout, pow2_scale, scale_layout, keep, False
         )
         if made is not None:
-            names = _names(layout, rstd is not None, keep, residual is not None, False, False)
-            return NormFp8(**dict(zip(names, made, strict=True)))
+            fields = _in_fields(layout, rstd is not None, keep, residual is not None, False)
+            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
@@ -251,8 +260,8 @@ def layer_norm_fp8(
             x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, True
         )
         if made is not None:
-            names = _names(layout, rstd is not None, keep, residual is not None, False, True)
-            return NormFp8(**dict(zip(names, made, strict=True)))
+            fields = _in_fields(layout, rstd is not None, keep, residual is not None, True)
+            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 

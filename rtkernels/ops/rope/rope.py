@@ -103,6 +103,10 @@ def rope(
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
+    if not in_place:
+        made = FORWARD.replay(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
+        if made is not None:
+            return made[0] if k is None else made
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         if in_place:

@@ -119,7 +119,7 @@ class _Slot:
     The driver copies everything before it returns, but the GIL is released meanwhile: a slot belongs to one call.
     """
 
-    __slots__ = ("buffer", "config", "config_address", "pointers", "table")
+    __slots__ = ("buffer", "config", "config_address", "pointers", "stream", "table")
 
     def __init__(self, maps: int, count: int) -> None:
         self.buffer = (ctypes.c_uint64 * count)()
@@ -192,49 +192,81 @@ def _extended_launcher(
     function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int,
     attributes: bytes,
 ) -> Launch:  # fmt: skip
-    # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
+    # CuPy has no launch with attributes, so this one goes to the driver itself (about 1 µs more host time).
     kept = ctypes.create_string_buffer(attributes, len(attributes))
-    kept_address, count = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
-    launch_kernel_ex = _launch_kernel_ex()
-    current_device = torch._C._cuda_getDevice
-    current_stream = torch._C._cuda_getCurrentRawStream
-    only_device = torch.cuda.device_count() == 1
-    maps, pack_into = arguments.maps, arguments.pack_into
-    slots: list[_Slot] = []
+    config = *grid, block, 1, 1, shared
+    ending = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
 
-    def send(slot: _Slot) -> int:
-        stream = current_stream(device)
-        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
-        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-        if status == _INVALID_CONTEXT:
-            make_context()
-            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-        return status
+    def new_slot() -> _Slot:
+        slot = arguments.slot()
+        slot.stream = -1
+        return slot
 
-    def launch(*args: Any, _keep_alive: Any = kept) -> None:
-        try:
-            slot = slots.pop()
-        except IndexError:
-            slot = arguments.slot()
-        for i in range(maps):
-            slot.table[i] = args[i].address
-        pack_into(slot.buffer, 0, *args[maps:])
-        if only_device or current_device() == device:
-            status = send(slot)
-        else:
-            with torch.cuda.device(device):
-                status = send(slot)
+    def set_stream(slot: _Slot, stream: int) -> None:
+        _CONFIG.pack_into(slot.config, 0, *config, stream, *ending)
+        slot.stream = stream
+
+    def fail(status: int) -> None:
         if status == _COOPERATIVE_LAUNCH_TOO_LARGE:
-            slots.append(slot)
             raise ResidencyError(
                 f"{grid[0] * grid[1] * grid[2]} blocks of {block} threads must run at the same time, and do not fit on "
                 f"the multiprocessors of cuda:{device} that this process may use (MPS or a green context limits them)"
             )
-        if status:
-            raise _driver().CUDADriverError(status)
-        slots.append(slot)
+        raise _driver().CUDADriverError(status)
 
-    return launch
+    slots: list[_Slot] = []
+    scope = {
+        "function": function,
+        "device": device,
+        "take": slots.pop,
+        "give_back": slots.append,
+        "new_slot": new_slot,
+        "set_stream": set_stream,
+        "pack_into": arguments.pack_into,
+        "launch_kernel_ex": _launch_kernel_ex(),
+        "INVALID_CONTEXT": _INVALID_CONTEXT,
+        "make_context": make_context,
+        "fail": fail,
+        "only_device": torch.cuda.device_count() == 1,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "on_device": torch.cuda.device,
+        "keep_alive": kept,
+    }
+    exec(_extended_code(arguments.maps, arguments.count), scope)
+    return scope["launch"]
+
+
+@cache
+def _extended_code(maps: int, count: int) -> CodeType:
+    """Return a flat function as ``_plain_code`` does; the first arguments are tensor maps."""
+    tensor_maps, others = [f"map_{i}" for i in range(maps)], [f"argument_{i}" for i in range(count)]
+    names = ", ".join([*tensor_maps, *others])
+    place_maps = "".join(f"\n    slot.table[{i}] = {name}.address" for i, name in enumerate(tensor_maps))
+    pack = f"\n    pack_into({', '.join(['slot.buffer', '0', *others])})" if others else ""
+    send = "launch_kernel_ex(slot.config_address, function, slot.pointers, 0)"
+    source = f"""
+def launch({names}):
+    try:
+        slot = take()
+    except IndexError:
+        slot = new_slot(){place_maps}{pack}
+    stream = current_stream(device)
+    if stream != slot.stream:
+        set_stream(slot, stream)
+    if only_device or current_device() == device:
+        status = {send}
+        if status == INVALID_CONTEXT:
+            make_context()
+            status = {send}
+    else:
+        with on_device(device):
+            status = {send}
+    give_back(slot)
+    if status:
+        fail(status)
+"""
+    return compile(source, f"<rtkernels extended launch of {maps} and {count}>", "exec")
 
 
 def make_context() -> None:

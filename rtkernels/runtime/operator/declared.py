@@ -174,17 +174,11 @@ def launch({names}):
     def _write_run_and_keep(self) -> None:
         """Write out ``_run_and_keep`` for calls whose plan was run before, though not by the last call."""
         names = ", ".join(self.names)
-        tensors = [name for name, kind in zip(self.names, self._kinds, strict=True) if kind]
-        guarded, kept, pointers = [], [], []
-        for i, (name, kind) in enumerate(zip(self.names, self._kinds, strict=True)):
-            if kind is None:
-                kept.append(name)
-                continue
-            guarded.append(f"stand_ins[{i}] if {name} is None else {name}" if kind.optional else name)
-            kept.append(f"{name} is None")
-            pointers.append(f"    pointer_{name} = {self._address(name, kind)}\n")
-        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in tensors)
-        run = ", ".join([*(f"pointer_{name}" for name in tensors), *self._numbers])
+        kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
+        tensors, options = ", ".join(kinds), "".join(f"{name}, " for name in self.option_names)
+        pointers = "".join(f"    pointer_{name} = {self._address(name, kind)}\n" for name, kind in kinds.items())
+        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in kinds)
+        run = ", ".join([*(f"pointer_{name}" for name in kinds), *self._numbers])
         counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
         counted = "".join(map(counting.format, self._written))
         checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
@@ -193,14 +187,14 @@ def run_and_keep({names}):
     global last_call, last_plain_call
 {checks}    plan = {self._key()}
     matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
-    if matches is None or not matches({", ".join(guarded)}):
+    if matches is None or not matches({tensors}):
         return run_and_keep_slowly({names})
-{"".join(pointers)}\
-    if ({" | ".join(f"pointer_{name}" for name in tensors)}) & 15:
+{pointers}\
+    if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
         return run_and_keep_slowly({names})
-    last_call = (matches, plan.run, {", ".join(kept)})
+    last_call = matches, plan.run, ({options})
     if not ({wants_grad}):
-        last_plain_call = (matches, plan.run_plain, {", ".join(kept)})
+        last_plain_call = matches, plan.run_plain, ({options})
     made = plan.run({run})
 {counted}    return made
 """
