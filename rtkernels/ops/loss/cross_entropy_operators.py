@@ -131,7 +131,7 @@ def _plan_grad(
 
 
 def _drawn(step: Step) -> dict[str, int]:
-    return {"drawn": 1} if "drawn" in step.given else {}
+    return {"drawn": 1} if "drawn" in step.arguments else {}
 
 
 def _plan_grad_in_place(*values: Any) -> Steps:

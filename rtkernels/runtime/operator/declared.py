@@ -227,10 +227,10 @@ def run_and_keep({names}):
         return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
 
     def _build(self, *key: Any) -> Plan | None:
-        given = iter(key)
+        keys = iter(key)
         values = []
         for name, kind in zip(self.names, self._kinds, strict=True):
-            value = None if name in self._numbers else next(given)
+            value = None if name in self._numbers else next(keys)
             values.append(value if kind is None or value is None else Meta(*value))
         self.check(*values)
         for kind, value in zip(self._kinds, values, strict=True):
@@ -251,8 +251,10 @@ def run_and_keep({names}):
         if steps is IN_TORCH or steps.instead is not None:
             return steps
         names = [argument.name for argument in self.arguments]
+        given = dict(zip(self.names, values, strict=True))
+        absent = [name for name in names if given[name] is None]
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
-        return StepPlan(self.name, names, self._numbers, made, shape, steps, device)
+        return StepPlan(self.name, names, self._numbers, made, shape, steps, device, absent)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
