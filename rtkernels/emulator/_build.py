@@ -395,8 +395,8 @@ def locate(library: Path, pc: int) -> str:
 def _shorten(place: str) -> str:
     """Return a path as it is written in ``#include``.
 
-    It may be one of another checkout: cache entries are found by the contents of sources, and know the paths under which
-    they were compiled. So the longest end of the path that names a file of ``cuda_src`` is what counts.
+    It may be one of another checkout: cache entries are found by the contents of sources, and know the paths under
+    which they were compiled. So the longest end of the path that names a file of ``cuda_src`` is what counts.
     """
     path, _, line = place.rpartition(":")
     parts = os.path.normpath(path).split(os.sep)

@@ -98,7 +98,7 @@ def test_wrapper_access_past_the_end_is_reported(kernel: str) -> None:
 
 
 def test_places_of_an_entry_that_another_checkout_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "/other/rtkernels/emulator/include/ptx/memory.cuh:12\n/other/cuda_src/norm/../norm/rms_norm.cu:5 (inlined)\n"
+    lines = "/other/rtkernels/emulator/include/ptx/mma.cuh:12\n/other/cuda_src/norm/../norm/rms_norm.cu:5 (inlined)\n"
     lines += "/other/tests/emulator/bugs.cu:7\n??:0\n"
     answer = subprocess.CompletedProcess([], 0, stdout=lines)
     monkeypatch.setattr(_build.shutil, "which", lambda name: name)
