@@ -188,10 +188,10 @@ def run_and_keep({names}):
 {checks}    plan = {self._key()}
     matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
     if matches is None or not matches({tensors}):
-        return run_and_keep_slowly({names})
+        return run_and_keep_slowly(plan, {names})
 {pointers}\
     if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
-        return run_and_keep_slowly({names})
+        return run_and_keep_slowly(plan, {names})
     last_call = matches, plan.run, ({options})
     if not ({wants_grad}):
         last_plain_call = matches, plan.run_plain, ({options})
@@ -199,7 +199,8 @@ def run_and_keep({names}):
 {counted}    return made
 """
         scope = self.call.__globals__
-        scope |= {"run_and_keep_slowly": scope["run_and_keep"], "plans": self._plans, "StepPlan": StepPlan}
+        scope["run_and_keep_slowly"] = lambda plan, *args: self._run_and_keep(scope, args, plan)
+        scope |= {"plans": self._plans, "StepPlan": StepPlan}
         scope["check_numbers"] = self._check_numbers
         exec(written_code(source, f"<rtkernels replay of {self.name}>"), scope)
 
@@ -265,8 +266,8 @@ def run_and_keep({names}):
 
     # How a call is made.
 
-    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
-        plan = self._find(*args)
+    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        plan = plan or self._find(*args)
         if plan is None:
             args = self._copy_unfit(*args)
             plan = self._find(*args)
@@ -282,7 +283,9 @@ def run_and_keep({names}):
         return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
 
     def _launch_prepared(self, *args: Any) -> Any:
-        plan, used = self._planned(args)
+        return self._run_planned(*self._planned(args), args)
+
+    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if plan is IN_TORCH:
             made = self._written_reference(*used)
         elif type(plan) is Steps:

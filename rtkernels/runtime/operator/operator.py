@@ -208,8 +208,9 @@ def call({names}):
                 {run}
 """
 
-    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
-        plan = self._plan(*args)
+    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        """Return the plan of a call, which may be known, and the arguments that it runs with."""
+        plan = plan or self._plan(*args)
         if plan is None:
             args = self._copied(*args)
             plan = self._plan(*args)
@@ -222,10 +223,10 @@ def call({names}):
         plan, args = self._planned(args)
         return plan.run(*self._addresses(args))
 
-    def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        plan, used = self._planned(args)
+    def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...], plan: Plan | None = None) -> Any:
+        plan, used = self._planned(args, plan)
         if type(plan) is Steps:  # nothing to replay
-            return self._launch_resolved(args) if self._lazy(args) else self._launch_planned(*args)
+            return self._launch_resolved(args) if self._lazy(args) else self._run_planned(plan, used, args)
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
             given = [args[i] for i in self._tensors]
