@@ -53,7 +53,7 @@ def _plan(x: Meta, out: Meta, table: Meta | None, summed: bool, device: int) -> 
     dims = _merged(x, out)
     if len(dims) > _DIMS or x.numel() >= 2**31:
         return IN_TORCH
-    token, size = DTYPE_TOKEN[out.dtype], out.dtype.itemsize
+    token, size = out.token, out.dtype.itemsize
     n = 1
     if table is None and dims[-1][1:] == (1, 1):
         n = _WIDTH[token]

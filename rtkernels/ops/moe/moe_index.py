@@ -151,8 +151,7 @@ def moe_row_id_map(
             with ``__dlpack__``; the results are then of its kind.
         multiple_of: Every expert's rows are padded to a multiple of this.
         rows: Pairs whose row would not be below this get none. By default all have one.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of

@@ -191,8 +191,7 @@ def rms_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -243,8 +242,7 @@ def layer_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -267,9 +265,6 @@ def layer_norm_fp8(
 
 
 OP = Op(
-    "norm_fp8",
-    public=("rms_norm_fp8", "layer_norm_fp8"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, SMOOTH),
+    "norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH),
     uses=("rms_norm", "layer_norm", "column_sum"),
-)
+)  # fmt: skip

@@ -21,9 +21,10 @@ from rtkernels.ops.rope.rope_operators import (
     plain_tables,
     shape_in,
 )
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, metadata, token, vector_bytes
+from rtkernels.runtime.layout import metadata, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
@@ -65,7 +66,6 @@ def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> 
 def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, inverse: bool, *angles: Any):
     token("kv", kv[0])
     check_same("k_pos", k_pos[0], kv[0], "dtype", of="kv")
-    check_same("k_pos", k_pos[3], kv[3], "device index", of="kv")
     packed = len(kv[1]) == 3
     heads = heads_of("kv", kv, layout)
     pos = _pos_heads("k_pos", k_pos, layout, heads, packed)
@@ -76,7 +76,7 @@ def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs
         )
     rotary = angles_of.check_rotary(0, pos.head_dim)
     found = angles_of.check(
-        *angles, dtype=kv[0], device=kv[3], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
+        *angles, dtype=kv[0], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
         adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER), inverse=inverse,
     )  # fmt: skip
     k = heads._replace(head_dim=nope + rotary)
@@ -97,7 +97,7 @@ def _step(
     angles = cos, sin, *angles[2:]
     heads, pos, found, *shapes = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
     t, size, tokens, value_dim = (
-        DTYPE_TOKEN[kv.dtype],
+        kv.token,
         kv.dtype.itemsize,
         heads.batch * heads.length,
         heads.head_dim - nope,
@@ -320,8 +320,7 @@ def mla_rope(
         mscale: Factor of cos and sin.
         in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
             overwritten.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).

@@ -89,8 +89,7 @@ def rope(
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not

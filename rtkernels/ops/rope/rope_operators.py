@@ -11,18 +11,10 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import LAYOUTS, Angles
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    check_same,
-    divisor,
-    group_threads,
-    metadata,
-    nothing,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import divisor, group_threads, metadata, nothing, vector_bytes
 from rtkernels.runtime.operator.declared import InPlace, Meta, Operator, UnitStride, misaligned
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.sharding import Way, shard
@@ -180,7 +172,6 @@ def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, po
         raise ArgumentError(f"output_layout is {out_layout!r}; expected one of {', '.join(LAYOUTS)}")
     if k is not None:
         check_same("k", k[0], q[0], "dtype")
-        check_same("k", k[3], q[3], "device index")
         of_k = heads_of("k", k, layout)
         if len(k[1]) != len(q[1]) or of_k[:2] != heads[:2] or of_k.head_dim != heads.head_dim:
             raise ArgumentError(
@@ -188,7 +179,7 @@ def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, po
             )
     rotary = angles_of.check_rotary(rotary, heads.head_dim - first)
     found = angles_of.check(
-        cos, sin, positions, cu_seqlens, *options, dtype=q[0], device=q[3], batch=heads.batch, length=heads.length,
+        cos, sin, positions, cu_seqlens, *options, dtype=q[0], batch=heads.batch, length=heads.length,
         packed=len(q[1]) == 3, rotary=rotary, adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER),
         inverse=inverse,
     )  # fmt: skip
@@ -207,7 +198,7 @@ def _plan(
     )  # fmt: skip
     packed, index = q.dim() == 3, angles_of.index_of(positions, cu_seqlens)
     tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
-    t, size = DTYPE_TOKEN[q.dtype], q.dtype.itemsize
+    t, size = q.token, q.dtype.itemsize
     vec = 16 // size
     strides = [*heads.strides, *(of_k.strides if of_k else (0, 0, 0))]
     if in_place:

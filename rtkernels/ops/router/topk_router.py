@@ -153,8 +153,7 @@ def topk_router(
         eps: Added to the sum.
         dense_probs: Give the probabilities as ``[..., experts]``, too.
         routing_map: Give the choice as bool ``[..., experts]``, too.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
