@@ -85,7 +85,7 @@ def check_rotary(rotary: int, head_dim: int) -> int:
 
 def check(
     cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
-    mscale: float, *, dtype: torch.dtype, batch: int, length: int, packed: bool, rotary: int,
+    mscale: float, *, dtype: torch.dtype, device: int, batch: int, length: int, packed: bool, rotary: int,
     adjacent: bool, inverse: bool,
 ) -> Angles:  # fmt: skip
     """Raise an ArgumentError for tables and positions that do not fit; return what kernels need.
@@ -93,6 +93,7 @@ def check(
     Args:
         cos: Metadata, as those that follow; the options are the operators'.
         dtype: That of the rotated tensor; tables have it or float32.
+        device: Likewise.
         batch: Sequences, of `length` tokens each (one for packed tokens).
         packed: The rotated tensor has no batch dimension.
         rotary: Rotated elements of a head.
@@ -102,6 +103,9 @@ def check(
     token("cos", cos[0], (dtype, torch.float32))
     check_same("sin", sin[0], cos[0], "dtype", of="cos")
     check_same("sin", sin[1], cos[1], "shape", of="cos")
+    for name, meta in {"cos": cos, "sin": sin, "positions": positions, "cu_seqlens": cu_seqlens}.items():
+        if meta is not None:  # the operator would say "q" for what callers know as x
+            check_same(name, meta[3], device, "device index")
     shape = tuple(cos[1])
     kind, sizes = _parse_sections(sections, rotary)
     if not 0 <= cp_rank < cp_size:

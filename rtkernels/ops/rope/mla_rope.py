@@ -76,7 +76,7 @@ def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs
         )
     rotary = angles_of.check_rotary(0, pos.head_dim)
     found = angles_of.check(
-        *angles, dtype=kv[0], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
+        *angles, dtype=kv[0], device=kv[3], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
         adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER), inverse=inverse,
     )  # fmt: skip
     k = heads._replace(head_dim=nope + rotary)

@@ -168,7 +168,7 @@ def check(
     check_weights(q_weight, k_weight, qkv, found.head_dim)
     rotary = angles_of.check_rotary(rotary, found.head_dim)
     tables = angles_of.check(
-        *angles, dtype=qkv[0], batch=found.batch, length=found.length, packed=len(qkv[1]) == 2,
+        *angles, dtype=qkv[0], device=qkv[3], batch=found.batch, length=found.length, packed=len(qkv[1]) == 2,
         rotary=rotary, adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
     )  # fmt: skip
     return found, tables

@@ -172,6 +172,7 @@ def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, po
         raise ArgumentError(f"output_layout is {out_layout!r}; expected one of {', '.join(LAYOUTS)}")
     if k is not None:
         check_same("k", k[0], q[0], "dtype")
+        check_same("k", k[3], q[3], "device index")
         of_k = heads_of("k", k, layout)
         if len(k[1]) != len(q[1]) or of_k[:2] != heads[:2] or of_k.head_dim != heads.head_dim:
             raise ArgumentError(
@@ -179,7 +180,7 @@ def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, po
             )
     rotary = angles_of.check_rotary(rotary, heads.head_dim - first)
     found = angles_of.check(
-        cos, sin, positions, cu_seqlens, *options, dtype=q[0], batch=heads.batch, length=heads.length,
+        cos, sin, positions, cu_seqlens, *options, dtype=q[0], device=q[3], batch=heads.batch, length=heads.length,
         packed=len(q[1]) == 3, rotary=rotary, adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER),
         inverse=inverse,
     )  # fmt: skip
