@@ -35,6 +35,14 @@ def check_inputs(
         check_same("residual", residual[1], shape, "shape")
 
 
+def check_gradients(h: Metadata, **gradients: Metadata | None) -> None:
+    """Raise an ArgumentError unless incoming gradients have the dtype and shape of what was normalised."""
+    for name, meta in gradients.items():
+        if meta is not None:
+            check_same(name, meta[0], h[0], "dtype", of="h")
+            check_same(name, meta[1], h[1], "shape", of="h")
+
+
 def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> None:
     """Raise an ArgumentError unless `out` can take a result of x's shape and dtype.
 

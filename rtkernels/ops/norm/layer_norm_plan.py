@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_inputs
+from rtkernels.ops.norm.checks import check_gradients, check_inputs
 from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring
 from rtkernels.ops.shared.column_sum import column_sum_step
-from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -149,10 +148,7 @@ def check_bwd(
 ) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
     check_inputs(h, weight, bias, None)
-    for name, meta in (("dy", dy), ("dsum", dsum)):
-        if meta is not None:
-            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
-            check_same(name, meta.shape, h.shape, "shape", of="h")
+    check_gradients(h, dy=dy, dsum=dsum)
     if parameter_grad and weight is None and bias is None:
         raise ArgumentError("parameter_grad is True but there is neither weight nor bias")
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.checks import check_gradients, check_inputs
 from rtkernels.ops.shared.bulk_ring import bulk_ring
 from rtkernels.ops.shared.column_sum import column_sum_step
-from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import WIDTH, group_threads, row_blocks, vector_bytes
@@ -95,33 +95,21 @@ _BWD_WEIGHT = Kernel(
 
 
 def check_fwd(x: Meta, weight: Meta | None, *options: Any) -> None:
-    check(x, None, weight)
+    check_inputs(x, weight, None, None)
 
 
 def check(x: Meta, residual: Meta | None, weight: Meta | None, *options: Any) -> None:
-    """Raise an ArgumentError unless these tensors go together."""
-    token("x", x.dtype)
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    if weight is not None:
-        token("weight", weight.dtype, (x.dtype, torch.float32))
-        check_shape("weight", weight.shape, x.shape[-1:], "the last dimension of x")
-    if residual is not None:
-        check_same("residual", residual.dtype, x.dtype, "dtype")
-        check_same("residual", residual.shape, x.shape, "shape")
+    check_inputs(x, weight, None, residual)
 
 
 def check_bwd(
     dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, eps: float, offset: float, weight_grad: bool
 ) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    for name, meta in (("dy", dy), ("dsum", dsum)):
-        if meta is not None:
-            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
-            check_same(name, meta.shape, h.shape, "shape", of="h")
+    check_gradients(h, dy=dy, dsum=dsum)
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
-    check(h, None, weight)
+    check_inputs(h, weight, None, None)
 
 
 def _long_flags(vec: int, t: str, w: str) -> int:
