@@ -411,6 +411,12 @@ def test_a_measurement_is_recorded_unless_it_leaves_out_the_fastest_peer(tmp_pat
         accepted.load(tmp_path / "other.json")
 
 
+def test_a_result_that_cannot_be_compared_is_not_recorded() -> None:
+    numbers, other = accepted.empty(), _measured(18.0, "2026-01-03")
+    other["rows"][0]["error_ours"] = {"error": "ValueError: shape (2, 2), the reference has (2, 4)"}
+    assert accepted.record(numbers, other) == ["rms_norm_fwd 8192x2048"] and numbers["rows"] == []
+
+
 def test_sweeps_and_layers_are_recorded_as_a_whole() -> None:
     numbers, sweep = accepted.empty(), _measured(18.0, "2026-01-03")
     sweep["rows"][0]["peak_extra_bytes"] = 0
