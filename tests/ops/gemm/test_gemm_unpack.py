@@ -49,13 +49,13 @@ def test_products_of_codes(place: str, case: str) -> None:
 def test_groups_of_rows(place: str) -> None:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(140, 64, generator=generator).bfloat16()
-    b = torch.randn(2, 24, 64, generator=generator).to(torch.float8_e4m3fn)
-    given = {"offs": torch.tensor([75, 140], dtype=torch.int32), "scale_b": torch.rand(2, 24, generator=generator)}
-    expected = rtkernels.grouped_mm(a, b, torch.ones(140), recipe="row", **given)
+    codes, scales, _ = rtkernels.quantize_nvfp4(torch.randn(2, 24, 64, generator=generator), global_scale=1.0)
+    given = {"b": codes, "scale_b": scales, "offs": torch.tensor([75, 140], dtype=torch.int32)}
+    how = {"recipe": "nvfp4", "packed": (None, "e2m1")}
+    expected = rtkernels.grouped_mm(a, **given, **how)
     with running_on(place) as device:
         moved = {name: t.to(device) for name, t in given.items()}
-        scale_a = torch.ones(140, device=device)
-        got = rtkernels.grouped_mm(a.to(device), b.to(device), scale_a, recipe="row", backend="unpack", **moved)
+        got = rtkernels.grouped_mm(a.to(device), **moved, **how, backend="unpack")
     torch.testing.assert_close(got.cpu(), expected, rtol=2.0**-7, atol=1e-3)
 
 
