@@ -66,7 +66,8 @@ def test_sums(where: str, size: tuple[int, int, int]) -> None:
 def test_scales_bias_add_and_activation(where: str) -> None:
     a, b = operands(12, 80, 528, E4M3, where)
     scale_a, scale_b = torch.linspace(0.5, 2, 12, device=a.device), torch.linspace(1, 3, 80, device=a.device)
-    bias, add = torch.linspace(-1, 1, 80, device=a.device), torch.ones(12, 80, device=a.device)
+    bias = torch.linspace(-1, 1, 80, device=a.device)
+    add = torch.linspace(-2, 2, 12 * 96, device=a.device).view(12, 96)[:, :80]
     given = {"bias": bias, "add": add, "act": "silu", "out_dtype": torch.float32}
     found = made(where, rtkernels.scaled_mm, a, b, scale_a, scale_b, **given)
     sums = (a.double() @ b.double().t()) * scale_a[:, None] * scale_b + bias + add
@@ -79,6 +80,9 @@ def test_gated(where: str) -> None:
     gate, up = (a.double() @ b.double().t()).chunk(2, -1)
     found = made(where, rtkernels.gated_mm, a, b, act="gelu_tanh", out_dtype=torch.float32)
     near(found, F.gelu(gate, approximate="tanh") * up)
+    both = torch.tensor([0.5, 3.0], device=a.device)
+    found = made(where, rtkernels.gated_mm, a, b, global_scale=both, act="gelu_tanh", out_dtype=torch.float32)
+    near(found, F.gelu(0.5 * gate, approximate="tanh") * 3.0 * up)
 
 
 @PLACES
@@ -109,6 +113,15 @@ def test_what_it_does_not_make() -> None:
     assert "operands" in refused(a=e4m3) and "summed" in refused(b=bf16._replace(across=True))
     assert "scales of b" in refused(a=e4m3, b=e4m3, scale_b=Scales(128, 32))
     assert "results" in refused(out=Matrix("int32", 64))
+
+
+def test_a_launch_waits_for_the_one_before_it() -> None:
+    """The emulator says what reads or writes too early."""
+    a, b = operands(4, 64, 64, torch.bfloat16, "sm_90")
+    with rtkernels.emulate("sm_90"):
+        half = rtkernels.scaled_mm(a, b, backend="cluster")
+        found = rtkernels.scaled_mm(half, b, backend="cluster", out_dtype=torch.float32)
+    near(found, half.double() @ b.double().t())
 
 
 @pytest.mark.gpu
