@@ -59,9 +59,10 @@ def check_decode(size: dict[str, Any], value_width: int, device: str) -> None:
     assert_near(lse, exact[1], 1e-4, "lse")
 
 
-@pytest.mark.slow
 @at("sm_90")
-@pytest.mark.parametrize("name", ["pages", "tokens", "many heads"])
+@pytest.mark.parametrize(
+    "name", ["tokens", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pages", "many heads"))]
+)
 def test_decode_by_wgmma(name: str, place: str) -> None:
     with running_on(place) as device:
         check_decode(*DECODE[name], device)
