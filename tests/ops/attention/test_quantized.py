@@ -61,11 +61,14 @@ def check(name: str, device: str, granularity: str = "token") -> None:
     (batch, lq, lkv, heads, heads_kv, width, width_v), dtype, code, value_code, options = CASES[name]
     options = {n: o.int().to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
     q = random(batch, lq, heads, width, dtype=dtype, device=device)
+    q[:, lq // 2] = 0
     k = random(batch, lkv, heads_kv, width, seed=1, dtype=dtype, device=device)
     v = random(batch, lkv, heads_kv, width_v, seed=2, dtype=dtype, device=device)
     with poisoned():
         qc, qs, kc, ks, taken = quantize_qk(q, k, dtype=code, granularity=granularity, smooth_k=False)
         assert not taken.any()
+        if granularity == "token":
+            qs[..., lq // 2] = 0  # as others may have it for a row of zeros
         values, scale_v = (v.clone(), None) if value_code is None else quantize_v(v, dtype=value_code)
         clean = kc.clone(), ks.clone(), values.clone()
         for i, used in enumerate(options.get("seqused_k", ())):
