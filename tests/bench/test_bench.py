@@ -246,7 +246,7 @@ def test_bad_result_files(
 
 
 HOST = {
-    "us_per_call": {"torch x*2": 5.0, "rms_norm no_grad": 4.0, "glu": {"error": "broken"}},
+    "us_per_call": {"torch x*2": 5.0, "rms_norm no_grad": 4.0, "rope no_grad": 8.0, "glu": {"error": "broken"}},
     "first_use": {
         "rms_norm": {
             "cold": {"first_call_ms": 250.0, "second_call_ms": 0.1, "import_cupy_ms": 300.0},
@@ -268,8 +268,9 @@ def test_report_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| row | shape | dtype | MB | ours |" in text
     line = next(line for line in text.splitlines() if line.startswith("| scale_fwd"))
     assert "| 10.0 | 10.0-10.0 | 8.0 |" in line and "| 0.80 |" in line and "| 4.00 | torch 40.0 |" in line
-    assert "| rms_norm no_grad | 4.00 | 0.80 |" in text
-    assert "| glu | broken | - |" in text
+    assert "| rms_norm no_grad | 4.00 | 0.80 | 1.0 |" in text and "| torch x*2 | 5.00 | 1.00 | - |" in text
+    assert "| rope no_grad | 8.00 | 1.60 | 1.5, over |" in text
+    assert "| glu | broken | - | - |" in text
     assert "| rms_norm | cold | 250.0 | 0.1 | 300.0 |" in text
     assert "| rms_norm | warm | no such op | - | - |" in text
     assert "beyond `import torch`: 12.5 ms" in text
