@@ -118,7 +118,8 @@ def test_glu_of_nvfp4(where: str, name: str) -> None:
     gate, up = (rtkernels.quantize_nvfp4(normal(4, 70), swizzled=s) for s in (False, True))
     values = [rtkernels.dequantize_nvfp4(*gate, dtype=torch.float32)]
     values.append(rtkernels.dequantize_nvfp4(*up, swizzled=True, dtype=torch.float32))
-    options = {"act": "gelu_tanh", "quant": quant, "channel_scale": torch.linspace(0.5, 2, 70)}
+    factors = torch.linspace(0.5, 2, 70, dtype=torch.bfloat16 if name == "row" else torch.float32)
+    options = {"act": "gelu_tanh", "quant": quant, "channel_scale": factors}
     wanted = results(glu, "cpu", *values, **options)
     for a, b in zip(results(glu, where, gate, up, **options), wanted, strict=True):
         if isinstance(b, Tensor) and b.itemsize == 1:
