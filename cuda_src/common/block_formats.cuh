@@ -44,23 +44,84 @@ struct Quotient {
         : factor(step_ < 0x1p-60f ? 0x1p100f : step_ > 0x1p60f ? 0x1p-100f : 1.0f),
           step(step_ * factor),
           inverse(inverse_scale(step)) {}
-    RTK_DEVICE float of(float v) const {
-        const float scaled = v * factor, near = scaled * inverse;
+    RTK_DEVICE float of(float v) const { return of_scaled(v * factor); }
+    RTK_DEVICE float of_scaled(float scaled) const {
+        const float near = scaled * inverse;
         return fmaf(fmaf(-near, step, scaled), inverse, near);
     }
 };
 
-// 16 codes, two in a byte, the first in the lowest bits.
+#if !RTK_HAS_FP4_CVT
+// Eight codes of magnitudes, rounded to nearest even, in a word. A code is a concave function of the magnitude q, made of three
+// straight lines: min(2 q, q + 2, q / 2 + 4), at most 7. Added to 1.5 * 2^23, whose neighbours are integers, each line comes
+// rounded once, in the low bits of a float, from where sums that are exact put four codes together. NaN becomes 7.
+RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
+    constexpr float kMagic = 12582912.0f;
+    float rounded[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float lines = fminf(fminf(fmaf(q[i], 2.0f, kMagic), q[i] + (kMagic + 2.0f)), fmaf(q[i], 0.5f, kMagic + 4.0f));
+        rounded[i] = fminf(lines, kMagic + 7.0f);
+    }
+    u32 halves[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float* const of = rounded + 4 * h;
+        const float low = fmaf(of[1] - kMagic, 16.0f, of[0]), high = fmaf(of[3] - kMagic, 16.0f, of[2]);
+        halves[h] = __float_as_uint(fmaf(high - kMagic, 256.0f, low));
+    }
+    return __byte_perm(halves[0], halves[1], 0x5410);
+}
+
+// Their signs, in the upper bits of the codes.
+RTK_DEVICE u32 e2m1_signs(const float (&v)[8]) {
+    u32 tops[2];  // upper bytes of values 0, 2, 4 and 6, and of the others
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const u32 first = __byte_perm(__float_as_uint(v[odd]), __float_as_uint(v[odd + 2]), 0x0073);
+        const u32 then = __byte_perm(__float_as_uint(v[odd + 4]), __float_as_uint(v[odd + 6]), 0x0073);
+        tops[odd] = __byte_perm(first, then, 0x5410);
+    }
+    return (tops[1] & 0x80808080u) | (tops[0] >> 4 & 0x08080808u);
+}
+#endif
+
+// Codes of values, two in a byte, the first in the lowest bits, rounded to nearest even. over(v): the quotient of v.
+template <int N, typename Over>
+RTK_DEVICE void e2m1_words(const float (&v)[N], Over over, u32 (&words)[N / 8]) {
+#pragma unroll
+    for (int w = 0; w < N / 8; ++w) {
+        float q[8], own[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i] = v[w * 8 + i], q[i] = over(fabsf(own[i]));
+#if RTK_HAS_FP4_CVT
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] = copysignf(fminf(q[i], 6.0f), own[i]);  // of NaN the instruction ignores the sign
+        words[w] = ptx::cvt_e2m1x8(q);
+#else
+        words[w] = e2m1_magnitudes(q) | e2m1_signs(own);
+#endif
+    }
+}
+
+// The same for a step: zeros if it is 0.
 template <int N>
 RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words)[N / 8]) {
     const Quotient over(step);
+    if (ties != kTiesNearest) {
 #pragma unroll
-    for (int w = 0; w < N / 8; ++w) {
-        u32 word = 0;
+        for (int w = 0; w < N / 8; ++w) {
+            words[w] = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) word |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
-        words[w] = step > 0.0f ? word : 0u;
+            for (int i = 0; i < 8; ++i) words[w] |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
+        }
+    } else if (over.factor == 1.0f) {
+        e2m1_words<N>(v, [&](float m) { return over.of_scaled(m); }, words);
+    } else {
+        e2m1_words<N>(v, [&](float m) { return over.of(m); }, words);
     }
+#pragma unroll
+    for (int w = 0; w < N / 8; ++w) words[w] = step > 0.0f ? words[w] : 0u;
 }
 
 // The squared error that a scale leaves, of finite values.

@@ -51,6 +51,46 @@ RTK_DEVICE void store_elements(T* p, int valid, bool aligned16, const float (&v)
     }
 }
 
+// N elements of T in accesses of 16 bytes, asked for without a branch and unpacked where they are needed: loads of all operands
+// are under way before the first of them has come. Zeros for what does not exist.
+template <typename T, int N>
+struct Asked {
+    static constexpr int kEach = 16 / sizeof(T), kLoads = N / kEach;
+    Raw<16> raw[kLoads];
+
+    RTK_DEVICE void ask(bool exists, const T* p, int valid, u64 policy) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            clear(raw[i]);
+            ptx::ld_stream_16_if(exists && i * kEach < valid, raw[i], p + i * kEach, policy);
+        }
+    }
+    RTK_DEVICE void get(float (&v)[N]) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            float part[kEach];
+            unpack<T, kEach>(raw[i], part);
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) v[i * kEach + k] = part[k];
+        }
+    }
+    // The values of v as T holds them.
+    RTK_DEVICE void round(const float (&v)[N]) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            float part[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) part[k] = v[i * kEach + k];
+            raw[i] = pack<T, kEach>(part);
+        }
+    }
+    RTK_DEVICE void store(T* p, int valid) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+            if (i * kEach < valid) ptx::st<16>(p + i * kEach, raw[i]);
+    }
+};
+
 // An operand of T, or of fp32 if `fp32`.
 template <typename T, int N>
 RTK_DEVICE void load_either(const void* p, i64 at, bool fp32, int valid, bool aligned16, float (&v)[N]) {

@@ -68,35 +68,42 @@ template <typename T, int FORMAT, bool aligned16>
 struct RowOutput {
     static constexpr int N = kPerThread<T, FORMAT>;
     void *out, *kept, *scales;
+    float* global_out;
     i64 cols, quant;
-    float floor, scale, inverse;  // of the tensor: or g of NVFP4
+    float floor, number, scale, inverse;  // the last two: of a row or block
+    u32 given, largest;                   // asked for at the start, and first used when values are there
 
-    // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
-    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out, const float* given, const u32* amax,
-                         i64 cols_, i64 quant_, double number, double floor_)
+    // `given_`: one number on the device; `amax`: bits of the largest magnitude; else `number_` is the scale.
+    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out_, const float* given_, const u32* amax,
+                         i64 cols_, i64 quant_, double number_, double floor_)
         : out(out_),
           kept(kept_),
           scales(scales_),
+          global_out(global_out_),
           cols(cols_),
           quant(quant_),
           floor(static_cast<float>(floor_)),
-          scale(static_cast<float>(number)),
-          inverse(1.0f) {
-        if constexpr (FORMAT == kPlainOutput) return;
-        const bool first = blockIdx.x == 0 && threadIdx.x == 0;
-        const bool from_amax = (quant & kFromAmax) != 0;
-        if (given != nullptr) scale = *given;
-        if constexpr (FORMAT == kByteOutput) {
-            if (from_amax) scale = over_limit(__uint_as_float(*amax), limit());
-            scale = fmaxf(scale, floor);
-            if (from_amax && first) *static_cast<float*>(scales) = scale;
-            inverse = reciprocal_of(scale);
-        } else if (from_amax) {
-            scale = *amax == 0u ? 1.0f : over_limit(__uint_as_float(*amax), 2688.0f);
-            if (first) *global_out = scale;
+          number(static_cast<float>(number_)),
+          scale(0.0f),
+          inverse(0.0f),
+          given(__float_as_uint(number)),
+          largest(0u) {
+        if constexpr (FORMAT != kPlainOutput) {
+            ptx::ld_keep_if<4>(given_ != nullptr, given, given_);
+            ptx::ld_keep_if<4>(from_amax(), largest, amax);
         }
     }
 
+    // Of the whole tensor; of NVFP4: that on top of those of blocks.
+    RTK_DEVICE float tensor_scale() const {
+        const float amax = __uint_as_float(largest);
+        if constexpr (FORMAT == kByteOutput) {
+            return fmaxf(from_amax() ? over_limit(amax, limit()) : __uint_as_float(given), floor);
+        }
+        return !from_amax() ? __uint_as_float(given) : amax == 0.0f ? 1.0f : over_limit(amax, 2688.0f);
+    }
+
+    RTK_DEVICE bool from_amax() const { return (quant & kFromAmax) != 0; }
     RTK_DEVICE int granularity() const { return FORMAT == kByteOutput ? static_cast<int>(quant & 3) : kByTensor; }
     RTK_DEVICE int kind() const { return static_cast<int>(quant >> 2 & 3); }
     RTK_DEVICE float limit() const { return kind() == kToE4m3 ? 448.0f : kind() == kToE5m2 ? 57344.0f : 127.0f; }
@@ -125,39 +132,61 @@ struct RowOutput {
                 if (valid > 0 && column % 128 == 0)
                     static_cast<float*>(scales)[row * ((cols + 127) / 128) + column / 128] = scale;
             }
-            if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, inverse);
+            const float factor = granularity() == kByTensor ? reciprocal_of(tensor_scale()) : inverse;
+            if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, factor);
         } else {
             store_fp4(row, column, valid, v);
         }
     }
 
     // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
-    // of the tensor depends on it, and one that stores. make_y(column, valid, y) gives N values; `slot` of the scratch is free.
+    // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
+    // all of them before the first make_y(v, asked, column, valid, y), which gives N values. `slot` of the scratch is free.
+    template <int V, typename Scratch, typename Ask, typename MakeY>
+    RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
+                           i64 stop, u32* amax, Ask ask, MakeY make_y) {
+        const i64 pitch = static_cast<i64>(group.threads) * N;
+#pragma unroll 1
+        for (int pass = reads_twice() || amax_only() ? 0 : 1; pass < 2; ++pass) {
+            float row_amax = 0.0f;
+#pragma unroll 1
+            for (i64 column = begin + group.thread * N, first = begin; first < stop; first += V * pitch, column += V * pitch) {
+                decltype(ask(0, column, 0)) asked[V];
+#pragma unroll
+                for (int v = 0; v < V; ++v) asked[v] = ask(v, column + v * pitch, count_at<N>(column + v * pitch, end));
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    if (first + v * pitch >= stop) break;
+                    const int valid = count_at<N>(column + v * pitch, end);
+                    float y[N];
+                    make_y(v, asked[v], column + v * pitch, valid, y);
+                    if (pass == 0) {
+                        row_amax = fmaxf(row_amax, finite_amax(y));
+                    } else {
+                        store(row, column + v * pitch, valid, group.threads, y);
+                    }
+                }
+            }
+            if (pass == 1) break;
+            row_amax = group_reduce<MaxNumber, false>(row_amax, group, scratch, slot);
+            if (amax_only()) {
+                if (group.thread == 0 && row_amax > 0.0f) atomicMax(amax, __float_as_uint(row_amax));
+                return;
+            }
+            take_row_scale(row_amax, row, group.thread == 0 && exists);
+        }
+        if constexpr (FORMAT != kPlainOutput) {
+            if (from_amax() && blockIdx.x == 0 && threadIdx.x == 0)
+                *(FORMAT == kByteOutput ? static_cast<float*>(scales) : global_out) = tensor_scale();
+        }
+    }
+
+    // The same for kernels that load what they need in make_y(column, valid, y).
     template <typename Scratch, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, MakeY make_y) {
-#pragma unroll 1
-        for (int pass = reads_twice() || amax_only() ? 0 : 1; pass < 2; ++pass) {
-            float largest = 0.0f;
-            for (i64 first = begin; first < stop; first += static_cast<i64>(group.threads) * N) {
-                const i64 column = first + group.thread * N;
-                const int valid = count_at<N>(column, end);
-                float y[N];
-                make_y(column, valid, y);
-                if (pass == 0) {
-                    largest = fmaxf(largest, finite_amax(y));
-                } else {
-                    store(row, column, valid, group.threads, y);
-                }
-            }
-            if (pass == 1) return;
-            largest = group_reduce<MaxNumber, false>(largest, group, scratch, slot);
-            if (amax_only()) {
-                if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-                return;
-            }
-            take_row_scale(largest, row, group.thread == 0 && exists);
-        }
+        finish<1>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
+                  [&](int, int, i64 column, int valid, float(&y)[N]) { make_y(column, valid, y); });
     }
 
     // Columns that a kernel has to walk through: with swizzled scales all that the last tile has scales for, and rows
@@ -171,9 +200,10 @@ struct RowOutput {
                     static_cast<u8*>(scales)[swizzled_place(row, column / 16, (cols + 15) / 16)] = 0;
                 return;
             }
-            const u32 code = nvfp4_scale_of<false>(v, scale, kScaleNearest, kTiesNearest);
+            const float g = tensor_scale();
+            const u32 code = nvfp4_scale_of<false>(v, g, kScaleNearest, kTiesNearest);
             u32 words[2];
-            e2m1_pack<16>(v, scale * e4m3_value(code), kTiesNearest, words);
+            e2m1_pack<16>(v, g * e4m3_value(code), kTiesNearest, words);
             u8* const to = static_cast<u8*>(out) + (row * cols + column) / 2;
             if (valid == 16 && aligned16 && cols % 16 == 0) {
                 Raw<8> raw;

@@ -11,6 +11,7 @@ namespace rtk {
 
 inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2;                                        // FORMAT
 inline constexpr i64 kAligned16 = 1, kSwizzled = 2, kChannelFp32 = 4, kE5m2 = 8, kRoundUp = 16;  // flags
+inline constexpr i64 kWholeCodes = 32;
 
 // The 16 values of a thread: its row, its first column, and x times the scale of its column.
 template <typename T>
@@ -27,7 +28,14 @@ struct Sixteen {
     }
     RTK_DEVICE void load(const T* x, const void* channel_scale, i64 x_stride, i64 flags) {
         const bool aligned16 = flags & kAligned16;
-        load_elements<T, 16>(x + row * x_stride + column, valid, aligned16, v);
+        const T* const from = x + row * x_stride + column;
+        if (aligned16) {
+            Asked<T, 16> own;
+            own.ask(true, from, valid, ptx::l2_last());
+            own.get(v);
+        } else {
+            load_elements<T, 16>(from, valid, false, v);
+        }
         if (channel_scale == nullptr) return;
         float factor[16];
         load_either<T, 16>(channel_scale, column, flags & kChannelFp32, valid, aligned16, factor);
@@ -62,6 +70,19 @@ RTK_DEVICE void store_codes(u8* out, const float (&v)[16], float inverse, int va
     store_elements<F8, 16>(reinterpret_cast<F8*>(out), valid, aligned16 && valid == 16, scaled);
 }
 
+// 16 codes, aligned to 8 bytes if `aligned8`.
+RTK_DEVICE void store_fp4(u8* out, const u32 (&words)[2], int valid, bool aligned8) {
+    if (aligned8 && valid == 16) {
+        Raw<8> raw;
+        raw.w[0] = words[0], raw.w[1] = words[1];
+        ptx::st<8>(out, raw);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i += 2)
+        if (i < valid) out[i / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+}
+
 // g: *global_scale, or from *amax (then written to global_out), or the number.
 template <typename T, int FORMAT>
 __global__ void __launch_bounds__(256)
@@ -85,13 +106,7 @@ __global__ void __launch_bounds__(256)
         scale = nvfp4_scale_of<true>(own.v, g, static_cast<int>(scale_rule), ties);
         u32 words[2];
         e2m1_pack<16>(own.v, g * e4m3_value(scale), ties, words);
-        if (own.valid == 16 && (cols & 15) == 0) {
-            Raw<8> raw;
-            raw.w[0] = words[0], raw.w[1] = words[1];
-            ptx::st<8>(out + at / 2, raw);
-        } else {
-            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
-        }
+        store_fp4(out + at / 2, words, own.valid, (cols & 15) == 0);
     } else {
         constexpr bool kFp4 = FORMAT == kMxfp4;
         const bool e5 = flags & kE5m2;
@@ -101,10 +116,9 @@ __global__ void __launch_bounds__(256)
         scale = mx_scale(amax32, exponent, kFp4 ? 6.0f : e5 ? 57344.0f : 448.0f, flags & kRoundUp);
         const float inverse = e8m0_inverse(scale);
         if constexpr (kFp4) {
-            u32 words[2] = {0u, 0u};
-#pragma unroll
-            for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_rounded(own.v[i], own.v[i] * inverse, kTiesNearest) << (i % 8 * 4);
-            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+            u32 words[2];
+            e2m1_words<16>(own.v, [&](float v) { return v * inverse; }, words);
+            store_fp4(out + at / 2, words, own.valid, (cols & 15) == 0);
         } else if (e5) {
             store_codes<e5m2>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);
         } else {
@@ -138,16 +152,23 @@ __global__ void __launch_bounds__(256)
     const u8* const from = codes + own.row * codes_stride + (fp4 ? own.column / 2 : own.column);
 #pragma unroll
     for (int i = 0; i < 16; ++i) own.v[i] = 0.0f;
+    const bool whole = (flags & kWholeCodes) && own.valid == 16;  // one access for the codes of a thread
     if (fp4) {
+        Raw<8> raw;
+        clear(raw);
+        if (whole) {
+            raw = ptx::ld_stream<8>(from);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 16; i += 2) {
-            const u32 pair = i < own.valid ? from[i / 2] : 0u;
-            own.v[i] = e2m1_value(pair) * step, own.v[i + 1] = e2m1_value(pair >> 4) * step;
+            for (int i = 0; i < 16; i += 2)
+                if (i < own.valid) raw.w[i / 8] |= static_cast<u32>(from[i / 2]) << (i % 8 * 4);
         }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) own.v[i] = e2m1_value(raw.w[i / 8] >> (i % 8 * 4)) * step;
     } else if (flags & kE5m2) {
-        load_elements<e5m2, 16>(reinterpret_cast<const e5m2*>(from), own.valid, false, own.v);
+        load_elements<e5m2, 16>(reinterpret_cast<const e5m2*>(from), own.valid, whole, own.v);
     } else {
-        load_elements<e4m3, 16>(reinterpret_cast<const e4m3*>(from), own.valid, false, own.v);
+        load_elements<e4m3, 16>(reinterpret_cast<const e4m3*>(from), own.valid, whole, own.v);
     }
     if (!fp4) {
 #pragma unroll

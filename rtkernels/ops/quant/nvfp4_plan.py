@@ -14,7 +14,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
 _TYPES = ("bf16", "fp16", "fp32")
 _THREADS = 256
-_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP = 1, 2, 4, 8, 16  # flags of quant/nvfp4.cu
+_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES = 1, 2, 4, 8, 16, 32  # flags of quant/nvfp4.cu
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
 _AMAX = Kernel(
@@ -86,6 +86,7 @@ def plan_dequantize(
     rows, cols, stride = row_count(out.shape), out.shape[-1], row_stride(codes.shape, codes.stride)
     flags = _ALIGNED16 * (not (out.misaligned | cols * out.dtype.itemsize % 16)) | _SWIZZLED * swizzled
     flags |= _E5M2 * (codes.dtype == torch.float8_e5m2)
+    flags |= _WHOLE_CODES * ((codes.misaligned | stride) % (16 if format == "mxfp8" else 8) == 0)
     blocks = -(-cols // 16)
     launch = _DEQUANTIZE.bind((DTYPE_TOKEN[out.dtype],), device, -(-rows * blocks // _THREADS), _THREADS)
     sizes = rows, cols, blocks, stride, _divisor(rows * blocks, blocks), flags, FORMATS[format]
