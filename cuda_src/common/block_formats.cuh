@@ -115,8 +115,6 @@ RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words
 #pragma unroll
             for (int i = 0; i < 8; ++i) words[w] |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
         }
-    } else if (over.factor == 1.0f) {
-        e2m1_words<N>(v, [&](float m) { return over.of_scaled(m); }, words);
     } else {
         e2m1_words<N>(v, [&](float m) { return over.of(m); }, words);
     }

@@ -3,6 +3,7 @@
 // `valid` on do not exist: they are zeros, and are not stored.
 #pragma once
 #include "common/vec.cuh"
+#include "ptx/forget.cuh"
 
 namespace rtk {
 
@@ -73,6 +74,11 @@ struct Asked {
 #pragma unroll
             for (int k = 0; k < kEach; ++k) v[i * kEach + k] = part[k];
         }
+    }
+    // From here on, they are unpacked anew where they are used: values that were unpacked before take no registers until then.
+    RTK_DEVICE void forget() {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) ptx::forget(raw[i]);
     }
     // The values of v as T holds them.
     RTK_DEVICE void round(const float (&v)[N]) {

@@ -70,12 +70,12 @@ struct RowOutput {
     void *out, *kept, *scales;
     float* global_out;
     i64 cols, quant;
-    float floor, number, scale, inverse;  // the last two: of a row or block
-    u32 given, largest;                   // asked for at the start, and first used when values are there
+    float floor, inverse;  // the latter: of the scale of a row
+    u32 word;  // the scale of the tensor, or its amax: asked for at the start, and first used when values are there
 
-    // `given_`: one number on the device; `amax`: bits of the largest magnitude; else `number_` is the scale.
-    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out_, const float* given_, const u32* amax,
-                         i64 cols_, i64 quant_, double number_, double floor_)
+    // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
+    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out_, const float* given, const u32* amax,
+                         i64 cols_, i64 quant_, double number, double floor_)
         : out(out_),
           kept(kept_),
           scales(scales_),
@@ -83,24 +83,17 @@ struct RowOutput {
           cols(cols_),
           quant(quant_),
           floor(static_cast<float>(floor_)),
-          number(static_cast<float>(number_)),
-          scale(0.0f),
           inverse(0.0f),
-          given(__float_as_uint(number)),
-          largest(0u) {
-        if constexpr (FORMAT != kPlainOutput) {
-            ptx::ld_keep_if<4>(given_ != nullptr, given, given_);
-            ptx::ld_keep_if<4>(from_amax(), largest, amax);
-        }
+          word(__float_as_uint(static_cast<float>(number))) {
+        const void* const from = from_amax() ? static_cast<const void*>(amax) : given;
+        if constexpr (FORMAT != kPlainOutput) ptx::ld_keep_if<4>(from != nullptr, word, from);
     }
 
     // Of the whole tensor; of NVFP4: that on top of those of blocks.
     RTK_DEVICE float tensor_scale() const {
-        const float amax = __uint_as_float(largest);
-        if constexpr (FORMAT == kByteOutput) {
-            return fmaxf(from_amax() ? over_limit(amax, limit()) : __uint_as_float(given), floor);
-        }
-        return !from_amax() ? __uint_as_float(given) : amax == 0.0f ? 1.0f : over_limit(amax, 2688.0f);
+        const float own = __uint_as_float(word);
+        if constexpr (FORMAT == kByteOutput) return fmaxf(from_amax() ? over_limit(own, limit()) : own, floor);
+        return !from_amax() ? own : own == 0.0f ? 1.0f : over_limit(own, 2688.0f);
     }
 
     RTK_DEVICE bool from_amax() const { return (quant & kFromAmax) != 0; }
@@ -112,7 +105,7 @@ struct RowOutput {
 
     // The scale of a row from its amax; `writes`: by one thread of the row.
     RTK_DEVICE void take_row_scale(float amax, i64 row, bool writes) {
-        scale = fmaxf(over_limit(amax, limit()), floor);
+        const float scale = fmaxf(over_limit(amax, limit()), floor);
         inverse = reciprocal_of(scale);
         if (writes) static_cast<float*>(scales)[row] = scale;
     }
@@ -124,15 +117,16 @@ struct RowOutput {
         if constexpr (FORMAT == kPlainOutput) {
             if (valid > 0) store_either<T, N>(out, at, quant & kOutFp32, valid, aligned16, v);
         } else if constexpr (FORMAT == kByteOutput) {
-            if (granularity() == kByBlock) {
+            float factor = inverse;
+            if (granularity() == kByTensor) {
+                factor = reciprocal_of(tensor_scale());
+            } else if (granularity() == kByBlock) {
                 constexpr int kLanes = 128 / N;
                 const float amax = warp_reduce<MaxNumber>(finite_amax(v), min(kLanes, lanes));
-                scale = fmaxf(over_limit(amax, limit()), floor);
-                inverse = reciprocal_of(scale);
-                if (valid > 0 && column % 128 == 0)
-                    static_cast<float*>(scales)[row * ((cols + 127) / 128) + column / 128] = scale;
+                const float scale = fmaxf(over_limit(amax, limit()), floor);
+                factor = reciprocal_of(scale);
+                if (valid > 0 && (column & 127) == 0) static_cast<float*>(scales)[row * (cols + 127 >> 7) + (column >> 7)] = scale;
             }
-            const float factor = granularity() == kByTensor ? reciprocal_of(tensor_scale()) : inverse;
             if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, factor);
         } else {
             store_fp4(row, column, valid, v);
@@ -142,13 +136,12 @@ struct RowOutput {
     // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
     // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
     // all of them before the first make_y(v, asked, column, valid, y), which gives N values. `slot` of the scratch is free.
-    template <int V, typename Scratch, typename Ask, typename MakeY>
+    // kNoLoop: these are all columns of the thread.
+    template <int V, bool kNoLoop, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, Ask ask, MakeY make_y) {
         const i64 pitch = static_cast<i64>(group.threads) * N;
-#pragma unroll 1
-        for (int pass = reads_twice() || amax_only() ? 0 : 1; pass < 2; ++pass) {
-            float row_amax = 0.0f;
+        auto for_all = [&](auto use) {
 #pragma unroll 1
             for (i64 column = begin + group.thread * N, first = begin; first < stop; first += V * pitch, column += V * pitch) {
                 decltype(ask(0, column, 0)) asked[V];
@@ -160,14 +153,14 @@ struct RowOutput {
                     const int valid = count_at<N>(column + v * pitch, end);
                     float y[N];
                     make_y(v, asked[v], column + v * pitch, valid, y);
-                    if (pass == 0) {
-                        row_amax = fmaxf(row_amax, finite_amax(y));
-                    } else {
-                        store(row, column + v * pitch, valid, group.threads, y);
-                    }
+                    use(column + v * pitch, valid, y);
                 }
+                if constexpr (kNoLoop) break;
             }
-            if (pass == 1) break;
+        };
+        if (reads_twice() || amax_only()) {
+            float row_amax = 0.0f;
+            for_all([&](i64, int, const float(&y)[N]) { row_amax = fmaxf(row_amax, finite_amax(y)); });
             row_amax = group_reduce<MaxNumber, false>(row_amax, group, scratch, slot);
             if (amax_only()) {
                 if (group.thread == 0 && row_amax > 0.0f) atomicMax(amax, __float_as_uint(row_amax));
@@ -175,6 +168,7 @@ struct RowOutput {
             }
             take_row_scale(row_amax, row, group.thread == 0 && exists);
         }
+        for_all([&](i64 column, int valid, const float(&y)[N]) { store(row, column, valid, group.threads, y); });
         if constexpr (FORMAT != kPlainOutput) {
             if (from_amax() && blockIdx.x == 0 && threadIdx.x == 0)
                 *(FORMAT == kByteOutput ? static_cast<float*>(scales) : global_out) = tensor_scale();
@@ -185,7 +179,7 @@ struct RowOutput {
     template <typename Scratch, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, MakeY make_y) {
-        finish<1>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
+        finish<1, false>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
                   [&](int, int, i64 column, int valid, float(&y)[N]) { make_y(column, valid, y); });
     }
 

@@ -19,7 +19,16 @@ from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, check_same, divisor, group_threads, row_count, row_stride, token
+from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
+    block_of,
+    check_same,
+    divisor,
+    group_threads,
+    row_count,
+    row_stride,
+    token,
+)
 from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -28,6 +37,7 @@ OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
 LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
 _MAX_THREADS, _PER_THREAD = 256, 2
+_IN_FLIGHT = 2  # vectors of each operand that a thread of combine_three asks for together
 _WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
 _KERNEL = Kernel(
     "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
@@ -131,7 +141,7 @@ def _plan(x: Meta, *values: Any) -> Steps:
     )  # fmt: skip
     # Two vectors of a thread are in flight together, unless one for each thread is not enough for all multiprocessors.
     many = padded * span > per_thread * _WAVE_THREADS * device_info(device).sm_count
-    in_flight = (2 if many else 1) if quant != "nvfp4" else 1
+    in_flight = (_IN_FLIGHT if many else 1) if quant != "nvfp4" else 1
     threads = group_threads(-(-span // (per_thread * (in_flight if three else 1))), _MAX_THREADS)
     groups, slice_cols = block_of(threads) // threads, threads * per_thread * (in_flight if three else _PER_THREAD)
     slices = -(-span // slice_cols) if threads == _MAX_THREADS and quant != "row" else 1
