@@ -11,6 +11,7 @@ from torch import Tensor
 from bench.rows.row import Row
 from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 from rtkernels.ops.shared.block_formats import encode_mx, encode_nvfp4
+from rtkernels.ops.shared.row_quant import dequantize_nvfp4_reference
 
 
 def _torch(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +45,6 @@ def rows() -> Iterator[Row]:
 
     yield Row(
         name="dequantize_nvfp4", shape="8192x4096", make=coded, ours=dequantize_nvfp4,
-        torch=lambda packed, scales: (
-            torch.stack((packed & 15, packed >> 4), -1).flatten(-2) * scales.float().repeat_interleave(16, -1)
-        ).bfloat16(),
+        torch=lambda packed, scales: dequantize_nvfp4_reference(packed, scales, None).bfloat16(),
         bytes=8192 * 4096 * 2 + 8192 * 4096 * 9 // 16,
     )  # fmt: skip
