@@ -37,7 +37,7 @@ RTK_DEVICE void apply_operand(int role, float offset, const Asked<T, N>& operand
 template <typename T>
 constexpr int norm_registers(int format) {
     if (format == kFp4Output) return sizeof(T) == 2 ? 80 : 128;
-    return format == kByteOutput && is_same<T, fp16>::value ? 72 : 64;
+    return format == kByteOutput && (is_same<T, fp16>::value || RTK_HAS_FP4_CVT) ? 72 : 64;
 }
 
 // `offsets`: those of p and q, two fp32 numbers.
