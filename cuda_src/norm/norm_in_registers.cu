@@ -1,7 +1,7 @@
 // norm/norm_modulated.cu for calls as models have them: at most five operands, all of T, in rows of 16-byte units that fit in
-// registers. x and the residual, `early` in front of the statistics and p, then q, behind them:
+// registers. x and the residual, `before` in front of the statistics and p, then q, behind them:
 //
-//     h = residual + (x + early, or x * early)            rounded to T, and stored
+//     h = residual + (x + before, or x * before)            rounded to T, and stored
 //     n = h * rstd, or (h - mean) * rstd                  statistics of the rounded h
 //     y = n, + p or * (p + p_offset), + q or * (q + q_offset)
 //
@@ -16,7 +16,7 @@
 
 namespace rtk {
 
-inline constexpr i64 kCentred = 2, kHasResidual = 4;          // flags, and roles: bits 8 and 9 `early`, 10 and 11 p, 12 and 13 q
+inline constexpr i64 kCentred = 2, kHasResidual = 4;          // flags, and roles: bits 8 and 9 `before`, 10 and 11 p, 12 and 13 q
 inline constexpr int kAbsent = 0, kAdded = 1, kMultiplied = 2;  // roles
 
 template <typename T, int N>
@@ -43,9 +43,9 @@ constexpr int norm_registers(int format) {
 // `offsets`: those of p and q, two fp32 numbers.
 template <typename T, int FORMAT>
 __global__ void __maxnreg__(norm_registers<T>(FORMAT))
-    norm_in_registers(const T* x, const T* residual, const T* early, const T* p, const T* q, const float* quant_scale, u32* amax,
+    norm_in_registers(const T* x, const T* residual, const T* before, const T* p, const T* q, const float* quant_scale, u32* amax,
                       void* out, T* residual_out, void* kept, void* scale_out, float* global_out, i64 rows, i64 cols,
-                      i64 x_stride, i64 residual_stride, i64 early_stride, i64 early_each, i64 p_stride, i64 p_each, i64 q_stride,
+                      i64 x_stride, i64 residual_stride, i64 before_stride, i64 before_each, i64 p_stride, i64 p_each, i64 q_stride,
                       i64 q_each, i64 threads_per_row, i64 flags, i64 offsets, i64 quant, double eps, double number,
                       double floor) {
     constexpr int N = kPerThread<T, FORMAT>, V = FORMAT == kFp4Output ? 1 : 2;
@@ -57,7 +57,7 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     const RowGroup group(threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const int end = row < rows ? static_cast<int>(cols) : 0, column = group.thread * N, pitch = group.threads * N;
-    const int role_early = flags >> 8 & 3, role_p = flags >> 10 & 3, role_q = flags >> 12 & 3;
+    const int role_before = flags >> 8 & 3, role_p = flags >> 10 & 3, role_q = flags >> 12 & 3;
     const bool has_residual = flags & kHasResidual;
     const u64 policy = ptx::l2_last();
     auto place = [&](int unit) { return unit * kEach / N * pitch + unit * kEach % N; };
@@ -66,10 +66,10 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) units[u].ask(there, first + column + place(u), exists(u) ? kEach : 0, policy);
     };
-    Asked<T, kEach> h[kUnits], of_residual[kUnits], of_early[kUnits], of_p[kUnits], of_q[kUnits];
+    Asked<T, kEach> h[kUnits], of_residual[kUnits], of_before[kUnits], of_p[kUnits], of_q[kUnits];
     ask(h, true, x + row * x_stride);
     ask(of_residual, has_residual, residual + row * residual_stride);
-    ask(of_early, role_early != kAbsent, early + modulation_row(row, early_stride, early_each));
+    ask(of_before, role_before != kAbsent, before + modulation_row(row, before_stride, before_each));
     ask(of_p, role_p != kAbsent, p + modulation_row(row, p_stride, p_each));
     ask(of_q, role_q != kAbsent, q + modulation_row(row, q_stride, q_each));
     RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
@@ -80,7 +80,7 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
         for (int u = 0; u < kUnits; ++u) {
             float sum[kEach];
             h[u].get(sum);
-            apply_operand(role_early, 0.0f, of_early[u], sum);
+            apply_operand(role_before, 0.0f, of_before[u], sum);
             apply_operand(has_residual ? kAdded : kAbsent, 0.0f, of_residual[u], sum);
             h[u].round(sum);
             if (stores_h && exists(u)) h[u].store(residual_out + (row * cols + column + place(u)), kEach);

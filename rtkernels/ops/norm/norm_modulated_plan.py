@@ -24,8 +24,8 @@ _KERNEL = Kernel(
 )  # fmt: skip
 _IN_REGISTERS = Kernel(
     "norm/norm_in_registers.cu", "norm_in_registers", template="T FORMAT", max_registers=128,
-    args="x:ptr residual:ptr early:ptr p:ptr q:ptr quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr "
-    "scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 early_stride:i64 early_each:i64 "
+    args="x:ptr residual:ptr before:ptr p:ptr q:ptr quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr "
+    "scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 before_stride:i64 before_each:i64 "
     "p_stride:i64 p_each:i64 q_stride:i64 q_each:i64 threads_per_row:i64 flags:i64 offsets:i64 quant:i64 eps:f64 "
     "number:f64 floor:f64",
     variants=[(t, f) for t, f, aligned in row_variants() if aligned], tier="serve",
@@ -38,7 +38,7 @@ _FP32 = {
 }  # fmt: skip
 # Of norm/norm_in_registers.cu: operands before and behind the statistics, and whether they are added or multiply.
 _HAS_RESIDUAL, _ADDED, _MULTIPLIED = 4, 1, 2
-_EARLY = {"bias": _ADDED, "gate": _MULTIPLIED}
+_BEFORE = {"bias": _ADDED, "gate": _MULTIPLIED}
 _BEHIND = {
     "weight": _MULTIPLIED, "norm_bias": _ADDED, "scale": _MULTIPLIED, "shift": _ADDED, "channel_scale": _MULTIPLIED,
 }  # fmt: skip
@@ -74,14 +74,14 @@ def plan(
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, x.dtype)
     results = 0 if first is None else "amax", "out", "residual_out", "kept", "scale_out", "global_out"
     present = [name for name, meta in given.items() if meta is not None]
-    early = [name for name in present if name in _EARLY]
+    before = [name for name in present if name in _BEFORE]
     behind = [name for name in present if name in _BEHIND]
     uniform = size == 4 or not flags & sum(_FP32.values())
     many = rows * span > each * _WAVE_THREADS * info.sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
     ending = float(static), float(floor)
-    if unfit % 16 == 0 and uniform and len(early) <= 1 and len(behind) <= 2 and span <= threads * each * vectors:
+    if unfit % 16 == 0 and uniform and len(before) <= 1 and len(behind) <= 2 and span <= threads * each * vectors:
         launch = _IN_REGISTERS.bind(
             (token, FORMATS[quant]),
             device,
@@ -89,8 +89,8 @@ def plan(
             block_of(threads),
             overlap=True,
         )
-        operands = [*(early or [0]), *behind, *[0] * (2 - len(behind))]
-        roles = [{**_EARLY, **_BEHIND}.get(name, 0) for name in operands]
+        operands = [*(before or [0]), *behind, *[0] * (2 - len(behind))]
+        roles = [{**_BEFORE, **_BEHIND}.get(name, 0) for name in operands]
         flags &= _CENTRED
         flags |= _HAS_RESIDUAL * (residual is not None) | roles[0] << 8 | roles[1] << 10 | roles[2] << 12
         steps_of = [value for name in operands for value in strides.get(name, (0, 1))]

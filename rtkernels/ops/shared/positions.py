@@ -54,11 +54,11 @@ def check_indices(name: str, indices: Tensor | None, count: int, of: str, lowest
 
 
 def _ends(numbers: Tensor, low: int, high: int) -> tuple[int, int] | None:
-    """Return the least and the largest number; None if there is none, or none that the host can wait for."""
+    """Return the smallest and the largest number; None if there is none, or none that the host can wait for."""
     if numbers.numel() == 0:
         return None
     if numbers.is_cuda and torch.cuda.is_current_stream_capturing():
         torch._assert_async(((numbers >= low) & (numbers <= high)).all())
         return None
-    least, largest = numbers.aminmax()
-    return int(least), int(largest)
+    smallest, largest = numbers.aminmax()
+    return int(smallest), int(largest)
