@@ -156,9 +156,9 @@ RTK_DEVICE void scale_to_base(const Asked<T, N>& operand, float times, float (&y
     for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
 }
 
-// What a thread may have: four blocks of 256 share a multiprocessor, or three where codes are made.
+// What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4.
 constexpr int three_registers(int format, int bytes) {
-    return format == kPlainOutput ? 64 : format == kByteOutput ? 80 : bytes == 4 ? 128 : 96;
+    return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
 }
 
 // `slice_divisor`: runtime/layout.py, of the number of slices. Operands are in the order of the formula: p is applied before q.
@@ -208,9 +208,9 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)))
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= times;
         }
-        if constexpr (FORMAT != kPlainOutput) {
+        if (FORMAT != kPlainOutput && valid < N) {  // sigmoid(0) is not 0
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not
+            for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
         }
     };
     output.template finish<V, false>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);

@@ -8,6 +8,7 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/fp8_scale.cuh"
+#include "ptx/forget.cuh"
 
 namespace rtk {
 
@@ -17,7 +18,8 @@ inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scal
 // The magnitude as a subnormal or small normal fp32 number has the code in its upper bits: rounding is an addition there.
 RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
     const u32 bits = __float_as_uint(fminf(fabsf(quotient), 6.0f) * 0x1p-126f);
-    const u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesNearest ? bits >> 22 & 1u : 0u);
+    u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesNearest ? bits >> 22 & 1u : 0u);
+    ptx::forget(half);  // with a number that it knows the compiler of NVRTC 13.0 loses the last code of a word
     return (bits + half) >> 22 | (__float_as_uint(v) >> 28 & 8u);
 }
 

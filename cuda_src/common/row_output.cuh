@@ -135,7 +135,8 @@ struct RowOutput {
 
     // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
     // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
-    // all of them before the first make_y(v, asked, column, valid, y), which gives N values. `slot` of the scratch is free.
+    // all of them before the first make_y(v, asked, column, valid, y), which gives N values, zeros behind
+    // `valid`. `slot` of the scratch is free.
     // kNoLoop: these are all columns of the thread.
     template <int V, bool kNoLoop, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,

@@ -16,7 +16,7 @@ from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
-from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
+from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -143,6 +143,8 @@ def _plan(x: Meta, *values: Any) -> Steps:
     many = padded * span > per_thread * _WAVE_THREADS * device_info(device).sm_count
     in_flight = (_IN_FLIGHT if many else 1) if quant != "nvfp4" else 1
     threads = group_threads(-(-span // (per_thread * (in_flight if three else 1))), _MAX_THREADS)
+    if quant == "block128":  # what shares a scale is one vector in each of these lanes
+        threads = max(threads, BLOCK // per_thread)
     groups, slice_cols = block_of(threads) // threads, threads * per_thread * (in_flight if three else _PER_THREAD)
     slices = -(-span // slice_cols) if threads == _MAX_THREADS and quant != "row" else 1
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)

@@ -6,6 +6,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
+from rtkernels.ops.shared.row_quant import BLOCK
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, float_halves, group_threads, row_count, row_stride
@@ -80,6 +81,8 @@ def plan(
     many = rows * span > each * _WAVE_THREADS * info.sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
+    if quant == "block128":  # what shares a scale is one vector in each of these lanes
+        threads = max(threads, BLOCK // each)
     ending = float(static), float(floor)
     if unfit % 16 == 0 and uniform and len(before) <= 1 and len(behind) <= 2 and span <= threads * each * vectors:
         launch = _IN_REGISTERS.bind(
