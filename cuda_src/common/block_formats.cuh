@@ -9,6 +9,7 @@
 #include "common/convert.cuh"
 #include "common/fp8_scale.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/packed.cuh"
 
 namespace rtk {
 
@@ -26,6 +27,18 @@ RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
 RTK_DEVICE float e2m1_value(u32 code) {
     const float magnitude = __uint_as_float((code & 7u) << 22) * 0x1p126f;
     return code & 8u ? -magnitude : magnitude;
+}
+
+// Those of eight codes in a word. The codes i and i + 4 are two fp16 numbers, subnormal ones, 16384 times too small.
+RTK_DEVICE void e2m1_values(u32 word, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3, signs = word << (12 - 4 * i);
+        const u32 both = (magnitudes & 0x0e000e00u) | (signs & 0x80008000u);
+        const u32 exact = ptx::fma_f16x2(both, 0x74007400u, 0x80008000u);  // times 2^14, plus -0
+        v[i] = ptx::cvt_f16_to_f32(static_cast<u16>(exact));
+        v[i + 4] = ptx::cvt_f16_to_f32(static_cast<u16>(exact >> 16));
+    }
 }
 
 RTK_DEVICE u32 e4m3_nearest(float magnitude) { return to_fp8x2<e4m3>(magnitude, 0.0f) & 0x7fu; }
@@ -137,10 +150,11 @@ RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
     return sum;
 }
 
-// The scale of 16 values; with SEARCH the one of nine candidates that leaves the smallest error, the first of equal ones.
+// The scale of 16 values with this amax; with SEARCH the one of nine candidates that leaves the smallest error, the first of
+// equal ones.
 template <bool SEARCH>
-RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float g, int rule, int ties) {
-    const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(finite_amax(v));
+RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float amax, float g, int rule, int ties) {
+    const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(amax);
     if (SEARCH && rule == kScaleSearch) {
         u32 best = 0;
         float smallest = 0.0f;

@@ -2,6 +2,7 @@
 // (`aligned16`: address, row stride and row length are multiples of 16 bytes), else one element at a time. Elements from
 // `valid` on do not exist: they are zeros, and are not stored.
 #pragma once
+#include "common/amax.cuh"
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
 
@@ -74,6 +75,13 @@ struct Asked {
 #pragma unroll
             for (int k = 0; k < kEach; ++k) v[i * kEach + k] = part[k];
         }
+    }
+    // The largest finite magnitude, 0 if there is none.
+    RTK_DEVICE float amax() const {
+        u32 largest = 0u;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) largest = with_larger<T>(largest, raw[i]);
+        return WordMax<T>::largest(largest);
     }
     // From here on, they are unpacked anew where they are used: values that were unpacked before take no registers until then.
     RTK_DEVICE void forget() {

@@ -196,7 +196,7 @@ struct RowOutput {
                 return;
             }
             const float g = tensor_scale();
-            const u32 code = nvfp4_scale_of<false>(v, g, kScaleNearest, kTiesNearest);
+            const u32 code = nvfp4_scale_of<false>(v, finite_amax(v), g, kScaleNearest, kTiesNearest);
             u32 words[2];
             e2m1_pack<16>(v, g * e4m3_value(code), kTiesNearest, words);
             u8* const to = static_cast<u8*>(out) + (row * cols + column) / 2;
