@@ -213,7 +213,7 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)))
             for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
         }
     };
-    output.template finish<V, false>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
+    output.template finish<V, kInBursts>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
 }
 
 }  // namespace rtk

@@ -131,7 +131,14 @@ RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words
             for (int i = 0; i < 8; ++i) words[w] |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
         }
     } else {
-        e2m1_words<N>(v, [&](float m) { return over.of(m); }, words);
+        float scaled[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) scaled[i] = v[i];
+        if (over.factor != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) scaled[i] *= over.factor;
+        }
+        e2m1_words<N>(scaled, [&](float m) { return over.of_scaled(m); }, words);
     }
 #pragma unroll
     for (int w = 0; w < N / 8; ++w) words[w] = step > 0.0f ? words[w] : 0u;

@@ -15,6 +15,7 @@ namespace rtk {
 inline constexpr int kPlainOutput = 0, kByteOutput = 1, kFp4Output = 2;  // FORMAT
 inline constexpr int kByTensor = 0, kByRow = 1, kByBlock = 2;            // bits 0 and 1 of `quant`
 inline constexpr int kToE4m3 = 0, kToE5m2 = 1, kToInt8 = 2;              // bits 2 and 3
+inline constexpr int kInBursts = 0, kNoLoop = 1, kPipelined = 2;         // how a row is walked through
 inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromAmax = 128;
 
 template <typename T, int FORMAT>
@@ -137,12 +138,25 @@ struct RowOutput {
     // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
     // all of them before the first make_y(v, asked, column, valid, y), which gives N values, zeros behind
     // `valid`. `slot` of the scratch is free.
-    // kNoLoop: these are all columns of the thread.
-    template <int V, bool kNoLoop, typename Scratch, typename Ask, typename MakeY>
+    // WALK: kNoLoop, these are all columns of the thread; kPipelined, those that come next are asked for before one is made.
+    template <int V, int WALK, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, Ask ask, MakeY make_y) {
         const i64 pitch = static_cast<i64>(group.threads) * N;
         auto for_all = [&](auto use) {
+            if constexpr (WALK == kPipelined) {
+                i64 column = begin + group.thread * N;
+                auto asked = ask(0, column, count_at<N>(column, end));
+#pragma unroll 1
+                for (i64 first = begin; first < stop; first += pitch, column += pitch) {
+                    const auto own = asked;
+                    asked = ask(0, column + pitch, first + pitch < stop ? count_at<N>(column + pitch, end) : 0);
+                    float y[N];
+                    make_y(0, own, column, count_at<N>(column, end), y);
+                    use(column, count_at<N>(column, end), y);
+                }
+                return;
+            }
 #pragma unroll 1
             for (i64 column = begin + group.thread * N, first = begin; first < stop; first += V * pitch, column += V * pitch) {
                 decltype(ask(0, column, 0)) asked[V];
@@ -156,7 +170,7 @@ struct RowOutput {
                     make_y(v, asked[v], column + v * pitch, valid, y);
                     use(column + v * pitch, valid, y);
                 }
-                if constexpr (kNoLoop) break;
+                if constexpr (WALK == kNoLoop) break;
             }
         };
         if (reads_twice() || amax_only()) {
@@ -180,7 +194,7 @@ struct RowOutput {
     template <typename Scratch, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, MakeY make_y) {
-        finish<1, false>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
+        finish<1, kInBursts>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
                   [&](int, int, i64 column, int valid, float(&y)[N]) { make_y(column, valid, y); });
     }
 

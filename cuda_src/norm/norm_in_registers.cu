@@ -33,11 +33,12 @@ RTK_DEVICE void apply_operand(int role, float offset, const Asked<T, N>& operand
     }
 }
 
-// What a thread may have: four blocks of 256 share a multiprocessor, or three where codes are NVFP4.
+// What a thread may have: four blocks of 256 share a multiprocessor.
 template <typename T>
 constexpr int norm_registers(int format) {
-    if (format == kFp4Output) return sizeof(T) == 2 ? 80 : 128;
-    return format == kByteOutput && (is_same<T, fp16>::value || RTK_HAS_FP4_CVT) ? 72 : 64;
+    if (format == kFp4Output && sizeof(T) == 4) return 128;
+    const bool more = is_same<T, fp16>::value || (format == kByteOutput && RTK_HAS_FP4_CVT);
+    return format != kPlainOutput && more ? 72 : 64;
 }
 
 // `offsets`: those of p and q, two fp32 numbers.
@@ -115,7 +116,7 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
         }
     };
     auto nothing_to_ask = [](int, i64, int) { return 0; };
-    output.template finish<V, true>(group, scratch, 1, row, row < rows, end, 0, output.span(), amax, nothing_to_ask, make_y);
+    output.template finish<V, kNoLoop>(group, scratch, 1, row, row < rows, end, 0, output.span(), amax, nothing_to_ask, make_y);
 }
 
 }  // namespace rtk

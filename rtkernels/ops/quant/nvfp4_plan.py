@@ -15,6 +15,7 @@ FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
 _ALL_RULES = 3  # NVFP4 with rules other than those that nearly everybody uses
 _TYPES = ("bf16", "fp16", "fp32")
 _THREADS = 256
+_RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and rare rules: the bounds in quant/nvfp4.cu
 _ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES = 1, 2, 4, 8, 16, 32  # flags of quant/nvfp4.cu
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
@@ -71,7 +72,7 @@ def plan_quantize(
     padded = -(-blocks // (4 * each)) * 4 * each if swizzled else blocks
     threads = (-(-rows // 128) * 128 if swizzled else rows) * padded
     usual = format != "nvfp4" or (elem_rule == "rne" and scale_rule in ("rne", "ceil"))
-    resident = 4 if usual and size == 2 else 3  # blocks of a multiprocessor, as the kernel's bounds have it
+    resident = _RESIDENT if usual and size == 2 else 3
     grid = min(-(-threads // _THREADS), resident * device_info(device).sm_count)
     launch = _QUANTIZE.bind((token, FORMATS[format] if usual else _ALL_RULES), device, grid, _THREADS)
     rules = SCALE_RULES.index(scale_rule) if scale_rule in SCALE_RULES else 0, ELEMENT_RULES.index(elem_rule)
