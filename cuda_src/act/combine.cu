@@ -188,9 +188,9 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)))
 
     auto ask = [&](int, i64 column, int valid) {
         Three<T, N> asked;
-        asked.x.ask(true, x + column, valid, policy);
-        asked.p.ask(role_p != kAbsent, p + column, valid, policy);
-        asked.q.ask(role_q != kAbsent, q + column, valid, policy);
+        asked.x.ask(x + column, valid, policy);
+        if (role_p != kAbsent) asked.p.ask(p + column, valid, policy);
+        if (role_q != kAbsent) asked.q.ask(q + column, valid, policy);
         return asked;
     };
     auto make_y = [&](int, const Three<T, N>& asked, i64, int valid, float(&y)[N]) {

@@ -30,7 +30,7 @@ struct Place {
 // Asked for, in rows of 16-byte units.
 template <typename T>
 RTK_DEVICE void ask_sixteen(Asked<T, 16>& asked, const Place& own, const T* x, i64 x_stride, i64 flags, u64 policy) {
-    asked.ask((flags & kAligned16) != 0, x + own.row * x_stride + own.column, own.valid, policy);
+    if (flags & kAligned16) asked.ask(x + own.row * x_stride + own.column, own.valid, policy);
 }
 
 // The values, times the scale of their column, and the largest finite magnitude.
