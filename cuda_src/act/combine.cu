@@ -156,14 +156,14 @@ RTK_DEVICE void scale_to_base(const Asked<T, N>& operand, float times, float (&y
     for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
 }
 
-// What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4.
+// What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4. Targets with its conversions need some more.
 constexpr int three_registers(int format, int bytes) {
     return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
 }
 
 // `slice_divisor`: runtime/layout.py, of the number of slices. Operands are in the order of the formula: p is applied before q.
 template <typename T, int FORMAT>
-__global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)))
+__global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CVT ? 8 : 0))
     combine_three(const T* x, const T* p, const T* q, const float* quant_scale, u32* amax, const float* factor, void* out,
                   void* kept, void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 p_stride, i64 p_each,
                   i64 q_stride, i64 q_each, i64 threads_per_row, i64 slices, i64 slice_divisor, i64 slice_cols, i64 flags,

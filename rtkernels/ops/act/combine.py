@@ -48,7 +48,7 @@ _KERNEL = Kernel(
     variants=row_variants(),
 )  # fmt: skip
 _THREE = Kernel(
-    "act/combine.cu", "combine_three", template="T FORMAT", max_registers=128,
+    "act/combine.cu", "combine_three", template="T FORMAT", max_registers=136,
     args="x:ptr p:ptr q:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 "
     "cols:i64 x_stride:i64 p_stride:i64 p_each:i64 q_stride:i64 q_each:i64 threads_per_row:i64 slices:i64 "
     "slice_divisor:i64 slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
