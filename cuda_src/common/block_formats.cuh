@@ -8,6 +8,7 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/fp8_scale.cuh"
+#include "ptx/cvt_fp4.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/packed.cuh"
 
