@@ -4,8 +4,9 @@
 // go to more blocks), and one split of the keys. Each warp walks over its own chunks of 16 keys, with its own ring of
 // kDecodeStages stages in shared memory, so that no barrier of the block is on the way; at the end the warps' sums are merged.
 // How many splits there are is the host's choice and follows from shapes only; where they begin follows from the length on
-// the device. With one split the block writes out and lse, with more it writes fp32 parts, which attention_combine merges in
-// the order of splits.
+// the device. With one split the block writes out and lse. With more it writes fp32 parts, which attention_combine merges in
+// the order of splits; or the splits are the blocks of a cluster (`clustered`), which send sums to each other and write out and
+// lse, row by row the block of rank row % splits, in the same order.
 //
 // An 8-bit cache (CODES) has rows of D bytes. Products are fp16 then: codes are exact in it, and q is multiplied by a power of
 // two for each row first. Within each 16 of d, fragments take the order in which 8-bit rows come from ldmatrix (codes.cuh).
@@ -15,7 +16,9 @@
 #include "attention/scores.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -84,11 +87,11 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
 }
 
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
+__global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
-                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
-                     i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
+                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 clustered,
+                     i64 page_size, i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
                      i64 v_row, i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 k_scale_head,
                      i64 v_scale_head, i64 left, i64 right, double scale, double softcap) {
     constexpr bool kByte = CODES != kSameType;
@@ -99,11 +102,15 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     extern __shared__ __align__(128) u8 shared[];
     ptx::wait_for_previous();
 
+    const bool in_cluster = !kByte && clustered != 0;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
     const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int rows = static_cast<int>(lq * group);
+    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
+    if (pages != nullptr)  // numbers of pages are asked for when the length is known; until then they are on their way to L2
+        for (int i = static_cast<int>(threadIdx.x) * 32; i < table_row; i += static_cast<int>(blockDim.x) * 32) ptx::prefetch_l2(pages + i);
     const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
 
@@ -118,7 +125,6 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     constexpr int kBytes = kByte ? 1 : 2;
     const CachePages keys{k_cache + head_kv * k_head * kBytes, k_page * kBytes, k_row * kBytes};
     const CachePages values{v_cache + head_kv * v_head * kBytes, v_page * kBytes, v_row * kBytes};
-    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
     const bool whole_pages = table == nullptr || page_size % kChunk == 0;  // a chunk lies in one page
     const int k_vectors = static_cast<int>(d_qk) * kBytes / 16, v_vectors = static_cast<int>(d_v) * kBytes / 16;
     u8* const ring = shared + warp * (kDecodeStages * 2 * kTileBytes);
@@ -161,7 +167,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     const int mine = begin + warp;
     i64 next_page = 0;
     if (mine < end) next_page = page_of(mine * kChunk);
-#pragma unroll
+#pragma unroll kByte ? kDecodeStages - 1 : 1  // where registers allow it, code that need not be fetched
     for (int s = 0; s < kDecodeStages - 1; ++s) {
         const int chunk = mine + s * warps;
         if (chunk < end) {
@@ -170,6 +176,8 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
         }
         ptx::cp_async_commit();
     }
+
+    if (in_cluster) ptx::cluster_barrier();  // all blocks of the cluster have begun; while the first keys are on their way
 
     // Q as left operands; rows that do not exist are 0.
     u32 a[kSteps][4];
@@ -323,12 +331,34 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     __syncthreads();
     const float value_scale = v_scale == nullptr ? 1.0f : v_scale[head_kv * v_scale_head];
     const float* const all = reinterpret_cast<const float*>(shared);
-    const int width = static_cast<int>(d_v), quads = width / 4;
-    for (int i = static_cast<int>(threadIdx.x); i < kDecodeRows * quads; i += static_cast<int>(blockDim.x)) {
+    const int width = static_cast<int>(d_v), quads = width / 4, here = min(rows - row0, kDecodeRows);
+    const int head0 = head_kv * static_cast<int>(group);
+    // Four columns of a row, their sums relative to 2^from; to_parts: as one of several splits.
+    auto write = [&](int row, int column, float from, float total, float(&value)[4], bool to_parts) {
+        const int query = (row0 + row) / static_cast<int>(group), head = head0 + (row0 + row) % static_cast<int>(group);
+        const float times = total == 0.0f ? 0.0f : value_scale / total;
+        const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) value[c] *= times;
+        if (to_parts) {
+            const i64 flat = (static_cast<i64>(split) * gridDim.z + batch) * lq * heads + query * heads + head;
+            store<float, 4>(parts + flat * width + column, value);
+            if (column == 0) part_lse[flat] = log_sum;
+        } else {
+            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
+            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
+        }
+    };
+    auto sink_of = [&](int row) {
+        return sinks == nullptr ? negative_infinity() : sinks[head0 + (row0 + row) % static_cast<int>(group)] * kLog2e;
+    };
+    // Sums of blocks of the cluster, for rows that this one finishes: [splits][rows] of D floats and of pairs, behind the ring.
+    const int blocks = static_cast<int>(splits), own_rows = (kDecodeRows + blocks - 1) / blocks;
+    float* const arrived = reinterpret_cast<float*>(shared + warps * (kDecodeStages * 2 * kTileBytes) + (kSharedQ ? 32 * D : 0));
+    float* const arrived_state = arrived + blocks * own_rows * D;
+    for (int i = static_cast<int>(threadIdx.x); i < here * quads; i += static_cast<int>(blockDim.x)) {
         const int row = i / quads, column = i % quads * 4;
-        if (row0 + row >= rows) break;
-        const int query = (row0 + row) / static_cast<int>(group), head = head_kv * static_cast<int>(group) + (row0 + row) % static_cast<int>(group);
-        const float sink = splits > 1 || sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
+        const float sink = blocks > 1 ? negative_infinity() : sink_of(row);
         float top = sink;
         for (int w = 0; w < warps; ++w) top = fmaxf(top, tops[w * kDecodeRows + row]);
         const float from = top == negative_infinity() ? 0.0f : top;
@@ -340,18 +370,35 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
 #pragma unroll
             for (int c = 0; c < 4; ++c) value[c] += weight * part[c];
         }
-        const float times = total == 0.0f ? 0.0f : value_scale / total;
-        const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) value[c] *= times;
-        const i64 flat = (static_cast<i64>(batch) * lq + query) * heads + head;
-        if (splits > 1) {
-            store<float, 4>(parts + (split * (gridDim.z * lq * heads) + flat) * width + column, value);
-            if (column == 0) part_lse[split * (gridDim.z * lq * heads) + flat] = log_sum;
-        } else {
-            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
-            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
+        if (!in_cluster) {
+            write(row, column, from, total, value, blocks > 1);
+            continue;
         }
+        const int place = split * own_rows + row / blocks;
+        ptx::st_cluster(ptx::shared_address(arrived + place * D + column), row % blocks, value);
+        if (column == 0) {
+            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place), row % blocks, top);
+            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place + 1), row % blocks, total);
+        }
+    }
+    if (!in_cluster) return;
+    ptx::cluster_barrier();
+    for (int i = static_cast<int>(threadIdx.x); i < own_rows * quads; i += static_cast<int>(blockDim.x)) {
+        const int slot = i / quads, column = i % quads * 4, row = slot * blocks + split;
+        if (row >= here) break;
+        float top = sink_of(row);
+        const float sink = top;
+        for (int b = 0; b < blocks; ++b) top = fmaxf(top, arrived_state[2 * (b * own_rows + slot)]);
+        const float from = top == negative_infinity() ? 0.0f : top;
+        float total = ptx::ex2(sink - from), value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int b = 0; b < blocks; ++b) {
+            const int place = b * own_rows + slot;
+            const float weight = ptx::ex2(arrived_state[2 * place] - from);
+            total += weight * arrived_state[2 * place + 1];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) value[c] += weight * arrived[place * D + column + c];
+        }
+        write(row, column, from, total, value, false);
     }
 }
 
