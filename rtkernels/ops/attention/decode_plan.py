@@ -31,9 +31,8 @@ DECODE = Kernel(
     "attention_decode",
     template="T CODES D",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
-    "parts:ptr "
-    "part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 clustered:i64 page_size:i64 page_divisor:i64 "
-    "table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
+    "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 clustered:i64 "
+    "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
     "out_batch:i64 "
     "out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 scale:f64 softcap:f64",
     variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
