@@ -22,9 +22,7 @@ _WIDTHS = (64, 128, 256)
 _ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
 _SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
-_HALF_KEYS = (
-    16384  # up to which clusters on half of the multiprocessors are quicker than parts that another launch merges
-)
+_HALF_KEYS = 16384  # up to which clusters on half of the multiprocessors are quicker than a launch that merges
 
 DECODE = Kernel(
     "attention/decode.cu",
@@ -32,9 +30,9 @@ DECODE = Kernel(
     template="T CODES D",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
     "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 clustered:i64 "
-    "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
-    "out_batch:i64 "
-    "out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 scale:f64 softcap:f64",
+    "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
+    "v_page:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 "
+    "left:i64 right:i64 scale:f64 softcap:f64",
     variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
     max_registers=255,
     tier="serve",
