@@ -20,7 +20,7 @@ _TOKENS = ("bf16", "fp16")
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the type of q
 _WIDTHS = (64, 128, 256)
 _ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
-_SPLITS = 128
+MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 _HALF_KEYS = 16384  # up to which clusters on half of the multiprocessors are quicker than a launch that merges
 
@@ -84,7 +84,7 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         lkv: Keys that a sequence can have.
         slots: Blocks that run at the same time.
     """
-    largest = max(min(_SPLITS, lkv // _MIN_KEYS), 1)
+    largest = max(min(MAX_SPLITS, lkv // _MIN_KEYS), 1)
     if blocks >= 2 * slots:
         return 1
     efficiency = []

@@ -14,7 +14,14 @@ from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
-from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
+from rtkernels.ops.attention.decode_plan import (
+    COMBINE,
+    MAX_SPLITS,
+    combine,
+    dense_strides,
+    part_memory,
+    split_count,
+)
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -64,6 +71,20 @@ def _box_rows(cache: Meta, page_table: Meta | None) -> int:
     return rows if rows >= 8 else 0
 
 
+def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int:
+    """Return how many splits take the shortest time, from shapes alone, in rounds of two tiles of a block.
+
+    A block takes about a round more than its keys do, and each split of 128 rows 0.06 rounds for its parts.
+    """
+    rounds = -(-lkv // (2 * _SM90_KEYS))
+
+    def time(splits: int) -> float:
+        waves, merging = -(-row_tiles * splits // sm_count), 0.06 * splits * rows / 128 if splits > 1 else 0.0
+        return waves * (-(-rounds // splits) + 1) + merging
+
+    return min(range(1, min(rounds, MAX_SPLITS) + 1), key=time)
+
+
 def _check(
     q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float
 ) -> None:
@@ -100,7 +121,11 @@ def _plan(
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
     row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
-    splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
+    # Registers are for one block a multiprocessor.
+    if box_rows:
+        splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
+    else:
+        splits = split_count(row_tiles * batch, lkv, info.sm_count)
     scratch = part_memory(splits, rows, value_width)
     made = ("parts", "part_lse") if scratch else (0, 0)
     table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
