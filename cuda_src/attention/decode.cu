@@ -4,9 +4,8 @@
 // go to more blocks), and one split of the keys. Each warp walks over its own chunks of 16 keys, with its own ring of
 // kDecodeStages stages in shared memory, so that no barrier of the block is on the way; at the end the warps' sums are merged.
 // How many splits there are is the host's choice and follows from shapes only; where they begin follows from the length on
-// the device. With one split the block writes out and lse. With more it writes fp32 parts, which attention_combine merges in
-// the order of splits; or the splits are the blocks of a cluster (`clustered`), which send sums to each other and write out and
-// lse, row by row the block of rank row % splits, in the same order.
+// the device. With one split the block writes out and lse, with more it writes fp32 parts, which attention_combine merges in
+// the order of splits.
 //
 // An 8-bit cache (CODES) has rows of D bytes. Products are fp16 then: codes are exact in it, and q is multiplied by a power of
 // two for each row first. Within each 16 of d, fragments take the order in which 8-bit rows come from ldmatrix (codes.cuh).
@@ -16,7 +15,6 @@
 #include "attention/scores.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/prefetch.cuh"
 
@@ -90,8 +88,8 @@ template <typename T, int CODES, int D>
 __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
-                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 clustered,
-                     i64 page_size, i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
+                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
+                     i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
                      i64 v_row, i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 k_scale_head,
                      i64 v_scale_head, i64 left, i64 right, double scale, double softcap) {
     constexpr bool kByte = CODES != kSameType;
@@ -102,7 +100,6 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     extern __shared__ __align__(128) u8 shared[];
     ptx::wait_for_previous();
 
-    const bool in_cluster = !kByte && clustered != 0;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
     const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
@@ -176,8 +173,6 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         }
         ptx::cp_async_commit();
     }
-
-    if (in_cluster) ptx::cluster_barrier();  // all blocks of the cluster have begun; while the first keys are on their way
 
     // Q as left operands; rows that do not exist are 0.
     u32 a[kSteps][4];
@@ -307,22 +302,28 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     ptx::launch_dependents();
     __syncthreads();
 
-    // Sums of the warps, by rows of D floats; their maxima (in log2) and sums of powers behind them.
-    float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * D);
-    float* const tops = reinterpret_cast<float*>(shared) + warps * (kDecodeRows * D);
+    // Sums of the warps, by rows of kSumPitch floats, with which rows of a fragment are in different banks; their maxima (in log2) and
+    // sums of powers behind them. Rows that do not exist are left out.
+    constexpr int kSumPitch = D + 8;
+    const int here = min(rows - row0, kDecodeRows);
+    float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * kSumPitch);
+    float* const tops = reinterpret_cast<float*>(shared) + warps * (kDecodeRows * kSumPitch);
     float* const totals = tops + warps * kDecodeRows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                // In byte order, tiles 2m and 2m + 1 share 16 columns: 4t + 2c and 4t + 2c + 1.
-                const int column = kByte ? n / 2 * 16 + lane % 4 * 4 + 2 * c + n % 2 : n * 8 + lane % 4 * 2 + c;
-                own[row * D + column] = sums[n][2 * r + c];
-            }
         const float total = quad_sum(softmax.sum[r]);
+        if (row >= here) continue;
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+            if constexpr (kByte) {
+                // In byte order, tiles 2m and 2m + 1 share 16 columns: 4t + 2c and 4t + 2c + 1.
+                float* const to = own + row * kSumPitch + n / 2 * 16 + lane % 4 * 4 + n % 2;
+                to[0] = sums[n][2 * r], to[2] = sums[n][2 * r + 1];
+            } else {
+                *reinterpret_cast<float2*>(own + row * kSumPitch + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * r], sums[n][2 * r + 1]);
+            }
+        }
         if (lane % 4 == 0) {
             tops[warp * kDecodeRows + row] = softmax.top[r] == negative_infinity() ? softmax.top[r] : softmax.top[r] * kLog2e;
             totals[warp * kDecodeRows + row] = total;
@@ -331,34 +332,11 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     __syncthreads();
     const float value_scale = v_scale == nullptr ? 1.0f : v_scale[head_kv * v_scale_head];
     const float* const all = reinterpret_cast<const float*>(shared);
-    const int width = static_cast<int>(d_v), quads = width / 4, here = min(rows - row0, kDecodeRows);
-    const int head0 = head_kv * static_cast<int>(group);
-    // Four columns of a row, their sums relative to 2^from; to_parts: as one of several splits.
-    auto write = [&](int row, int column, float from, float total, float(&value)[4], bool to_parts) {
-        const int query = (row0 + row) / static_cast<int>(group), head = head0 + (row0 + row) % static_cast<int>(group);
-        const float times = total == 0.0f ? 0.0f : value_scale / total;
-        const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) value[c] *= times;
-        if (to_parts) {
-            const i64 flat = (static_cast<i64>(split) * gridDim.z + batch) * lq * heads + query * heads + head;
-            store<float, 4>(parts + flat * width + column, value);
-            if (column == 0) part_lse[flat] = log_sum;
-        } else {
-            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
-            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
-        }
-    };
-    auto sink_of = [&](int row) {
-        return sinks == nullptr ? negative_infinity() : sinks[head0 + (row0 + row) % static_cast<int>(group)] * kLog2e;
-    };
-    // Sums of blocks of the cluster, for rows that this one finishes: [splits][rows] of D floats and of pairs, behind the ring.
-    const int blocks = static_cast<int>(splits), own_rows = (kDecodeRows + blocks - 1) / blocks;
-    float* const arrived = reinterpret_cast<float*>(shared + warps * (kDecodeStages * 2 * kTileBytes) + (kSharedQ ? 32 * D : 0));
-    float* const arrived_state = arrived + blocks * own_rows * D;
+    const int width = static_cast<int>(d_v), quads = width / 4;
     for (int i = static_cast<int>(threadIdx.x); i < here * quads; i += static_cast<int>(blockDim.x)) {
         const int row = i / quads, column = i % quads * 4;
-        const float sink = blocks > 1 ? negative_infinity() : sink_of(row);
+        const int query = (row0 + row) / static_cast<int>(group), head = head_kv * static_cast<int>(group) + (row0 + row) % static_cast<int>(group);
+        const float sink = splits > 1 || sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
         float top = sink;
         for (int w = 0; w < warps; ++w) top = fmaxf(top, tops[w * kDecodeRows + row]);
         const float from = top == negative_infinity() ? 0.0f : top;
@@ -366,39 +344,21 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         for (int w = 0; w < warps; ++w) {
             const float weight = ptx::ex2(tops[w * kDecodeRows + row] - from);
             total += weight * totals[w * kDecodeRows + row];
-            const float* const part = all + (w * kDecodeRows + row) * D + column;
+            const float4 part = *reinterpret_cast<const float4*>(all + (w * kDecodeRows + row) * kSumPitch + column);
+            value[0] += weight * part.x, value[1] += weight * part.y, value[2] += weight * part.z, value[3] += weight * part.w;
+        }
+        const float times = total == 0.0f ? 0.0f : value_scale / total;
+        const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
 #pragma unroll
-            for (int c = 0; c < 4; ++c) value[c] += weight * part[c];
+        for (int c = 0; c < 4; ++c) value[c] *= times;
+        const i64 flat = (static_cast<i64>(batch) * lq + query) * heads + head;
+        if (splits > 1) {
+            store<float, 4>(parts + (split * (gridDim.z * lq * heads) + flat) * width + column, value);
+            if (column == 0) part_lse[split * (gridDim.z * lq * heads) + flat] = log_sum;
+        } else {
+            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
+            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
         }
-        if (!in_cluster) {
-            write(row, column, from, total, value, blocks > 1);
-            continue;
-        }
-        const int place = split * own_rows + row / blocks;
-        ptx::st_cluster(ptx::shared_address(arrived + place * D + column), row % blocks, value);
-        if (column == 0) {
-            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place), row % blocks, top);
-            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place + 1), row % blocks, total);
-        }
-    }
-    if (!in_cluster) return;
-    ptx::cluster_barrier();
-    for (int i = static_cast<int>(threadIdx.x); i < own_rows * quads; i += static_cast<int>(blockDim.x)) {
-        const int slot = i / quads, column = i % quads * 4, row = slot * blocks + split;
-        if (row >= here) break;
-        float top = sink_of(row);
-        const float sink = top;
-        for (int b = 0; b < blocks; ++b) top = fmaxf(top, arrived_state[2 * (b * own_rows + slot)]);
-        const float from = top == negative_infinity() ? 0.0f : top;
-        float total = ptx::ex2(sink - from), value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (int b = 0; b < blocks; ++b) {
-            const int place = b * own_rows + slot;
-            const float weight = ptx::ex2(arrived_state[2 * place] - from);
-            total += weight * arrived_state[2 * place + 1];
-#pragma unroll
-            for (int c = 0; c < 4; ++c) value[c] += weight * arrived[place * D + column + c];
-        }
-        write(row, column, from, total, value, false);
     }
 }
 

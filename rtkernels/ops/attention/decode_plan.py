@@ -22,14 +22,13 @@ _WIDTHS = (64, 128, 256)
 _ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
 MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
-_HALF_KEYS = 16384  # up to which clusters on half of the multiprocessors are quicker than a launch that merges
 
 DECODE = Kernel(
     "attention/decode.cu",
     "attention_decode",
     template="T CODES D",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
-    "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 clustered:i64 "
+    "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
     "v_page:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 "
     "left:i64 right:i64 scale:f64 softcap:f64",
@@ -96,40 +95,21 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
 
 
 class Arrangement(NamedTuple):
-    """How a call is spread over blocks; `clustered`: its splits are the blocks of a cluster."""
+    """How a call is spread over blocks: warps and shared memory of one, and splits of the keys."""
 
     warps: int
     shared: int
     splits: int
-    clustered: bool = False
 
 
 def _shared_bytes(warps: int, width: int, codes: int) -> int:
     ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if codes else width)
     ring += 32 * width if width > (64 if codes else 128) else 0  # fragments of q
-    return max(ring, warps * _ROWS * (4 * width + 8))
-
-
-def _clustered(blocks: int, lkv: int, width: int, info: DeviceInfo) -> Arrangement | None:
-    """Return the arrangement whose splits are the blocks of clusters, one block a multiprocessor.
-
-    None if they would leave multiprocessors idle.
-    """
-    warps = 8
-    shared = _shared_bytes(warps, width, 0) + 4 * _ROWS * (width + 2)  # what blocks send each other
-    if "cluster" not in info.target.features or width > 128 or shared > info.shared_per_block:
-        return None
-    for splits in (1, 2, 4, 8):
-        waves = blocks * splits / info.sm_count
-        if splits > 1 and lkv < splits * _MIN_KEYS:
-            return None
-        if waves >= 0.9 * -(-blocks * splits // info.sm_count):
-            return Arrangement(warps, shared, splits, splits > 1)
-    return Arrangement(warps, shared, 8, True) if waves >= 0.45 and lkv <= _HALF_KEYS else None
+    return max(ring, warps * _ROWS * (4 * (width + 8) + 8))
 
 
 def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo) -> Arrangement:
-    """Return how many warps and splits there are, from shapes alone.
+    """Return how many warps and splits there are, from shapes alone (docs/decisions/attention.md has the times).
 
     Args:
         blocks: Without splits.
@@ -138,14 +118,22 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
         codes: 0 for a cache of q's type.
         info: Of the device.
     """
-    if not codes and blocks < 2 * info.sm_count and (made := _clustered(blocks, lkv, width, info)) is not None:
-        return made
+    whole = _shared_bytes(8, width, codes)
+    if (
+        not codes
+        and width <= 128
+        and whole <= info.shared_per_block
+        and 0.45 * info.sm_count <= blocks <= info.sm_count
+    ):
+        return Arrangement(8, whole, 1)  # half of the multiprocessors read as much as all of them
     warps = 4
     while (shared := _shared_bytes(warps, width, codes)) > info.shared_per_block or warps * width * (
         1 if codes else 2
     ) > 1024:
         warps //= 2
     resident = max(min(info.shared_per_block // shared, 4 if codes == 1 else 3 if codes or width == 64 else 2), 1)
+    if not codes and blocks < 0.45 * info.sm_count:
+        resident = 1  # fewer parts to merge
     return Arrangement(warps, shared, split_count(blocks, lkv, info.sm_count * resident))
 
 
@@ -192,10 +180,10 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
     group = call.heads_q // call.heads_kv
     row_tiles = -(-call.lq * group // _ROWS)
     blocks = row_tiles * call.heads_kv * call.batch
-    warps, shared, splits, clustered = arrangement(blocks, call.lkv, width, call.codes, device_info(device))
+    warps, shared, splits = arrangement(blocks, call.lkv, width, call.codes, device_info(device))
     page_size = call.page_size or max(call.lkv, 1)  # a sequence of a contiguous cache is one page
     out = call.out or dense_strides(call.lq, call.heads_q, call.d_v)
-    scratch = part_memory(1 if clustered else splits, call.batch * call.lq * call.heads_q, call.d_v)
+    scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)
     kernel = Step(
         DECODE.bind(
             (call.token, call.codes, width),
@@ -204,11 +192,10 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
             32 * warps,
             shared,
             overlap=True,
-            cluster=splits if clustered else 1,
         ),
         *(*tensors, "out", "lse"),
         *(("parts", "part_lse") if scratch else (0, 0)),
-        *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits, int(clustered)),
+        *(call.heads_q, group, call.lq, call.lkv, call.d_qk, call.d_v, splits),
         *(page_size, divisor(page_size), call.table_row),
         *(*call.q, *call.k, *call.v, *out, call.k_scale_head, call.v_scale_head),
         *(call.left, call.right, call.scale, call.softcap),

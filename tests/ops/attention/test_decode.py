@@ -65,18 +65,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"lengths": (40, 64), "capacity": 64, "page": 16, "cache": INT8, "dtype": FP16}, {}),
     "int8, 80 and 48": ({"lengths": (40,), "capacity": 64, "page": 0, "cache": INT8, "width": 80, "width_v": 48}, {}),
 }
-CLUSTERS = {
-    "four blocks": (
-        {"lengths": (600,), "capacity": 640, "page": 16, "heads": 3, "heads_kv": 1},
-        {"sinks": torch.ones(3)},
-    ),
-    "two blocks, tokens": (
-        {"lengths": (300, 1), "capacity": 320, "page": 0, "heads": 8, "heads_kv": 1, "tokens": 2, "width_v": 48},
-        {"window": 200},
-    ),
-}
 WIDTHS = {
-    "128": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 128}, {}),
+    "128": ({"lengths": (40,), "capacity": 64, "page": 8, "width": 128}, {}),
+    "128, a short cache of pages": ({"lengths": (40, 0), "capacity": 96, "page": 32, "width": 128}, {}),
     "192 and 128": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 192, "width_v": 128}, {}),
     "e4m3 256": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 256, "cache": E4M3}, {}),
 }
@@ -107,13 +98,6 @@ def test_values(name: str, place: str) -> None:
 def test_widths(name: str, place: str) -> None:
     with running_on(place) as device:
         check(*WIDTHS[name], device)
-
-
-@at("sm_90", "cuda")
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_splits_are_blocks_of_a_cluster(name: str, place: str) -> None:
-    with running_on(place) as device:
-        check(*CLUSTERS[name], device)
 
 
 def emulated_coverage() -> None:
