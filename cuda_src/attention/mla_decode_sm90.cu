@@ -7,7 +7,8 @@
 // columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
 //
 // With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
-// columns is free after the scores, each half of the others after the one product that needs it as values.
+// columns is free after the scores, each half of the others after the one product that needs it as values. A round earlier they are
+// asked for in L2, as the time between is shorter than a read of memory takes.
 //
 // Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
 // a tile behind the last key is zeros, masked.
@@ -73,15 +74,23 @@ __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < 2 * rounds; ++i) {
             const Pipe::State state{i % 2, static_cast<u32>(i) / 2 % 2};
             const ptx::SharedAddress to = tiles + state.stage * Tile::kBytes;
-            const int key0 = (begin + i) * kKeys, exist = max(min(sequence.keys - key0, kKeys), 0);  // keys of the tile
-            const int parts_here = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
+            // A lane for each box of rows of a tile: how many there are, and where this lane's is.
+            auto place = [&](int tile, int& number, int& slot) {
+                const int key = (begin + tile) * kKeys + lane * static_cast<int>(box_rows);
+                const int exist = max(min(sequence.keys - (begin + tile) * kKeys, kKeys), 0);
+                const int boxes = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
+                if (lane < boxes) {
+                    const int page = key / static_cast<int>(page_size);
+                    slot = key - page * static_cast<int>(page_size);
+                    number = table == nullptr ? batch : table[batch * table_row + page];
+                }
+                return boxes;
+            };
+            int slot = 0, number = 0;
+            if (i + 2 < 2 * rounds && lane < place(i + 2, number, slot))
+                for (int b = 0; b < Tile::kBoxes; ++b) ptx::tma_prefetch_3d(cache_map, 64 * b, slot, number);
+            const int exist = max(min(sequence.keys - (begin + i) * kKeys, kKeys), 0), parts_here = place(i, number, slot);
             const u32 part_bytes = static_cast<u32>(box_rows) * kTileRow;
-            int page = 0, slot = 0, number = 0;
-            if (lane < parts_here) {  // a lane for each box of rows
-                const int key = key0 + lane * static_cast<int>(box_rows);
-                page = key / static_cast<int>(page_size), slot = key - page * static_cast<int>(page_size);
-                number = table == nullptr ? batch : table[batch * table_row + page];
-            }
             auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives) {
                 if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts_here * part_bytes * boxes);
                 __syncwarp();
@@ -156,7 +165,7 @@ __global__ void __launch_bounds__(384, 1)
                 mask_row(s, r, 0, mask.hi(token) - key0 - 2 * t);
             }
         }
-        softmax.add(s, factor, correction);
+        softmax.add<8>(s, factor, correction);
         pack_rows<T>(p, s);
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k)
