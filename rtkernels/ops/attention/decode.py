@@ -194,17 +194,20 @@ def attention_decode(
         return interop.call_with(attention_decode, locals())
     if out is not None:
         return into(attention_decode, locals())
-    refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
     single = q.dim() == 3
-    left, right = window_sides(window, causal)
     if env.get("DEBUG"):
         places = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
         check_indices("seqlens", seqlens, places + 1, "keys of the cache")
-    out, lse = FORWARD.call(
+    given = (
         q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
-        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), left, right,
+        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), *window_sides(window, causal),
         float(a_number("softcap", softcap)),
     )  # fmt: skip
+    made = FORWARD.replay(*given)
+    if made is None:
+        refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
+        made = FORWARD.call(*given)
+    out, lse = made
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

@@ -14,7 +14,7 @@ from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
 from rtkernels.ops.attention.lightning_parallel import state_before
-from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
+from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, PREFIX, SCAN, STEP, Scan, scans, segment_count, step
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -76,6 +76,11 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
     ]
 
 
+def _segments(q: Meta, v: Meta, cu: Meta | None, device: int) -> int:
+    batch, width = _batch(q, cu), max(q.shape[-1], v.shape[-1])
+    return segment_count(batch, q.shape[-2], width, q.shape[1] if cu is None else q.shape[0] // max(batch, 1), device)
+
+
 def _scan(q: Meta, cu: Meta | None, tensors: dict[str, tuple[str, Strides, int]], **others: Any) -> Scan:
     names = ("left", "right", "value", "out")
     return Scan(
@@ -93,9 +98,10 @@ def _plan(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, device)
     }  # fmt: skip
     call = _scan(
         q, cu_seqlens, tensors, scale=scale, state=(d_v, 1), final="final_state" if wants_state else None,
-        initial=None if initial_state is None else "initial_state",
+        initial=None if initial_state is None else "initial_state", segments=_segments(q, v, cu_seqlens, device),
     )  # fmt: skip
-    return Steps(scan(call, device), *_tail(q, cu_seqlens, (("out", d_v),), device))
+    steps, scratch = scans([call], "states", device)
+    return Steps(*steps, *_tail(q, cu_seqlens, (("out", d_v),), device), scratch=scratch)
 
 
 FORWARD = Operator(
@@ -142,23 +148,31 @@ def _plan_backward(
     of_v, of_dout = ("v", strides(v), d_v), ("dout", strides(dout), d_v)
     outer = None if dfinal_state is None or not wants_state else "dfinal_state"
     needs_state = need_initial_state and initial_state is not None
+    segments = _segments(q, v, cu_seqlens, device)
     steps, scratch = [], {}
     if need_q:
         tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", made(q.shape, False), d_k)}
         initial = None if initial_state is None else "initial_state"
-        steps.append(scan(_scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial), device))
+        call = _scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial, segments=segments)
+        steps, scratch = scans([call], "states", device)
     # The state behind the last row comes in unscaled, and is met by the last row as it is.
-    reversed_scan = {"scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True}
+    reversed_scan = {
+        "scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True,
+        "segments": segments,
+    }  # fmt: skip
+    calls = []
     if need_k:
         tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", made(k.shape, False), d_k)}
-        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan), device))
+        calls.append(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan))
     if need_v or needs_state:
-        name = "dv" if need_v else "unwanted_dv"
+        name = "dv" if need_v else "" if segments > 1 else "unwanted_dv"
         tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, made(v.shape, False), d_v)}
         final = {"final": "dinitial_state", "final_factor": scale} if needs_state else {}
-        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final), device))
-        if not need_v:
+        calls.append(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final))
+        if name == "unwanted_dv":
             scratch["unwanted_dv"] = Memory(tuple(v.shape), q.dtype)
+    more, memory = scans(calls, "reversed_states", device)
+    steps, scratch = [*steps, *more], {**scratch, **memory}
     needed = (("dq", d_k, need_q), ("dk", d_k, need_k), ("dv", d_v, need_v))
     tails = _tail(q, cu_seqlens, tuple((name, width) for name, width, wanted in needed if wanted), device)
     return Steps(*steps, *tails, scratch=scratch)
@@ -296,6 +310,6 @@ def lightning_attention_step(
 OP = Op(
     "lightning",
     public=("lightning_attention", "lightning_attention_step"),
-    kernels=(SCAN, STEP, TAIL),
+    kernels=(SCAN, PREFIX, STEP, TAIL),
     torch_ops=(FORWARD, BACKWARD, ONE),
 )
