@@ -305,6 +305,29 @@ def test_backward(shape: tuple[int, ...], options: dict[str, int]) -> None:
     check_backward(*qkv(*shape), **options)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 140, 150, 2, 1, 192, 128), {"right": 0}),
+        pytest.param((1, 70, 300, 1, 1, 192, 128), {"left": 100, "right": 3}, marks=pytest.mark.slow),
+        pytest.param((2, 90, 137, 4, 2, 136), {}, marks=pytest.mark.slow),
+        ((1, 70, 200, 2, 1, 256), {}),
+        pytest.param((1, 300, 100, 1, 1, 200, 256), {"right": 0}, marks=pytest.mark.slow),  # 200 queries see nothing
+    ],
+)
+def test_backward_of_large_heads(shape: tuple[int, ...], options: dict[str, int]) -> None:
+    check_backward(*qkv(*shape), **options)
+
+
+def test_backward_of_large_heads_lengths_limits_and_packed_sequences() -> None:
+    lengths = torch.tensor([130, 7], dtype=torch.int32)
+    q, k, v = qkv(2, 9, 140, 1, 1, 192, 128)
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+    with pytest.MonkeyPatch.context():
+        check_backward(q, k, v, {"lengths": lengths}, right=0)
+
+
 @pytest.mark.parametrize("options", ({}, {"right": 0}))
 def test_backward_gives_the_same_bits_in_any_order_of_blocks(options: dict[str, int]) -> None:
     q, k, v = qkv(1, 70, 300, 2, 1, 64)
