@@ -19,6 +19,7 @@
 // EXTRAS: 1 for a soft-cap or a limit per query.
 #include "attention/sm90_bwd.cuh"
 #include "common/tile_scheduler.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/registers.cuh"
 
@@ -169,6 +170,15 @@ __global__ void __launch_bounds__(384, 1)
     const float factor = static_cast<float>(scale) * kLog2e;
     const float by_cap = softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress group_qk = own_qk + group * 64 * kTileRow, group_v = own_v + group * 64 * kTileRow;
+    // Ping-pong: a warpgroup gives its products of a step to the tensor cores after the other one has.
+    constexpr bool kPingPong = true;
+    auto wait_for_cores = [&] {
+        if (kPingPong) ptx::named_barrier_sync(1 + group, 256);
+    };
+    auto pass_cores = [&] {
+        if (kPingPong) ptx::named_barrier_arrive(2 - group, 256);
+    };
+    if (group == 1) pass_cores();
     numbers.makes = false;
     u32 drawn = 0, taken = 0, uses = 0;  // tiles of rows, those that meet any, and tiles met: states of pipelines follow
     auto qk_state = [&](u32 use) { return PipelineState<kStages>{static_cast<int>(use % kStages), use / kStages % 2}; };
@@ -306,6 +316,7 @@ __global__ void __launch_bounds__(384, 1)
             const int steps = (last - first + 1) * met_heads;
             int n = first;
             own_pipe.wait(PipelineState<1>{0, taken++ % 2});
+            wait_for_cores();
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, ++uses) {
                 multiply_qk();
@@ -318,6 +329,7 @@ __global__ void __launch_bounds__(384, 1)
                     }
                 }
                 multiply_v();
+                pass_cores();
                 ptx::wgmma_wait<PASS == kPassDv ? 0 : 1>();
                 make_values(n);
                 pack();
@@ -325,11 +337,13 @@ __global__ void __launch_bounds__(384, 1)
                     qk_pipe.release_warp(qk_state(uses));
                     v_pipe.wait(v_state(uses));
                 }
+                wait_for_cores();
                 ptx::wgmma_fence();
                 multiply_packed<T, BN>(sums, packed, PASS == kPassDv ? v_at(uses) : qk_at(uses), true);
                 ptx::wgmma_commit();
                 n = n == last ? first : n + 1;
             }
+            pass_cores();
             if (speaks) own_pipe.release(PipelineState<1>{0, 0});
             ptx::wgmma_wait<0>();
             if (speaks) {
@@ -350,6 +364,7 @@ __global__ void __launch_bounds__(384, 1)
         store_rows(gradient + at.batch * gradient_batch + at.head * gradient_head + first_row * gradient_row, gradient_row,
                    own_row, exist, static_cast<int>(columns), sums, times);
     }
+    if (group == 0) wait_for_cores();  // what the other warpgroup has passed on
 }
 
 }  // namespace rtk
