@@ -8,10 +8,12 @@
 // of keys for dq, of queries (of all heads that share these keys) for dk and dv. With rows of `own` as rows of s,
 //   s = own_qk met_qk^T,  p = 2^(s - lse),  dp = own_v met_v^T,  ds = p (dp - delta),
 //   dq += ds met_qk,  dk += ds met_qk,  dv += p met_v                  p and ds come from registers.
-// The last product of a step is on its way while scores of the next one are made.
+// The last product of a step is on its way while scores of the next one are made. A warpgroup gives that product and those of the next step's scores to the tensor cores, then the other one does (ping-pong), so that
+// one makes p and ds while the other one multiplies.
 //
-// Shared memory, KB: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of met_v); dv has no own_v.
-// Registers of a consumer: sums of the gradient 64 to 128, s and dp BN / 2 each, packed BN / 4.
+// Shared memory, KB, own + met: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of met_v); dv has no
+// own_v, and larger tiles: 48 + 2 x 80, 48 + 2 x 84, 64 + 2 x 80. Registers of a consumer: sums 64 to 128, and at one time either s and
+// packed (3/4 BN) or s and dp (BN); that is why dp is asked for when the last product of the step before is done.
 //
 // Numerics: p and ds are rounded to T for the products, all sums are fp32 and rounded one time. Bits do not depend on which
 // block takes a tile.
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(384, 1)
     __syncthreads();
 
     if (warp >= kConsumers) {
-        ptx::registers_give<40>();
+        ptx::registers_give<kWidth < 256 ? 56 : 40>();
         if (warp != kConsumers) return;
         u32 taken = 0, uses = 0, patched = 0;
         for (u32 index; (index = numbers.give([&] { return atomicAdd(counter, 1u); })) < count;) {
@@ -113,6 +115,7 @@ __global__ void __launch_bounds__(384, 1)
             const int own_row = (PASS == kPassDq ? sequence.q_row : sequence.k_row) + tile.row0;
             const int met_row = PASS == kPassDq ? sequence.k_row : sequence.q_row;
             const int met_rows = PASS == kPassDq ? sequence.keys : sequence.lq;
+            const int stats_row = static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr));
             // Only what is multiplied by p or ds is to be cleared behind the last row: scores there are masked, NaN or not.
             const bool patches = PASS == kPassDq ? lengths != nullptr || cu_k != nullptr : cu_q != nullptr;
 
@@ -130,32 +133,35 @@ __global__ void __launch_bounds__(384, 1)
                 for (int n = tile.first; n <= tile.last; ++n, ++uses) {
                     const PipelineState<kStages> qk_state{static_cast<int>(uses % kStages), uses / kStages % 2};
                     const PipelineState<STAGES_V> v_state{static_cast<int>(uses % STAGES_V), uses / STAGES_V % 2};
-                    const bool patch_it = patches && n * BN + BN > met_rows;
-                    const ptx::SharedAddress to_qk = met_qk + qk_state.stage * MetQk::kBytes;
-                    const ptx::SharedAddress to_v = met_v + v_state.stage * MetV::kBytes;
+                    const int row = met_row + n * BN, exist = met_rows - n * BN;
+                    const bool patch_it = patches && exist < BN;
                     qk_pipe.acquire(qk_state);
-                    const bool patch_qk = PASS != kPassDv && patch_it, patch_v = PASS == kPassDv && patch_it;
-                    if (patch_qk) {
-                        MetQk::fetch_some(to_qk, met_qk_map, patch, patched, met_row + n * BN, head, batch, met_rows - n * BN);
+                    {
+                        const bool some = PASS != kPassDv && patch_it;
+                        const ptx::SharedAddress to = met_qk + qk_state.stage * MetQk::kBytes;
+                        if (some) {
+                            MetQk::fetch_some(to, met_qk_map, patch, patched, row, head, batch, exist);
+                            __syncwarp();
+                        }
+                        if (lane == 0) {
+                            const ptx::SharedAddress full = qk_pipe.expect(qk_state, (some ? 0 : MetQk::kBytes) + kStatBytes);
+                            if (!some) MetQk::fetch(to, met_qk_map, full, row, head, batch);
+                            if (PASS != kPassDq) {
+                                const i64 at = head * padded_rows + stats_row + n * BN;
+                                const ptx::SharedAddress to_stats = stats + qk_state.stage * kStatBytes;
+                                ptx::bulk_load(to_stats, lse + at, BN * 4, full);
+                                if (PASS == kPassDk) ptx::bulk_load(to_stats + BN * 4, delta + at, BN * 4, full);
+                            }
+                        }
                         __syncwarp();
                     }
-                    if (lane == 0) {
-                        const ptx::SharedAddress full = qk_pipe.expect(qk_state, (patch_qk ? 0 : MetQk::kBytes) + kStatBytes);
-                        if (!patch_qk) MetQk::fetch(to_qk, met_qk_map, full, met_row + n * BN, head, batch);
-                        if (PASS != kPassDq) {
-                            const i64 at = head * padded_rows + padded_row(tile.batch, sequence, lq, cu_q != nullptr) + n * BN;
-                            const ptx::SharedAddress to = stats + qk_state.stage * kStatBytes;
-                            ptx::bulk_load(to, lse + at, BN * 4, full);
-                            if (PASS == kPassDk) ptx::bulk_load(to + BN * 4, delta + at, BN * 4, full);
-                        }
-                    }
-                    __syncwarp();
                     v_pipe.acquire(v_state);
-                    if (patch_v) {
-                        MetV::fetch_some(to_v, met_v_map, patch, patched, met_row + n * BN, head, batch, met_rows - n * BN);
+                    const ptx::SharedAddress to = met_v + v_state.stage * MetV::kBytes;
+                    if (PASS == kPassDv && patch_it) {
+                        MetV::fetch_some(to, met_v_map, patch, patched, row, head, batch, exist);
                         v_pipe.commit_warp(v_state);
                     } else if (lane == 0) {
-                        MetV::fetch(to_v, met_v_map, v_pipe.expect(v_state, MetV::kBytes), met_row + n * BN, head, batch);
+                        MetV::fetch(to, met_v_map, v_pipe.expect(v_state, MetV::kBytes), row, head, batch);
                     }
                     __syncwarp();
                 }
@@ -164,20 +170,15 @@ __global__ void __launch_bounds__(384, 1)
         return;
     }
 
-    ptx::registers_take<232>();
+    ptx::registers_take<kWidth < 256 ? 224 : 232>();
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = static_cast<float>(scale) * kLog2e;
     const float by_cap = softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress group_qk = own_qk + group * 64 * kTileRow, group_v = own_v + group * 64 * kTileRow;
     // Ping-pong: a warpgroup gives its products of a step to the tensor cores after the other one has.
-    constexpr bool kPingPong = true;
-    auto wait_for_cores = [&] {
-        if (kPingPong) ptx::named_barrier_sync(1 + group, 256);
-    };
-    auto pass_cores = [&] {
-        if (kPingPong) ptx::named_barrier_arrive(2 - group, 256);
-    };
+    auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
+    auto pass_cores = [&] { ptx::named_barrier_arrive(2 - group, 256); };
     if (group == 1) pass_cores();
     numbers.makes = false;
     u32 drawn = 0, taken = 0, uses = 0;  // tiles of rows, those that meet any, and tiles met: states of pipelines follow
@@ -229,7 +230,15 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::wgmma_commit();
                 }
             };
-            // Element i of this thread's row r and column 8 j + c, from one of a row or one of a column.
+            // What the last product of a step multiplied, with statistics that all lanes have read.
+            auto release_met = [&](u32 use) {
+                if constexpr (PASS == kPassDv) {
+                    if (speaks) v_pipe.release(v_state(use));
+                } else {
+                    qk_pipe.release_warp(qk_state(use));
+                }
+            };
+            // lse or delta of this thread's row r and column 8 j + c: that of the row in dq, of the column otherwise.
             auto of = [&](const float(&rows)[2], const float2& pair, int r, int c) {
                 return PASS == kPassDq ? rows[r] : c == 0 ? pair.x : pair.y;
             };
@@ -321,13 +330,7 @@ __global__ void __launch_bounds__(384, 1)
             for (int step = 0; step < steps; ++step, ++uses) {
                 multiply_qk();
                 ptx::wgmma_wait<1>();  // the last product of the step before; dp gets registers then, and not earlier
-                if (speaks && step != 0) {
-                    if constexpr (PASS == kPassDv) {
-                        v_pipe.release(v_state(uses - 1));
-                    } else {
-                        qk_pipe.release(qk_state(uses - 1));
-                    }
-                }
+                if (step != 0) release_met(uses - 1);
                 multiply_v();
                 pass_cores();
                 ptx::wgmma_wait<PASS == kPassDv ? 0 : 1>();
@@ -346,13 +349,7 @@ __global__ void __launch_bounds__(384, 1)
             pass_cores();
             if (speaks) own_pipe.release(PipelineState<1>{0, 0});
             ptx::wgmma_wait<0>();
-            if (speaks) {
-                if constexpr (PASS == kPassDv) {
-                    v_pipe.release(v_state(uses - 1));
-                } else {
-                    qk_pipe.release(qk_state(uses - 1));
-                }
-            }
+            release_met(uses - 1);
         }
 
         ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(D == 192 ? 384 : 256)
+__global__ void __launch_bounds__(256)
     attention_bwd_dq(const float* dq_sums, const i32* cu_q, const i32* cu_k, const i32* lengths, T* dq, i64 heads, i64 lq,
                      i64 lkv, i64 padded_rows, i64 d_qk, i64 dq_batch, i64 dq_row, i64 dq_head, i64 left, i64 right,
                      double scale) {

@@ -21,7 +21,7 @@ RTK_DEVICE i64 padded_row(int batch, const Sequence& sequence, i64 lq, bool pack
 template <int D>
 struct BackwardTile {
     static constexpr int kQueries = D == 64 ? 128 : 64;
-    // Sums of dq of a tile lie as the threads of two (192: three) warpgroups have them, each 32; of a warpgroup: four neighbours of a
+    // Sums of dq of a tile lie as the threads of two warpgroups have them, each 32; of a warpgroup: four neighbours of a
     // thread, then the next thread, then the next four. Warpgroup w has columns from kColumn w and rows from kRow w.
     static constexpr int kColumn = D == 64 ? 0 : 64, kRow = D == 64 ? 64 : 0;
     static constexpr u32 kSumBytes = kQueries * D * 4;

@@ -46,11 +46,10 @@ struct Boxed {
     }
 };
 
-// d = a b^T (+ d if `add`): 64 rows of a [RA, D], from the first byte `a` of their first row, and 2 N rows of b [RB, D] from `b`
-// on, summed over D.
+// d = a b^T (+ d if `add`): 64 rows of a [RA, D], from the first byte `a` of their first row, and b [RB, D], summed over D.
 template <typename T, int RA, int RB, int D, int N>
 RTK_DEVICE void multiply_rows(float (&d)[N], ptx::SharedAddress a, ptx::SharedAddress b, bool add = false) {
-    static_assert(RB % (2 * N) == 0, "all rows of b, or a whole part of them");
+    static_assert(RB == 2 * N, "all rows of b");
     const u64 left = k_major_descriptor(a), right = k_major_descriptor(b);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -60,11 +59,10 @@ RTK_DEVICE void multiply_rows(float (&d)[N], ptx::SharedAddress a, ptx::SharedAd
     }
 }
 
-// d += a b: a [64, R] from registers, 16 of R in each four words (as pack_rows makes them), b [R, D], summed over R; b is in a
-// tile of RB rows.
-template <typename T, int R, int RB = R, int N>
+// d += a b: a [64, R] from registers, 16 of R in each four words (as pack_rows makes them), b [R, D], summed over R.
+template <typename T, int R, int N>
 RTK_DEVICE void multiply_packed(float (&d)[N], const u32 (&a)[R / 16][4], ptx::SharedAddress b, bool add) {
-    const u64 right = ptx::matrix_descriptor(b, RB * kTileRow);
+    const u64 right = ptx::matrix_descriptor(b, R * kTileRow);
 #pragma unroll
     for (int k = 0; k < R / 16; ++k) ptx::wgmma_rs<T, true>(d, a[k], right + k * kNextColumnMajor, add || k != 0);
 }

@@ -76,8 +76,6 @@ namespace rtk::ptx {
             RTK_WGMMA_SS("f16", n, sums, __VA_ARGS__);                   \
         }                                                                \
     }
-RTK_WGMMA_SS_OF("32", 16, "16", "17", "18", "19", "20")
-RTK_WGMMA_SS_OF("48", 24, "24", "25", "26", "27", "28")
 RTK_WGMMA_SS_OF("64", 32, "32", "33", "34", "35", "36")
 RTK_WGMMA_SS_OF("80", 40, "40", "41", "42", "43", "44")
 RTK_WGMMA_SS_OF("96", 48, "48", "49", "50", "51", "52")

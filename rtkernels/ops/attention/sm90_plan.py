@@ -76,18 +76,6 @@ BACKWARD = Kernel(
     max_registers=168,
     needs=("wgmma",),
 )
-# Keys of 129 to 192 elements, values of up to 128.
-LATENT = Kernel(
-    "attention/attention_sm90_bwd_latent.cu",
-    "attention_sm90_bwd_latent",
-    template="T",
-    args=" ".join(
-        f"{name}:{kind}" for name, kind in BACKWARD.args if name not in ("kv_limit", "limit_batch", "softcap")
-    ),
-    variants=[("bf16",), ("fp16",)],
-    max_registers=168,
-    needs=("wgmma",),
-)
 
 
 class PassTile(NamedTuple):
@@ -145,7 +133,7 @@ QUERIES = Kernel(
     template="T D",
     args="dq_sums:ptr cu_q:ptr cu_k:ptr lengths:ptr dq:ptr heads:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "dq_batch:i64 dq_row:i64 dq_head:i64 left:i64 right:i64 scale:f64",
-    variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128, 192)],
+    variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
     max_registers=80,
     needs=("wgmma",),
 )
@@ -158,7 +146,7 @@ SINKS = Kernel(
     max_registers=40,
     needs=("wgmma",),
 )
-KERNELS = (FORWARD, BACKWARD, LATENT, PASSES, STATS, QUERIES, SINKS)
+KERNELS = (FORWARD, BACKWARD, PASSES, STATS, QUERIES, SINKS)
 
 
 def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
@@ -282,8 +270,6 @@ def _backward_shared(width: int) -> int:
     )  # memory begins at a multiple of 512
 
 
-_LATENT_SHARED = 128 * 640 + 2 * 64 * 640 + 2 * 128 * 128 + 2 * 64 * 256 + 2 * 2 * 256 + 208 + 4 * 48 + 512
-ONE_PASS = False
 _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
 
 
@@ -380,10 +366,9 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     p = problem
     if 0 in (p.batch, p.heads_q, p.heads_kv, p.lkv):
         return Steps()
-    latent = 128 < p.d_qk <= 192 and p.d_v <= 128 and not extras(p)
-    if max(p.d_qk, p.d_v) > 128 and not (latent and ONE_PASS):
+    if max(p.d_qk, p.d_v) > 128:
         return _steps_passes(p, device)
-    width = 192 if latent else 64 if max(p.d_qk, p.d_v) <= 64 and not extras(p) else 128
+    width = 64 if max(p.d_qk, p.d_v) <= 64 and not extras(p) else 128
     queries = 128 if width == 64 else 64
     sm_count = device_info(device).sm_count
     dq, dk, dv = (
@@ -401,24 +386,21 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     # The kernel makes both dk and dv, and has no register left for a choice: what nobody wants goes to scratch.
     made = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
     products = Step(
-        (LATENT if latent else BACKWARD).bind(
-            (p.token,) if latent else (p.token, width, int(extras(p))), device, blocks, 384,
-            _LATENT_SHARED if latent else _backward_shared(width), resident=together > 1 and p.left < 0 and p.right < 0,
+        BACKWARD.bind(
+            (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width),
+            resident=together > 1 and p.left < 0 and p.right < 0,
         ),
         rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
-        "lse_rows", "delta_rows", "dq_sums", *made, "lengths", *(() if latent else ("kv_limit",)), "cu_q", "cu_k", "counter", "order",
+        "lse_rows", "delta_rows", "dq_sums", *made, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
-        heads, together, *(() if latent else (p.kv_limit or 0,)), float(p.scale),
-        *(() if latent else (float(p.softcap),)),
+        heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     steps = [stats, products]
     if p.lq and "q" in p.wants:
-        launch = QUERIES.bind(
-            (p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 384 if latent else 256
-        )
+        launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
         sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     steps += _sinks(p, device)
@@ -427,6 +409,4 @@ def steps_backward(problem: Attention, device: int) -> Steps:
     for name, d in zip(made, (p.d_qk, p.d_v), strict=True):
         if name.startswith("unwanted"):
             scratch[name] = Memory((*keys, p.heads_kv, d), torch.bfloat16 if p.token == "bf16" else torch.float16)
-    return Steps(
-        *steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries * (3 if latent else 1)}
-    )
+    return Steps(*steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries})
