@@ -8,12 +8,12 @@
 // of keys for dq, of queries (of all heads that share these keys) for dk and dv. With rows of `own` as rows of s,
 //   s = own_qk met_qk^T,  p = 2^(s - lse),  dp = own_v met_v^T,  ds = p (dp - delta),
 //   dq += ds met_qk,  dk += ds met_qk,  dv += p met_v                  p and ds come from registers.
-// The last product of a step is on its way while scores of the next one are made. A warpgroup gives that product and those of the next step's scores to the tensor cores, then the other one does (ping-pong), so that
-// one makes p and ds while the other one multiplies.
+// The last product of a step is on its way while scores of the next one are made. A warpgroup gives that product and the next
+// step's scores to the tensor cores, then the other one does (ping-pong): one makes p and ds while the other one multiplies.
 //
-// Shared memory, KB, own + met: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of met_v); dv has no
-// own_v, and larger tiles: 48 + 2 x 80, 48 + 2 x 84, 64 + 2 x 80. Registers of a consumer: sums 64 to 128, and at one time either s and
-// packed (3/4 BN) or s and dp (BN); that is why dp is asked for when the last product of the step before is done.
+// Shared memory, KB, own + met: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of met_v); dv has
+// no own_v, and larger tiles: 48 + 2 x 80, 48 + 2 x 84, 64 + 2 x 80. Registers of a consumer: sums 64 to 128, and at one time
+// either s and packed (3/4 BN) or s and dp (BN); that is why dp is asked for when the last product of the step before is done.
 //
 // Numerics: p and ds are rounded to T for the products, all sums are fp32 and rounded one time. Bits do not depend on which
 // block takes a tile.
