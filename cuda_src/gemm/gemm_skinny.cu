@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     const SkinnyResult result = {
         global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
         words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row / 4 : 0,
-        flag(10) ? scale_b_row / 4 : 0, bias, add, out, n, out_pitch, add_pitch, Warp::Weights::kFactor,
-        static_cast<int>(global_step), type(0), type(1), type(2), type(3), flag(7), flag(6), integer};
+        flag(10) ? scale_b_row / 4 : 0, bias, n, Warp::Weights::kFactor, static_cast<int>(global_step), type(0), integer,
+        {add, out, out_pitch, add_pitch, type(1), type(2), type(3), flag(7), flag(6)}};
     const CodeOptions options = {flag(4)};
 
     const int k_stages = product.k_stages(), ring = static_cast<int>(stages);
