@@ -73,7 +73,7 @@ def test_formats_before_sm_90(name: str) -> None:
 
 
 def _tokens() -> Iterator[Any]:
-    """Yield formats and tokens. Every number of tiles of 8 tokens is a variant; one or two formats of each are quick."""
+    """Yield formats and tokens. A number of tiles of 8 tokens is a variant; one or two formats of each are quick."""
     for m in (1, 2, 8, 16, 17, 33, 64):
         for name in ("bf16", "e4m3", "int4_128", "fp8_block"):
             quick = m not in (16, 17) or name == "e4m3" or (m, name) == (16, "int4_128")
