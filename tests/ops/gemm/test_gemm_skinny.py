@@ -80,7 +80,7 @@ def _tokens() -> Iterator[Any]:
             yield pytest.param(name, m, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "m"), _tokens())
+@pytest.mark.parametrize(("name", "m"), list(_tokens()))
 def test_tokens(name: str, m: int) -> None:
     _checked(_case(name, m, 130, 320, seed=m))
 
