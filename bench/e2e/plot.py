@@ -84,7 +84,7 @@ def _parity(axes: Any, result: dict[str, Any]) -> None:
         axes[2].plot([arm] * len(runs), [run["held_out"] for run in runs], "o")
         cosines = [gradient["cosine"] for run in runs for gradient in run["gradients"]]
         axes[3].plot([arm] * len(cosines), cosines, "o")
-    titles = f"{result['model']}: loss", "loss, difference from hf", "held-out loss", "cosine of the gradient with bf16's"
+    titles = f"{result['model']}: loss", "loss, difference from hf", "held-out loss", "gradient, cosine with bf16's"
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title)
     axes[0].legend()
