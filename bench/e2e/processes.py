@@ -29,8 +29,9 @@ def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
 def records(module: str, arms: list[str], argv: list[str], together: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run each arm by the same command line in a new process; yield arms with their records.
 
-    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time;
-    what they measure inside of :func:`alone` is still one after the other, but not how long a start takes.
+    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time
+    (inside of :func:`sharing`); what they measure inside of :func:`alone` is still one after the other, but how long a
+    start takes says nothing then.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {_LOCK: str(Path(folder) / "lock"), **os.environ} if together else None
@@ -56,7 +57,23 @@ def _errors(out: Path) -> Path:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other process that was started together with this one measures something."""
+    """Wait until no other process that was started together with this one measures, or uses the device at all."""
+    with _locked(exclusive=True):
+        yield
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Wait until no process measures, for work on the device that is not measured.
+
+    Processes have the device in slices of time, so that one that makes its weights slows down one that measures.
+    """
+    with _locked(exclusive=False):
+        yield
+
+
+@contextmanager
+def _locked(exclusive: bool) -> Iterator[None]:
     path = os.environ.get(_LOCK)
     if path is None:
         yield
@@ -64,7 +81,7 @@ def alone() -> Iterator[None]:
     import fcntl
 
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 

@@ -51,11 +51,6 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = Corpus(args.vocab, limit=200_000 if args.tiny else None)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = arms.build(args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype)
-    products = _products(model, args)
-    prepared, note = arms.prepare(arm, model, backend="aot_eager" if args.tiny and device == "cpu" else "inductor")
-    loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
-    batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in range(args.steps + args.warmup)]
     losses: list[Any] = []
 
     def train(ids: Any) -> list[Any]:
@@ -73,9 +68,18 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         processes.wait(device)
         return time.perf_counter() - started
 
-    first = first_step() if "compile" in arm else None  # the host's business for a long time
-    if device == "cuda" and first is not None:
-        torch.cuda.empty_cache()
+    first = None
+    with processes.sharing():
+        model = arms.build(args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype)
+        products = _products(model, args)
+        prepared, note = arms.prepare(arm, model, backend="aot_eager" if args.tiny and device == "cpu" else "inductor")
+        loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
+        orders = range(args.steps + args.warmup)
+        batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in orders]
+    if "compile" in arm:  # the host's business for a long time, in which others may measure
+        first = first_step()
+        if device == "cuda":
+            torch.cuda.empty_cache()
     with processes.alone():
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
