@@ -58,7 +58,9 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     if arm == "fp8_saturated":
         _saturate()
     orders = range(args.seeds if arm in _SEVERAL_ORDERS else 1)
-    return {"runs": [_trained(arm, args, corpus, order) for order in orders], "corpus": corpus.sha256[:16]}
+    with processes.sharing():
+        runs = [_trained(arm, args, corpus, order) for order in orders]
+    return {"runs": runs, "corpus": corpus.sha256[:16]}
 
 
 def _trained(arm: str, args: argparse.Namespace, corpus: Any, seed: int) -> dict[str, Any]:
