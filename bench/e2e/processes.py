@@ -26,7 +26,9 @@ def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
     return 0
 
 
-def records(module: str, arms: list[str], argv: list[str], together: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(
+    module: str, arms: list[str], argv: list[str], together: bool, environment: dict[str, str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Run each arm by the same command line in a new process; yield arms with their records.
 
     One after the other, or all started `together`, so that imports, text and weights of all are made at the same time
@@ -34,7 +36,8 @@ def records(module: str, arms: list[str], argv: list[str], together: bool) -> It
     start takes says nothing then.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {_LOCK: str(Path(folder) / "lock"), **os.environ} if together else None
+        lock = {_LOCK: str(Path(folder) / "lock")} if together else {}
+        environment = {**lock, **os.environ, **(environment or {})}
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
             started[arm] = _started(module, arm, argv, folder, environment)
@@ -44,7 +47,7 @@ def records(module: str, arms: list[str], argv: list[str], together: bool) -> It
             yield arm, json.loads(out.read_text()) if out.exists() else {"failed": _errors(out).read_text()[-2000:]}
 
 
-def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str] | None) -> Any:
+def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str]) -> Any:
     out = Path(folder) / f"{arm}.json"
     command = [sys.executable, "-m", module, *_without_out(argv), "--one", arm, "--out", str(out)]
     with _errors(out).open("w") as errors:  # no pipe: nobody reads while others are waited for

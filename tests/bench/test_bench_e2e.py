@@ -68,13 +68,16 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
 def test_gates_of_training() -> None:
     hf = {"tokens_per_s": 100, "peak_mib": 1000, "losses": [3.0] * 10, "first_step_s": 9.0}
     ours = {"tokens_per_s": 160, "peak_mib": 600, "losses": [3.02] + [3.0] * 9, "first_step_s": 10.0}
+    ours["first_step_itself_s"] = 3.0
     found = {
         g["gate"]: g["passed"] for g in gates.gates("dense", {"hf": hf, "ours_fused": ours, "liger": {"absent": ""}})
     }
     assert found == {
         "tokens/s, ours_fused : hf": True, "peak memory, ours_fused : hf": False, "first loss, ours_fused : hf": False,
-        "first step, ours_fused - hf, s": True,
+        "first step, ours_fused, warm, s": False, "first step, ours_fused - hf, s": True,
     }  # fmt: skip
+    cold = gates.gates("dense", {"ours_fused": ours}, cold=True)
+    assert cold == [{"gate": "first step, ours_fused, cold, s", "value": 3.0, "must": 15.0, "passed": True}]
     assert "MISSED: peak memory, ours_fused : hf: 0.6 (must 0.5)" in gates.text(
         gates.gates("dense", {"hf": hf, "ours_fused": ours})
     )
