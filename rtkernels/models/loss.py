@@ -17,11 +17,29 @@ import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.lazy_logits import LazyLogits
 from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"
 _HOOKS = "_rtkernels_hooks"
 LOSS_ONLY = "_rtkernels_loss_only"
+
+
+_CHUNKS, _CHUNK_ROWS = 4, (2048, 4096)
+
+
+def chunk_rows(rows: int, dtype: torch.dtype) -> int | None:
+    """Return how many rows of logits are made at a time, None for the rule of ``linear_cross_entropy``.
+
+    That rule rounds the gradient of the weight one time, for which it keeps all logits or a second, fp32 gradient. Here
+    a 16-bit gradient is added to at most three times: 8192 rows of a vocabulary of 152 thousand take less than 2 GiB
+    in place of 2.6, and the gradient of the weight has an error of 2.8e-3 in place of 1.9e-3 (random values). More rows
+    than four chunks of 4096 would be rounded more often, or need more memory.
+    """
+    chunk = max(_CHUNK_ROWS[0], -(-rows // _CHUNKS))
+    if dtype == torch.float32 or rows <= chunk or chunk > _CHUNK_ROWS[1] or is_dynamo_compiling():
+        return None
+    return chunk
 
 
 def _head(original: type[nn.Module]) -> Callable[..., Any]:
@@ -76,6 +94,7 @@ class CausalLMLoss:
                 scaled.reshape(-1, hidden.shape[-1]), module.weight, targets, bias=module.bias,
                 ignore_index=ignore_index, softcap=shaping.softcap,
                 reduction="mean" if num_items_in_batch is None else "sum",
+                chunk_rows=chunk_rows(targets.shape[0], hidden.dtype),
             )  # fmt: skip
 
         value = head(hidden, loss=loss)
