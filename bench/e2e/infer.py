@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
     made.add_argument("--model", choices=MODELS, default="dense")
     made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
+    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
     made.add_argument("--vocab", type=int, default=151936)
     made.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     made.add_argument("--prefill", default="1,8", help="batches of the prefill")
@@ -135,7 +136,8 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     room = args.prompt + args.new + 8
 
     def model(dtype: Any) -> Any:
-        made = arms.build(args.model, args.vocab, room, tiny=args.tiny, device=device, dtype=dtype)
+        options = {"tiny": args.tiny, "device": device, "dtype": dtype, "layers": args.layers}
+        made = arms.build(args.model, args.vocab, room, **options)
         return made.eval().requires_grad_(False)
 
     dtype = torch.bfloat16 if device == "cuda" or arm == "fp8" else torch.float32
@@ -248,7 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.one:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
-    result: dict[str, Any] = {"kind": "infer", "model": args.model, "prompt": args.prompt, "new": args.new, "arms": {}}
+    sizes = {"layers": args.layers, "prompt": args.prompt, "new": args.new}
+    result: dict[str, Any] = {"kind": "infer", "model": args.model, **sizes, "arms": {}}
     print(f"{'arm':12}{'prefill, tokens/s':>24}{'decode, ms/token':>24}{'peak':>12}{'first token':>13}")
     for arm, record in processes.records("bench.e2e.infer", args.arms.split(","), passed, args.together):
         result["arms"][arm] = record

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
     made.add_argument("--model", choices=MODELS, default="dense")
     made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
-    made.add_argument("--layers", type=int, help="of the model; as many as `e2e train` has when left out")
+    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
     made.add_argument("--vocab", type=int, default=151936)
     made.add_argument("--tokens", type=int, default=8192, help="of a step")
     made.add_argument("--seq", type=int, default=2048)

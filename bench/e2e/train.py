@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
     made.add_argument("--model", choices=MODELS, default="dense")
     made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
+    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
     made.add_argument("--vocab", type=int, default=151936)
     made.add_argument("--tokens", type=int, default=16384, help="of a step")
     made.add_argument("--seq", type=int, default=2048)
@@ -74,7 +75,9 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
     first = None
     with processes.sharing():
-        model = arms.build(args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype)
+        model = arms.build(
+            args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=dtype, layers=args.layers
+        )
         products = _products(model, args)
         prepared, note = arms.prepare(arm, model, backend="aot_eager" if args.tiny and device == "cpu" else "inductor")
         loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
@@ -128,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.one:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
-    sizes = {"tokens": args.tokens, "seq": args.seq, "cold": args.cold}
+    sizes = {"layers": args.layers, "tokens": args.tokens, "seq": args.seq, "cold": args.cold}
     result: dict[str, Any] = {"kind": "train", "model": args.model, **sizes, "arms": {}}
     print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}", end="")
     print(f"{'first':>8}{'itself':>9}{'last loss':>10}")
