@@ -169,7 +169,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
                 record["decode"][str(batch)] = _decoded(runner, batch, args, device)
             record["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None
         if arm != "fp8":
-            del runner
+            del runner, built
             with processes.sharing():
                 record["tokens"] = _parity(arm, model(torch.float32), args, device)
     return record
