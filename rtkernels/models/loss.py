@@ -25,7 +25,7 @@ _HOOKS = "_rtkernels_hooks"
 LOSS_ONLY = "_rtkernels_loss_only"
 
 
-_CHUNKS, _CHUNK_ROWS = 4, (2048, 4096)
+_CHUNK_ROWS, _CHUNKS = 2048, 4
 
 
 def chunk_rows(rows: int, dtype: torch.dtype) -> int | None:
@@ -34,12 +34,10 @@ def chunk_rows(rows: int, dtype: torch.dtype) -> int | None:
     That rule rounds the gradient of the weight one time, for which it keeps all logits or a second, fp32 gradient. Here
     a 16-bit gradient is added to at most three times: 8192 rows of a vocabulary of 152 thousand take less than 2 GiB
     in place of 2.6, and the gradient of the weight has an error of 2.8e-3 in place of 1.9e-3 (random values). More rows
-    than four chunks of 4096 would be rounded more often, or need more memory.
+    would be rounded more often, or need more memory than the rule does.
     """
-    chunk = max(_CHUNK_ROWS[0], -(-rows // _CHUNKS))
-    if dtype == torch.float32 or rows <= chunk or chunk > _CHUNK_ROWS[1] or is_dynamo_compiling():
-        return None
-    return chunk
+    fits = _CHUNK_ROWS < rows <= _CHUNKS * _CHUNK_ROWS
+    return _CHUNK_ROWS if fits and dtype != torch.float32 and not is_dynamo_compiling() else None
 
 
 def _head(original: type[nn.Module]) -> Callable[..., Any]:
