@@ -9,8 +9,8 @@ behind it, and torch.compile would then compile Liger's kernels. A row has the t
 the host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients
 against the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
 (torch.compile of transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router),
-"fp8" and "fp8_fused" (the same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of
-the ways are.
+"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory). Experts of the reference are chosen
+by 16-bit logits, as those of the ways are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Layer(NamedTuple):
 
 
 _FUSED = {"fused_layers": True, "attention": True, "router": True}
-PATCHES = {"ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}}
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=2), **_FUSED}
+PATCHES = {
+    "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
+}  # fmt: skip
 
 
 def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Module:
@@ -195,7 +198,7 @@ KINDS = {
     "dense": Kind(
         {"batch": 2, "length": 4096, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32},
-        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused", "fp8_saving"),
         dense,
     ),
     "head": Kind(
