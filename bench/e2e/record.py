@@ -1,7 +1,7 @@
 """``python -m bench e2e record FILES...``: take result files of ``e2e train``, ``infer`` and ``parity`` over.
 
-Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. One that is recorded takes
-the place of the one of the same command, model, number of layers and state of the cache.
+Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. One that is recorded
+takes the place of the one of the same command, model, number of layers and state of the cache.
 """
 
 from __future__ import annotations
