@@ -116,11 +116,13 @@ def _no_mask(device: torch.device) -> Tensor:
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Pass :func:`_no_mask` to a model whose mask would be None; where it may be another, nothing changes."""
+    if is_dynamo_compiling():  # which asks nothing of the device
+        return None
     config, tokens = model.config, kwargs.get("input_ids") if not args else args[0]
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
-    if is_dynamo_compiling() or given or len(args) > 1 or not isinstance(tokens, Tensor):
+    if given or len(args) > 1 or not isinstance(tokens, Tensor):
         return None
     options = ((kwargs.get(name), getattr(config, name, False)) for name in ("use_cache", "output_attentions"))
     if any(default if value is None else value for value, default in options):
