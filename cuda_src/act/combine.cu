@@ -9,8 +9,8 @@
 //
 // A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
 // stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does. Nearly every call
-// has at most three operands, all of T, in rows of 16-byte units: that is `combine_three`, which asks for all operands of two
-// stretches before it uses any. `combine` takes everything else.
+// has at most three operands, all of T, in rows of 16-byte units: that is `combine_three`, which asks for all operands of the
+// next stretch before it works on one. `combine` takes everything else.
 #include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
@@ -114,10 +114,6 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
 // What p and q of `combine_three` are: bits 8 to 10, and 11 to 13, of its flags.
 inline constexpr int kAbsent = 0, kAdded = 1, kSubtracted = 2, kPartner = 3, kFactor = 4, kBase = 5;
 
-// Vectors of 16 bytes that a thread asks for at a time, of each operand; one block of NVFP4 has two of them or four.
-template <int FORMAT>
-inline constexpr int kAskedVectors = FORMAT == kFp4Output ? 1 : 2;
-
 // x, p and q of a vector.
 template <typename T, int N>
 struct Three {
@@ -168,7 +164,7 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CV
                   void* kept, void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 p_stride, i64 p_each,
                   i64 q_stride, i64 q_each, i64 threads_per_row, i64 slices, i64 slice_divisor, i64 slice_cols, i64 flags,
                   i64 quant, i64 act, double number, double floor, double alpha) {
-    constexpr int N = kPerThread<T, FORMAT>, V = kAskedVectors<FORMAT>;
+    constexpr int N = kPerThread<T, FORMAT>;
     constexpr bool kFast = sizeof(T) < 4;
     ptx::wait_for_previous();
     ptx::launch_dependents();
@@ -188,9 +184,9 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CV
 
     auto ask = [&](int, i64 column, int valid) {
         Three<T, N> asked;
-        asked.x.ask(x + column, valid, policy);
-        if (role_p != kAbsent) asked.p.ask(p + column, valid, policy);
-        if (role_q != kAbsent) asked.q.ask(q + column, valid, policy);
+        asked.x.ask(true, x + column, valid, policy);
+        asked.p.ask(role_p != kAbsent, p + column, valid, policy);
+        asked.q.ask(role_q != kAbsent, q + column, valid, policy);
         return asked;
     };
     auto make_y = [&](int, const Three<T, N>& asked, i64, int valid, float(&y)[N]) {
@@ -213,7 +209,8 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CV
             for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
         }
     };
-    output.template finish<V, kInBursts>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
+    constexpr int kWalk = FORMAT == kFp4Output ? kInBursts : kPipelined;  // a block of NVFP4 has two vectors or four
+    output.template finish<1, kWalk>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
 }
 
 }  // namespace rtk

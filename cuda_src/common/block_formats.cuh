@@ -17,12 +17,19 @@ namespace rtk {
 inline constexpr int kTiesNearest = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
 inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scale_rule
 
-// The magnitude as a subnormal or small normal fp32 number has the code in its upper bits: rounding is an addition there.
+// A code is a concave function of the magnitude q, made of three straight lines: min(2 q, q + 2, q / 2 + 4), at most 7. Added to
+// 1.5 * 2^23, whose neighbours are integers, a line comes rounded one time, to nearest even, in the low bits of a float.
+inline constexpr float kMagic = 12582912.0f;
+
+// One code by any rule. What rounding took away is exact, so it shows what was a tie.
 RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
-    const u32 bits = __float_as_uint(fminf(fabsf(quotient), 6.0f) * 0x1p-126f);
-    u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesNearest ? bits >> 22 & 1u : 0u);
-    ptx::forget(half);  // with a number that it knows the compiler of NVRTC 13.0 loses the last code of a word
-    return (bits + half) >> 22 | (__float_as_uint(v) >> 28 & 8u);
+    const float q = fminf(fabsf(quotient), 6.0f);
+    const float slope = q < 2.0f ? 2.0f : q < 4.0f ? 1.0f : 0.5f, offset = q < 2.0f ? 0.0f : q < 4.0f ? 2.0f : 4.0f;
+    float code = fmaf(q, slope, kMagic + offset) - kMagic;
+    const float off = fmaf(q, slope, offset - code);
+    if (ties == kTiesAway && off == 0.5f) code += 1.0f;
+    if (ties == kTiesZero && off == -0.5f) code -= 1.0f;
+    return (__float_as_uint(code + kMagic) & 7u) | (__float_as_uint(v) >> 28 & 8u);
 }
 
 RTK_DEVICE float e2m1_value(u32 code) {
@@ -68,11 +75,9 @@ struct Quotient {
 };
 
 #if !RTK_HAS_FP4_CVT
-// Eight codes of magnitudes, rounded to nearest even, in a word. A code is a concave function of the magnitude q, made of three
-// straight lines: min(2 q, q + 2, q / 2 + 4), at most 7. Added to 1.5 * 2^23, whose neighbours are integers, each line comes
-// rounded once, in the low bits of a float, from where sums that are exact put four codes together. NaN becomes 7.
+// Eight codes of magnitudes, rounded to nearest even, in a word: the smallest of the three lines, and sums that are exact put four
+// codes together. NaN becomes 7.
 RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
-    constexpr float kMagic = 12582912.0f;
     float rounded[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -54,17 +54,18 @@ RTK_DEVICE void store_elements(T* p, int valid, bool aligned16, const float (&v)
 }
 
 // N elements of T in accesses of 16 bytes, asked for first and unpacked where they are needed: loads of all operands are under
-// way before the first of them has come. Zeros for what does not exist.
+// way before the first of them has come. Zeros for what does not exist. No branch around a load: where two ways meet, the
+// compiler copies what was loaded, and waits for it.
 template <typename T, int N>
 struct Asked {
     static constexpr int kEach = 16 / sizeof(T), kLoads = N / kEach;
     Raw<16> raw[kLoads];
 
-    RTK_DEVICE void ask(const T* p, int valid, u64 policy) {
+    RTK_DEVICE void ask(bool exists, const T* p, int valid, u64 policy) {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             clear(raw[i]);
-            ptx::ld_stream_16_if(i * kEach < valid, raw[i], p + i * kEach, policy);
+            ptx::ld_stream_16_if(exists && i * kEach < valid, raw[i], p + i * kEach, policy);
         }
     }
     RTK_DEVICE void get(float (&v)[N]) const {

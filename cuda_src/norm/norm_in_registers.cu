@@ -63,16 +63,17 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     const u64 policy = ptx::l2_last();
     auto place = [&](int unit) { return unit * kEach / N * pitch + unit * kEach % N; };
     auto exists = [&](int unit) { return column + place(unit) < end; };
-    auto ask = [&](Asked<T, kEach>(&units)[kUnits], const T* first) {
+    auto ask = [&](Asked<T, kEach>(&units)[kUnits], bool there, const T* first) {
+        if (FORMAT == kFp4Output && !there) return;  // NVFP4 is bound by instructions: addresses of nothing cost more than a copy
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) units[u].ask(first + column + place(u), exists(u) ? kEach : 0, policy);
+        for (int u = 0; u < kUnits; ++u) units[u].ask(there, first + column + place(u), exists(u) ? kEach : 0, policy);
     };
     Asked<T, kEach> h[kUnits], of_residual[kUnits], of_before[kUnits], of_p[kUnits], of_q[kUnits];
-    ask(h, x + row * x_stride);
-    if (has_residual) ask(of_residual, residual + row * residual_stride);
-    if (role_before != kAbsent) ask(of_before, before + modulation_row(row, before_stride, before_each));
-    if (role_p != kAbsent) ask(of_p, p + modulation_row(row, p_stride, p_each));
-    if (role_q != kAbsent) ask(of_q, q + modulation_row(row, q_stride, q_each));
+    ask(h, true, x + row * x_stride);
+    ask(of_residual, has_residual, residual + row * residual_stride);
+    ask(of_before, role_before != kAbsent, before + modulation_row(row, before_stride, before_each));
+    ask(of_p, role_p != kAbsent, p + modulation_row(row, p_stride, p_each));
+    ask(of_q, role_q != kAbsent, q + modulation_row(row, q_stride, q_each));
     RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
     const bool stores_h = residual_out != nullptr && !output.amax_only();
 

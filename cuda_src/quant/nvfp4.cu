@@ -30,7 +30,7 @@ struct Place {
 // Asked for, in rows of 16-byte units.
 template <typename T>
 RTK_DEVICE void ask_sixteen(Asked<T, 16>& asked, const Place& own, const T* x, i64 x_stride, i64 flags, u64 policy) {
-    if (flags & kAligned16) asked.ask(x + own.row * x_stride + own.column, own.valid, policy);
+    asked.ask((flags & kAligned16) != 0, x + own.row * x_stride + own.column, own.valid, policy);
 }
 
 // The values, times the scale of their column, and the largest finite magnitude.
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4Rules ?
         const Place own = place_of(thread);
         float v[16];
         const float largest = take_sixteen(next, own, x, channel_scale, x_stride, flags, v);
-        if (thread - threadIdx.x + step < threads) ask_sixteen(next, place_of(thread + step), x, x_stride, flags, policy);
+        ask_sixteen(next, place_of(thread + step), x, x_stride, flags, policy);  // nothing behind the last
         const i64 at = own.row * cols + own.column;  // elements before this thread's
         u32 scale = 0u;
         if constexpr (kNv) {

@@ -36,8 +36,7 @@ from rtkernels.runtime.operator.registry import Op
 OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
 LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
-_MAX_THREADS, _PER_THREAD = 256, 2
-_IN_FLIGHT = 2  # vectors of each operand that a thread of combine_three asks for together
+_MAX_THREADS, _PER_THREAD = (256, 128), 2  # of a block, of combine and combine_three; vectors of a thread of the former
 _WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
 _KERNEL = Kernel(
     "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
@@ -139,14 +138,14 @@ def _plan(x: Meta, *values: Any) -> Steps:
         unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved"
         and (dtype.itemsize == 4 or not flags & sum(_FP32.values()))
     )  # fmt: skip
-    # Two vectors of a thread are in flight together, unless one for each thread is not enough for all multiprocessors.
-    many = padded * span > per_thread * _WAVE_THREADS * device_info(device).sm_count
-    in_flight = (_IN_FLIGHT if many else 1) if quant != "nvfp4" else 1
-    threads = group_threads(-(-span // (per_thread * (in_flight if three else 1))), _MAX_THREADS)
+    # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
+    waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
+    walk = 1 if waves <= 1 or quant == "nvfp4" else 2 if waves <= 2 else 4 if waves <= 8 else 8
+    threads = group_threads(-(-span // (per_thread * (walk if three else 1))), _MAX_THREADS[three])
     if quant == "block128":  # what shares a scale is one vector in each of these lanes
         threads = max(threads, BLOCK // per_thread)
-    groups, slice_cols = block_of(threads) // threads, threads * per_thread * (in_flight if three else _PER_THREAD)
-    slices = -(-span // slice_cols) if threads == _MAX_THREADS and quant != "row" else 1
+    groups, slice_cols = block_of(threads) // threads, threads * per_thread * (walk if three else _PER_THREAD)
+    slices = -(-span // slice_cols) if threads == _MAX_THREADS[three] and quant != "row" else 1
     first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
     grid, token_of = -(-padded // groups) * slices, DTYPE_TOKEN[dtype]
     written = "quant_scale", 0 if first is None else "amax", "factor", "out", "kept", "scale_out", "global_out"

@@ -14,7 +14,7 @@ from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 
 _MAX_THREADS = 512
-_WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
+_WAVE_THREADS = 512  # of a multiprocessor: above that a thread has two vectors
 _KERNEL = Kernel(
     "norm/norm_modulated.cu", "norm_modulated", template="T FORMAT ALIGNED", max_registers=128,
     args="x:ptr residual:ptr gate:ptr bias:ptr weight:ptr norm_bias:ptr scale:ptr shift:ptr channel_scale:ptr "

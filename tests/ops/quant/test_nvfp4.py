@@ -58,6 +58,19 @@ def test_nvfp4_has_the_bits_of_the_reference(where: str, rule: str) -> None:
     )
 
 
+@EVERYWHERE
+def test_quotients_next_to_ties(where: str) -> None:
+    """Small integers over small integers are ties but for the rounding of the steps."""
+    sixteenths = torch.arange(-56, 57).float() / 16
+    x = sixteenths[torch.randint(113, (96, 64), generator=torch.Generator().manual_seed(2))].bfloat16()
+    x[0, 0] = 3.5  # of which 2688 is a multiple
+    for elem_rule in formats.ELEMENT_RULES:
+        for scale_rule in ("rne", "ceil"):
+            options = {"elem_rule": elem_rule, "scale_rule": scale_rule}
+            wanted = results(rtkernels.quantize_nvfp4, "cpu", x, **options)
+            same_bits(results(rtkernels.quantize_nvfp4, where, x, **options), wanted)
+
+
 def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4_plan, "device_info", lambda device: SimpleNamespace(sm_count=1))
     monkeypatch.setattr(nvfp4_plan, "_THREADS", 32)
