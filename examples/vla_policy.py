@@ -17,7 +17,9 @@ what was added to the noise). Products and attention are ``scaled_mm``, ``gated_
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import json
 import sys
 import tempfile
 import time
@@ -145,6 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--skip-compile", action="store_true")
     parser.add_argument("--autotune", default="vision,gemma,expert", help="layers that torch.compile tunes")
+    parser.add_argument("--out", type=Path, help="also write what is printed to this file, as JSON")
     options = parser.parse_args(argv)
     sizes, device = TINY if options.tiny else Sizes(), options.device
     weights, inputs = make_weights(sizes, device), inputs_of(sizes, device)
@@ -161,6 +164,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     print(f"{sizes.prefix} tokens of prefix, {sizes.horizon} actions, {sizes.steps} steps, on {device}")
     print(f"{'':16}{'ms':>10}{'GB':>8}{'kernels/step':>14}{'cosine':>10}")
     found: dict[str, float] = {}
+    rows: dict[str, dict[str, Any]] = {}
     wanted: Tensor | None = None
     for name, make in ways.items():
         result = measured(make(), inputs, options.repeats, device)
@@ -170,6 +174,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         memory = "-" if result.gigabytes is None else f"{result.gigabytes:.2f}"
         kernels = "-" if result.kernels_per_step is None else result.kernels_per_step
         print(f"{name:16}{result.milliseconds:10.2f}{memory:>8}{kernels:>14}{found[name]:10.5f}", flush=True)
+        rows[name] = {
+            "ms": result.milliseconds,
+            "GB": result.gigabytes,
+            "kernels": result.kernels_per_step,
+            "cosine": found[name],
+        }
+        if options.out:  # after each: compiling the last one takes minutes
+            gpu = torch.cuda.get_device_name() if device == "cuda" else None
+            about = {
+                "gpu": gpu,
+                "torch": torch.__version__,
+                "autotune": options.autotune,
+                "sizes": dataclasses.asdict(sizes),
+            }
+            options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     for name, least in WANTED.items():
         if not found[name] >= least:
             print(f"{name}: cosine {found[name]:.5f} is below {least}", file=sys.stderr)

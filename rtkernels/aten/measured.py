@@ -5,12 +5,24 @@ Written by ``python -m bench aten --record`` from ``bench/results/aten/h200.json
 """
 
 DEFAULT = {
-    "allclose": 4096,
+    "allclose": 0,
     "clone": 16777216,
-    "count_nonzero": 4096,
-    "count_nonzero.dim_IntList": 4096,
-    "isclose": 4096,
-    "isfinite": 4096,
-    "isinf": 4096,
+    "count_nonzero": 0,
+    "count_nonzero.dim_IntList": 0,
+    "isclose": 0,
+    "isfinite": 0,
+    "isinf": 0,
     "mse_loss": 1048576,
+}
+
+# Modules of ``rtkernels.aten`` that have the handlers.
+MODULE_OF = {
+    "allclose": "reduce",
+    "clone": "copy",
+    "count_nonzero": "reduce",
+    "count_nonzero.dim_IntList": "reduce",
+    "isclose": "pointwise",
+    "isfinite": "pointwise",
+    "isinf": "pointwise",
+    "mse_loss": "reduce",
 }

@@ -62,6 +62,7 @@ TOY = {
 def toy(monkeypatch: pytest.MonkeyPatch):
     """A small table whose handlers launch nothing, and counters at zero."""
     monkeypatch.setattr(table, "table", lambda: TOY)
+    monkeypatch.setattr(table, "default_rows", lambda: TOY)
     rtkernels.aten.reset()
     with rtkernels.emulate():
         yield
@@ -166,7 +167,7 @@ def test_what_is_not_handled_goes_to_torch(toy) -> None:
 
 
 def test_small_tensors_go_to_torch() -> None:
-    from rtkernels.aten.enable import _elements
+    from rtkernels.aten.replay import _elements
 
     assert _elements((2, torch.ones(3))) == 3
     assert _elements(([torch.ones(3), torch.ones(2, 2)],)) == 7
@@ -192,13 +193,13 @@ def test_compiled(toy, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ("eager", "aot_eager", "inductor"))
 def test_compiled_on_the_gpu(backend: str) -> None:
-    """Inductor calls aten for what it does not write itself: sorting, here."""
+    """Inductor calls aten for what it does not write itself: sorting more than 512 elements, here."""
 
     def function(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return torch.cat([x.softmax(-1)[index], x]).sum(0) + x.sort(0).values[0]
 
-    x = torch.randn(512, 4096, device="cuda", requires_grad=True)
-    index = torch.randint(0, 512, (512,), device="cuda")
+    x = torch.randn(1024, 2048, device="cuda", requires_grad=True)
+    index = torch.randint(0, 1024, (1024,), device="cuda")
     want = function(x, index)
     (expected,) = torch.autograd.grad(want.square().sum(), x)
     torch._dynamo.reset()

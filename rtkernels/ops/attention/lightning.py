@@ -13,6 +13,7 @@ from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
+from rtkernels.ops.attention.lightning_parallel import state_before
 from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, PREFIX, SCAN, STEP, Scan, scans, segment_count, step
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
@@ -194,7 +195,7 @@ _lightning = differentiable(FORWARD, BACKWARD)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
-    out: Tensor | tuple[Tensor | None, ...] | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention with an exponential decay per head, causal.
 
@@ -216,6 +217,10 @@ def lightning_attention(
         return_state: Return the state behind the last row as well.
         out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
             those of the results. Not with gradients.
+        group: A process group of ``torch.distributed`` over whose members a sequence is split, in the order of their
+            ranks, in parts of equal length. Each member works out the state of its part, these are gathered, and it
+            begins with what those before it leave behind: two passes over k and v. Not with initial_state or
+            cu_seqlens.
 
     Returns:
         [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
@@ -226,6 +231,11 @@ def lightning_attention(
     if out is not None:
         return into(lightning_attention, locals())
     _refuse_decay_gradients(decay)
+    if group is not None:
+        if initial_state is not None or cu_seqlens is not None:
+            raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
+        _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
+        initial_state = state_before(own, decay.float(), q.shape[1], group)
     state = None if initial_state is None else initial_state.float()
     values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q.shape[-1]), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))

@@ -22,6 +22,8 @@ from rtkernels.ops.attention.decode_plan import (
     part_memory,
     split_count,
 )
+from rtkernels.ops.shared.positions import check_indices
+from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -188,7 +190,8 @@ def mla_decode(
             width up to 576, a multiple of 8: the latent's 512 and the 64 of the rotated part in DeepSeek's models.
         kv_cache: [pages, page size, width] with a page_table, else [batch, length, width], of q's dtype; a dimension of
             one head before the last is accepted.
-        seqlens: int32 [batch]: keys of each sequence, new tokens included.
+        seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
+            the cache, and waits for the device.
         page_table: int32 [batch, pages]; entries behind the last page that `seqlens` needs are not read.
         value_width: How many of the first elements of a latent are the value, up to 512.
         scale: Factor of the products; ``1 / sqrt(width)`` if None. Models want that of the expanded heads instead,
@@ -209,6 +212,9 @@ def mla_decode(
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
         kv_cache = kv_cache.squeeze(2)
+    if env.get("DEBUG"):
+        places = kv_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
+        check_indices("seqlens", seqlens, places + 1, "keys of the cache")
     given = (
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
         bool(causal), default_scale(scale, q.shape[-1]),

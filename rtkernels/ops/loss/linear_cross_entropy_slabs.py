@@ -1,15 +1,16 @@
 """Linear layer and cross entropy in slabs of the vocabulary: every sum over rows is one product, rounded once.
 
-All logits exist, as one tensor for each slab, until the log-sum-exp of every row is known. Then slab after slab
-becomes its gradient, adds to the gradient of the hidden states (fp32) and gives its rows of the weight's gradient. The
-memory of that gradient holds logits before: those of a slab lie behind the rows that the slab and all before it write.
-The peak is the logits, where whole logits need the weight's gradient next to them.
+The logits of a slab are needed two times: for the log-sum-exp of the rows, then as what becomes their gradient, adds to
+the gradient of the hidden states (fp32) and gives the slab's rows of the weight's gradient. In between they lie in the
+memory of that gradient, behind the rows that the slab and all before it write; when it is full, in memory of their own
+of up to 9/16 of its size; the rest is multiplied a second time. So the peak is 25/16 of the weight's gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import nothing
 
 _TILE, _CPU_COLUMNS = 128, 8192
+_KEPT_SIXTEENTHS = 9  # of the weight's gradient: memory for logits that do not fit into it
 
 
 def slab_columns(device: int) -> int:
@@ -28,11 +30,40 @@ def slab_columns(device: int) -> int:
     return _TILE * device_info(device).sm_count if device >= 0 else _CPU_COLUMNS
 
 
-def bounds(vocabulary: int, columns: int) -> list[tuple[int, int]]:
-    """Return the first and the last column (exclusive) of each slab. A smaller slab comes first: see :func:`places`."""
-    first = vocabulary % columns or columns
-    ends = range(min(first, vocabulary), vocabulary + 1, columns)
-    return [(max(0, end - columns), end) for end in ends]
+class Slab(NamedTuple):
+    """Columns of the logits that are made, used and turned into gradients together."""
+
+    first: int
+    end: int
+    place: int | None = None  # first element of its logits in the memory of the weight's gradient
+    is_kept: bool = True  # False: multiplied a second time when its gradient is made
+
+
+def plan(rows: int, vocabulary: int, size: int, columns: int) -> list[Slab]:
+    """Return slabs of up to `columns` columns, in the order in which they become gradients.
+
+    Slab after slab is turned into ``size`` elements of the weight's gradient for each column, from the start of its
+    memory on, so the logits of a slab have to begin behind its own part of it, and behind those of the slab before. The
+    part of the first slab holds no logits, so the smallest one comes first.
+    """
+    slabs: list[Slab] = []
+    begin = last = 0
+    while last < vocabulary:
+        end = last + (columns if slabs else vocabulary % columns or columns)
+        begin = max(begin, end * size)
+        if begin + rows * (end - last) > vocabulary * size:
+            break
+        slabs.append(Slab(last, end, begin))
+        begin += rows * (end - last)
+        last = end
+    half = columns // 2
+    kept_end = last + vocabulary * size * _KEPT_SIXTEENTHS // (16 * rows * half) * half
+    while last < vocabulary:
+        is_kept = last < kept_end
+        end = min(last + columns, kept_end if is_kept else vocabulary, vocabulary)
+        slabs.append(Slab(last, end, None, is_kept))
+        last = end
+    return slabs
 
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -44,25 +75,6 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.mm(a, b, out_dtype=torch.float32, out=sums)
     else:
         torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
-
-
-def places(memory: Tensor | None, rows: int, columns: list[int], size: int) -> list[Tensor | None]:
-    """Return where logits ``[rows, columns]`` of slabs lie in the memory of the weight's gradient; None: elsewhere.
-
-    Slab after slab is turned into ``columns * size`` elements of the gradient, from the start of the memory on, so the
-    logits of a slab have to begin behind its own part of it, and behind the logits of the slab before. The part of the
-    first slab holds no logits, so the smallest one is best.
-    """
-    found: list[Tensor | None] = []
-    begin = written = 0
-    for count in columns:
-        written += count * size
-        begin = max(begin, written)
-        end = begin + rows * count
-        fits = memory is not None and end <= memory.numel()
-        found.append(memory[begin:end].view(rows, count) if fits else None)
-        begin = end if fits else begin
-    return found
 
 
 class Functions(NamedTuple):
@@ -102,39 +114,46 @@ def run(
         g: fp32 ``[rows]``, the gradient of every row's loss; None for that of the reduced loss.
         options: ignore_index, label_smoothing, z_loss, softcap.
         reduction: NONE, MEAN or SUM.
-        needs: Which gradients are wanted: of states, weight and bias.
+        needs: Which gradients are wanted: of states, weight (always: its memory holds logits) and bias.
     """
     ignore_index, smoothing, z_loss, softcap = options
-    vocabulary = weight.shape[0]
-    spans = bounds(vocabulary, slab_columns(weight.get_device()))
-    slabs = [weight[first:end] for first, end in spans]
-    need_hidden, need_weight, need_bias = needs
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-    memory = None if dweight is None else dweight.view(-1)
-    logits: list[Any] = []
-    parts = []
-    room = places(memory, states.shape[0], [len(slab) for slab in slabs], weight.shape[1])
-    for (first, end), slab, place in zip(spans, slabs, room, strict=True):
+    vocabulary, size = weight.shape
+    need_hidden, _, need_bias = needs
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    slabs = plan(len(states), vocabulary, size, slab_columns(weight.get_device()))
+
+    def logits_of(slab: Slab) -> Tensor:
+        of_slab, out = weight[slab.first : slab.end].t(), None
+        if slab.place is not None:
+            shape = len(states), slab.end - slab.first
+            out = dweight.view(-1)[slab.place : slab.place + math.prod(shape)].view(shape)
         if bias is None:
-            logits.append(torch.mm(states, slab.t(), out=place))
-        else:
-            logits.append(torch.addmm(bias[first:end], states, slab.t(), out=place))
-        parts.append(functions.parts(logits[-1], labels, ignore_index, smoothing, softcap, first, vocabulary))
+            return torch.mm(states, of_slab, out=out)
+        return torch.addmm(bias[slab.first : slab.end], states, of_slab, out=out)
+
+    logits: dict[Slab, Tensor] = {}
+    parts = []
+    for slab in reversed(slabs):  # those that are not kept come before there is much to keep
+        some = logits_of(slab)
+        parts.append(functions.parts(some, labels, ignore_index, smoothing, softcap, slab.first, vocabulary))
+        if slab.is_kept:
+            logits[slab] = some
+        del some
     loss, accuracy, stats, factor = combined(
-        torch.stack(parts), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
+        torch.stack(parts[::-1]), labels, ignore_index, smoothing, z_loss, vocabulary, reduction
     )
     if g is None:
         g = torch.ones(1, dtype=torch.float32, device=states.device)
     rows = (labels, stats, factor if reduction == MEAN else None)
     dhidden = torch.empty(states.shape, dtype=torch.float32, device=states.device) if need_hidden else nothing(g)
     dbias = []
-    for i, (first, end) in enumerate(spans):
-        some, logits[i] = logits[i], None  # its memory is free after this round
+    for slab in slabs:
+        first, end = slab[:2]
+        some = logits.pop(slab) if slab.is_kept else logits_of(slab)  # its memory is free after this round
         functions.gradient_in_place(g, some, *rows, *options, first, vocabulary)
         if need_hidden:
-            add_product(dhidden, some, slabs[i], i == 0)
-        if dweight is not None:
-            torch.mm(some.t(), states, out=dweight[first:end])
+            add_product(dhidden, some, weight[first:end], first == 0)
+        torch.mm(some.t(), states, out=dweight[first:end])
         if need_bias:
             dbias.append(some.sum(0, dtype=torch.float32))
         del some
@@ -143,16 +162,16 @@ def run(
         accuracy,
         stats.sum(0),
         dhidden.to(states.dtype) if need_hidden else dhidden,
-        nothing(g) if dweight is None else dweight,
+        dweight,
         torch.cat(dbias).to(states.dtype) if need_bias else nothing(g),
     )
 
 
 def suits(rows: int, weight: Tensor, small: int) -> bool:
-    """Return True if slabs are the best way: all logits in no more memory than the weight's gradient takes in fp32.
+    """Return True if slabs are the best way: logits take no more memory than the weight's gradient in fp32 would.
 
-    With more rows, chunks whose weight gradients are added in fp32 need less. Up to `small` bytes of logits, one chunk
-    has fewer launches, and in fp32 chunks of rows round nothing either.
+    With more rows, much would be multiplied a second time, and chunks whose weight gradients are added in fp32 are
+    faster. Up to `small` bytes of logits, one chunk has fewer launches; in fp32 chunks of rows round nothing either.
     """
     vocabulary, size = weight.shape
     slab_bytes = rows * vocabulary * weight.element_size()
