@@ -7,8 +7,7 @@
 // columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
 //
 // With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
-// columns is free after the scores, each half of the others after the one product that needs it as values. A round earlier they are
-// asked for in L2, as the time between is shorter than a read of memory takes.
+// columns is free after the scores, each half of the others after the one product that needs it as values.
 //
 // Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
 // a tile behind the last key is zeros, masked.
@@ -70,55 +69,54 @@ __global__ void __launch_bounds__(384, 1)
         ptx::registers_give<40>();
         if (warp != kConsumers) return;
         u32 patched = 0;
+        // A lane for each box of rows of a tile: how many keys and boxes there are, and where this lane's is.
+        int exist = 0, parts_here = 0, slot = 0, number = 0;
+        const u32 part_bytes = static_cast<u32>(box_rows) * kTileRow;
+        auto find = [&](int i) {
+            const int key0 = (begin + i) * kKeys, key = key0 + lane * static_cast<int>(box_rows);
+            exist = max(min(sequence.keys - key0, kKeys), 0);
+            parts_here = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
+            if (lane >= parts_here) return;
+            const int page = key / static_cast<int>(page_size);
+            slot = key - page * static_cast<int>(page_size);
+            number = table == nullptr ? batch : table[batch * table_row + page];
+        };
+        if (rounds > 0) find(0);
 #pragma unroll 1
         for (int i = 0; i < 2 * rounds; ++i) {
             const Pipe::State state{i % 2, static_cast<u32>(i) / 2 % 2};
             const ptx::SharedAddress to = tiles + state.stage * Tile::kBytes;
-            // A lane for each box of rows of a tile: how many there are, and where this lane's is.
-            auto place = [&](int tile, int& number, int& slot) {
-                const int key = (begin + tile) * kKeys + lane * static_cast<int>(box_rows);
-                const int exist = max(min(sequence.keys - (begin + tile) * kKeys, kKeys), 0);
-                const int boxes = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
-                if (lane < boxes) {
-                    const int page = key / static_cast<int>(page_size);
-                    slot = key - page * static_cast<int>(page_size);
-                    number = table == nullptr ? batch : table[batch * table_row + page];
-                }
-                return boxes;
-            };
-            int slot = 0, number = 0;
-            if (i + 2 < 2 * rounds && lane < place(i + 2, number, slot))
-                for (int b = 0; b < Tile::kBoxes; ++b) ptx::tma_prefetch_3d(cache_map, 64 * b, slot, number);
-            const int exist = max(min(sequence.keys - (begin + i) * kKeys, kKeys), 0), parts_here = place(i, number, slot);
-            const u32 part_bytes = static_cast<u32>(box_rows) * kTileRow;
-            auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives) {
-                if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts_here * part_bytes * boxes);
+            auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives, int parts, int row, int page) {
+                if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts * part_bytes * boxes);
                 __syncwarp();
-                if (lane < parts_here)
+                if (lane < parts)
                     for (int b = box; b < box + boxes; ++b)
-                        ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, slot, number);
+                        ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, row, page);
             };
             // In the order in which consumers are done with what was there before.
             const Pipe first = half_pipe(state.stage), second = half_pipe(1 - state.stage);
             const int first_box = state.stage * kHalfBoxes, second_box = kHalfBoxes - first_box;
             last_pipe.acquire(state);
             if (exist == kKeys) {
-                fetch(2 * kHalfBoxes, 1, last_pipe.full(state));
+                fetch(2 * kHalfBoxes, 1, last_pipe.full(state), parts_here, slot, number);
                 first.acquire(state);
-                fetch(first_box, kHalfBoxes, first.full(state));
+                fetch(first_box, kHalfBoxes, first.full(state), parts_here, slot, number);
+                const int parts_of_tile = parts_here, slot_of_tile = slot, number_of_tile = number;
+                find(i + 1);  // while this warp would wait; behind the last tile: one that is not asked for
                 second.acquire(state);
-                fetch(second_box, kHalfBoxes, second.full(state));
+                fetch(second_box, kHalfBoxes, second.full(state), parts_of_tile, slot_of_tile, number_of_tile);
                 continue;
             }
             // Behind the last key lie rows of nobody, which may be NaN; this warp overwrites them before consumers see the tile.
             first.acquire(state), second.acquire(state);
-            fetch(0, Tile::kBoxes, patch);
+            fetch(0, Tile::kBoxes, patch, parts_here, slot, number);
             ptx::mbarrier_wait(patch, patched);
             patched ^= 1u;
             for (u32 at = exist * kTileRow + lane * 16; at < Tile::kBoxBytes; at += kWarp * 16)
                 for (int b = 0; b < Tile::kBoxes; ++b) ptx::st_shared_16(to + b * Tile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
             ptx::fence_async_shared();
             last_pipe.commit_warp(state), first.commit_warp(state), second.commit_warp(state);
+            find(i + 1);
         }
         return;
     }

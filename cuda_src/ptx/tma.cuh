@@ -50,12 +50,6 @@ RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
-// Asks L2 for the box.
-RTK_DEVICE void tma_prefetch_3d(const TensorMap& map, i32 first, i32 second, i32 third) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(first), "r"(second), "r"(third)
-                 : "memory");
-}
-
 // The other way, from shared memory to the map's box at (column, row); what lies outside of the tensor is left out.
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),

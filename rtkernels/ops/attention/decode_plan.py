@@ -118,22 +118,19 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
         codes: 0 for a cache of q's type.
         info: Of the device.
     """
-    whole = _shared_bytes(8, width, codes)
-    if (
-        not codes
-        and width <= 128
-        and whole <= info.shared_per_block
-        and 0.45 * info.sm_count <= blocks <= info.sm_count
-    ):
-        return Arrangement(8, whole, 1)  # half of the multiprocessors read as much as all of them
+    if not codes and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
+        # A block a multiprocessor while that is enough, and no splits from half of them on: they read as much as all.
+        if blocks <= info.sm_count:
+            return Arrangement(
+                8, shared, 1 if blocks >= 0.45 * info.sm_count else split_count(blocks, lkv, info.sm_count)
+            )
+        return Arrangement(4, shared // 2, 1)
     warps = 4
     while (shared := _shared_bytes(warps, width, codes)) > info.shared_per_block or warps * width * (
         1 if codes else 2
     ) > 1024:
         warps //= 2
     resident = max(min(info.shared_per_block // shared, 4 if codes == 1 else 3 if codes or width == 64 else 2), 1)
-    if not codes and blocks < 0.45 * info.sm_count:
-        resident = 1  # fewer parts to merge
     return Arrangement(warps, shared, split_count(blocks, lkv, info.sm_count * resident))
 
 
