@@ -19,11 +19,14 @@ import argparse
 import copy
 import gc
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +42,7 @@ from bench.measure.timing import CudaDevice, Timer
 from rtkernels.models.loss import chunk_rows
 
 Sizes = dict[str, int]
+_REFERENCES = "RTKERNELS_BENCH_REFERENCES"  # a folder, for processes of the same command
 
 
 class Kind(NamedTuple):
@@ -58,7 +62,7 @@ class Layer(NamedTuple):
 
 
 _FUSED = {"fused_layers": True, "attention": True, "router": True}
-_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=2), **_FUSED}
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=3), **_FUSED}
 PATCHES = {
     "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
 }  # fmt: skip
@@ -256,43 +260,63 @@ def _host_ms(call: Callable[[], Any]) -> float:
 
 def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Tensor], repeats: int) -> dict[str, Any]:
     """Return the row of one way."""
-    gc.collect()  # of the way before, whose modules may have cycles
-    with nullcontext() if way == "compile" else processes.sharing():  # the host's business for a long time
+    compiled = way == "compile"
+    leaf, dy = inputs(sizes, device, torch.bfloat16)
+    with nullcontext() if compiled else processes.alone():  # compiling is the host's business for a long time
         layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
-        leaf, dy = inputs(sizes, device, torch.bfloat16)
         got = results(layer, leaf, dy)
         errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
-    del got
-    row: dict[str, Any] = {
-        "error_output": errors.pop("y"), "error_gradients": max(errors.values()), "worst": max(errors, key=errors.get),
-    }  # fmt: skip
-
-    def call() -> Tensor:
-        return step(layer, leaf, dy)
-
-    if device == "cuda":
-        with processes.alone():
-            call()
-            row["peak_mib"] = round(peak_mib(call))
-            row["host_ms"] = round(_host_ms(call), 3)
-            timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
-            if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
-                timing = timer.measure_waiting([call], min(repeats, 3))
-            else:
-                timing = timer.measure([call])
-        row["forward_and_backward_ms"] = round(timing.us / 1000, 3)
-    else:
-        started = time.perf_counter()
-        call()
-        row["forward_and_backward_ms"] = round((time.perf_counter() - started) * 1000, 3)
+        del got
+        row: dict[str, Any] = {
+            "error_output": errors.pop("y"),
+            "error_gradients": max(errors.values()),
+            "worst": max(errors, key=errors.get),
+        }
+        with processes.alone() if compiled else nullcontext():
+            row |= _timed(kind, way, partial(step, layer, leaf, dy), device, repeats)
+        del layer, leaf, dy
+        _free(device)
     return row
 
 
+def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats: int) -> dict[str, Any]:
+    """Return peak memory, host time and time of a step."""
+    if device == "cpu":
+        started = time.perf_counter()
+        call()
+        return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
+    call()
+    row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
+    timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
+    if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
+        timing = timer.measure_waiting([call], min(repeats, 3))
+    else:
+        timing = timer.measure([call])
+    return row | {"forward_and_backward_ms": round(timing.us / 1000, 3)}
+
+
+def _free(device: str) -> None:
+    """Give memory back, also that of modules with cycles: several processes share the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
-    """Return output and gradients of the layer in fp32, kept on the host."""
-    layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
-    leaf, dy = inputs(sizes, device, torch.float32)
-    return {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+    """Return output and gradients of the layer in fp32, kept on the host; of the first process that needs them."""
+    folder = os.environ.get(_REFERENCES)
+    path = Path(folder) / f"{kind}.pt" if folder else None
+    with processes.alone():
+        if path is not None and path.exists():
+            return torch.load(path, mmap=True)
+        layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
+        leaf, dy = inputs(sizes, device, torch.float32)
+        made = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+        del layer, leaf, dy
+        _free(device)
+        if path is not None:
+            torch.save(made, path)
+        return made
 
 
 def parser() -> argparse.ArgumentParser:
@@ -315,15 +339,10 @@ def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
         if way not in KINDS[kind].ways:
             continue
         sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
-        with processes.sharing():
-            wanted = reference(kind, sizes, device)
         try:
-            found[kind] = measure(kind, way, sizes, device, wanted, args.repeats)
+            found[kind] = measure(kind, way, sizes, device, reference(kind, sizes, device), args.repeats)
         except ImportError as error:
             found[kind] = {"absent": str(error)}
-        if device == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
     return found
 
 
@@ -342,7 +361,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     made: dict[str, Any] = {}
     print(f"{'layer':7}{'way':14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
     passed = sys.argv[1:] if arguments is None else arguments
-    for way, record in processes.records("bench.layers", ways, passed, args.together):
+    with _references() as environment:
+        _collect(made, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
+    return made
+
+
+@contextmanager
+def _references() -> Iterator[dict[str, str]]:
+    """Give the environment by which processes find the references that one of them has made."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        yield {_REFERENCES: folder}
+
+
+def _collect(made: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
+    """Print what processes measured, put it in `made`, and write that."""
+    for way, record in records:
         for kind in (kind for kind in kinds if way in KINDS[kind].ways):
             sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
             entry = {"command": f"python -m bench.layers {kind}", "rows": [dict(sizes)]}
@@ -351,7 +385,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
         if args.out:  # way by way: what was measured stays if a later one fails
             args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
-    return made
 
 
 def _line(way: str, row: dict[str, Any]) -> str:

@@ -59,7 +59,8 @@ class Recipe(NamedTuple):
         save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
             norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
         parts: In how many parts a gated MLP takes its rows, with `fused_layers`: what is saved of a part is freed as
-            soon as it has its gradient. Two take an eighth off a layer's peak, for products that are summed.
+            soon as it has its gradient. With `save_weight`, two take an eighth off a layer's peak, and they cost time:
+            gradients of weights are sums of products.
         skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
     """
 
