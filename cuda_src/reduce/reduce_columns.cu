@@ -10,6 +10,10 @@ namespace rtk {
 
 inline constexpr int kColumnThreads = 256, kColumnLoads = 4;
 
+// Blocks on a multiprocessor: with three of them the 512 tiles of a matrix of 65536 columns were two waves, and a sixth slower.
+template <typename M>
+inline constexpr int kColumnBlocks = sizeof(typename M::State) <= 8 ? 4 : 3;
+
 // The states of N columns from all threads that have them, for those of the first row.
 template <typename M, int N>
 RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across) {
@@ -29,7 +33,7 @@ RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across) 
 }
 
 template <typename T, typename M, int N>
-RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* ticket, const Finish& finish, i64 column,
+RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets, const Finish& finish, i64 column,
                             i64 columns, i64 begin, i64 end, int across, i64 out, i64 out0, i64 slice, i64 slices,
                             i64 results, const Reduced& reduced, const Lift& lift) {
     using State = typename M::State;
@@ -72,6 +76,8 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* ticket, 
 #pragma unroll
             for (int j = 0; j < N; ++j) parts[slice * results + j * out0] = s[j];
         }
+        const i64 tiles = ceil_div(columns, across * N);  // computed here: registers are short above
+        u32* ticket = tickets + blockIdx.x / (tiles * slices) * tiles + blockIdx.x % tiles;
         if (!is_last_block(ticket, slices)) return;
 #pragma unroll
         for (int j = 0; j < N; ++j) s[j] = M::identity();
@@ -88,7 +94,7 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* ticket, 
 }
 
 template <typename T, typename M>
-__global__ void __launch_bounds__(kColumnThreads, 2)
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<M>)
     reduce_columns(const T* x, void* out, void* second, void* partial, u32* tickets, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
                    i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1,
                    i64 divider0, i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 across,
@@ -107,12 +113,11 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
     const Reduced reduced{reduced1, reduced0, divider1, divider0, stride2, stride1, stride0};
     const Lift how{static_cast<int>(lift), static_cast<float>(power)};
     const Finish last{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second};
-    u32* ticket = tickets + outer * tiles + tile;
     if (aligned) {
-        reduce_tile<T, M, kWidth>(from, memory, partial, ticket, last, column, size0, begin, end, static_cast<int>(across),
+        reduce_tile<T, M, kWidth>(from, memory, partial, tickets, last, column, size0, begin, end, static_cast<int>(across),
                                   to, out0, slice, slices, results, reduced, how);
     } else {
-        reduce_tile<T, M, 1>(from, memory, partial, ticket, last, column, size0, begin, end, static_cast<int>(across), to,
+        reduce_tile<T, M, 1>(from, memory, partial, tickets, last, column, size0, begin, end, static_cast<int>(across), to,
                              out0, slice, slices, results, reduced, how);
     }
 }

@@ -140,8 +140,18 @@ def key_of({parameters}):
 
 
 def _comparison(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Return a function that says whether tensors are like these; never, where one comes two times."""
-    return same_tensors(tensors) if len({id(tensor) for tensor in tensors}) == len(tensors) else never
+    """Return a function that says whether tensors are like these, and one where these are: C++ wants different ones."""
+    places = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
+    if len(places) == len(tensors):
+        return same_tensors(tensors)
+    first = sorted(places.values())
+    matches = same_tensors([tensors[i] for i in first])
+    pairs = [(i, places[id(tensor)]) for i, tensor in enumerate(tensors) if places[id(tensor)] != i]
+
+    def same(*given: Tensor) -> bool:
+        return all(given[i] is given[j] for i, j in pairs) and matches(*[given[i] for i in first])
+
+    return same
 
 
 def _parameter(argument: Any) -> str:
@@ -272,9 +282,17 @@ class _Writer:
         if found is not None:
             name, offset = found
             return f"p_{name} + {offset}" if offset else f"p_{name}"
-        if _place(tensor) not in self.made:
-            raise _Unknown
-        return f"{self.made[_place(tensor)][0]}.data_ptr()"
+        expression, made = self._made_with(tensor)
+        offset = _place(tensor)[1] - _place(made)[1]
+        return f"{expression}.data_ptr() + {offset}" if offset else f"{expression}.data_ptr()"
+
+    def _made_with(self, tensor: Tensor) -> tuple[str, Tensor]:
+        """Return what a launch made that a tensor is or views."""
+        storage, _ = _place(tensor)
+        for (place, _), found in self.made.items():
+            if place == storage:
+                return found
+        raise _Unknown
 
     def _add(self, i: int, call: Call) -> None:
         tensors = list(call.tensors)
@@ -333,11 +351,17 @@ class _Writer:
     def _returned(self, value: Any) -> str:
         if value is None:
             return "None"
-        if not isinstance(value, Tensor) or _place(value) not in self.made:
+        if not isinstance(value, Tensor):
             raise _Unknown
-        expression, tensor = self.made[_place(value)]
-        if value.dtype == tensor.dtype and value.shape == tensor.shape and value.stride() == tensor.stride():
+        expression, tensor = self._made_with(value)
+        if value.dtype != tensor.dtype or any(value.untyped_storage()._cdata == _place(t)[0] for _, t in self.given):
+            if value is tensor:  # an argument that was written
+                return expression
+            raise _Unknown
+        if (value.shape, value.stride(), value.storage_offset()) == (tensor.shape, tensor.stride(), 0):
             return expression
-        if value.dtype == tensor.dtype and value.is_contiguous() and tensor.is_contiguous():
+        if tensor.storage_offset():
+            raise _Unknown
+        if value.numel() == tensor.numel() and value.is_contiguous() and tensor.is_contiguous():
             return f"{expression}.view({tuple(value.shape)})"
-        raise _Unknown
+        return f"{expression}.as_strided({tuple(value.shape)}, {value.stride()}, {value.storage_offset()})"

@@ -31,6 +31,9 @@ CALLS = {
     "_softmax": lambda: torch.ops.aten._softmax(x(), 0, False),
     "_softmax_backward_data": lambda: torch.ops.aten._softmax_backward_data(x(), y(), 1, torch.float32),
     "native_layer_norm": lambda: torch.ops.aten.native_layer_norm(x(), [40], torch.randn(40), None, 1e-5),
+    "native_layer_norm_backward": lambda: torch.ops.aten.native_layer_norm_backward(
+        x(), y(), [40], torch.randn(6, 1), torch.rand(6, 1), torch.randn(40), torch.randn(40), [True, True, True]
+    ),
     "cummax": lambda: torch.ops.aten.cummax(x(), 1),
     "sort": lambda: torch.ops.aten.sort(x(), 1),
     "avg_pool2d": lambda: torch.ops.aten.avg_pool2d(torch.randn(1, 6, 8), [2, 2]),
