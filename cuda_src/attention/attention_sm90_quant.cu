@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(384, 1)
                     const float* const from = scale_v + tile.batch * sv_batch + kv_head * sv_head;
                     for (int i = lane; i < 2 * D; i += kWarp)
                         ptx::cp_async_4_or_zero(value_scales + v_state.stage * kValueScales + 4 * i,
-                                                from + (2 * n + i / D) * sv_block + i % D, i % D < d_v && n * BN + i / D * kHalf < lkv);
+                                                from + (2 * n + i / D) * sv_block + i % D,
+                                                i % D < d_v && n * BN + i / D * kHalf < sequence.keys);
                     ptx::cp_async_arrive(v_pipe.full(v_state));
                 } else if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
                     VTile::fetch_some(to, v_map, patch, patched, sequence.k_row + n * BN, kv_head, batch, sequence.keys - n * BN);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,14 +71,16 @@ def check(name: str, device: str, granularity: str = "token") -> None:
         if granularity == "token":
             qs[..., lq // 2] = 0  # as others may have it for a row of zeros
         values, scale_v = (v.clone(), None) if value_code is None else quantize_v(v, dtype=value_code)
-        clean = kc.clone(), ks.clone(), values.clone()
+        clean = kc.clone(), ks.clone(), values.clone(), None if scale_v is None else scale_v.clone()
         for i, used in enumerate(options.get("seqused_k", ())):
             spoil_behind(int(used), kc[i], ks[i], values[i])
+            if scale_v is not None:
+                scale_v[i, :, -(-int(used) // 64) :] = math.nan
         block = {"block_q": 64, "block_k": 64} if granularity == "block" else {}
         out, lse = attention_quantized(
             qc, kc, values, qs, ks, scale_v, **options, **block, out_dtype=dtype, return_lse=True
         )
-    kc, ks, values = clean
+    kc, ks, values, scale_v = clean
     given = decoded(qc, qs, block.get("block_q", 1)), decoded(kc, ks, block.get("block_k", 1))
     if value_code is not None:
         values = decoded_values(values, scale_v, lkv)
