@@ -200,7 +200,7 @@ def _record(args: argparse.Namespace) -> int:
         path = accepted.path_of(result["environment"]["gpu"])
         numbers = accepted.load(path) if path.exists() else accepted.empty()
         for label in accepted.record(numbers, result):
-            print(f"not recorded: {label} (failed, or the peer that was fastest before is missing)")
+            print(f"not recorded: {label} (failed, not compared, or without the peer that was fastest before)")
         accepted.save(numbers, path)
     return 0
 
