@@ -241,14 +241,16 @@ block, `rtkernels.disable()` ends it. Names are overloads (`sum.dim_IntList`), o
 `rtkernels.aten.overloads()` lists them, `rtkernels.report()` prints what was taken and what went to torch, and why.
 
 What a kernel does not cover (float64 and complex, more than six dimensions that do not merge, sparse tensors, invalid
-arguments) goes to torch's own kernel. Gradients are torch's formulas. Small tensors go to torch as well, because the
-time of the host counts there: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes.
+arguments) goes to torch's own kernel. Gradients are torch's formulas. Where the time of the host decides for torch,
+small tensors go to it as well: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes. A call that is like one before in
+shapes, strides, dtypes and numbers does not run our Python code for it a second time: what that launched is launched
+again.
 
 {count} overloads can be taken; {default} of them are the default set of `enable()` (`rtkernels/aten/measured.py`): all
 of torch's samples agree on the GPU, and over FlagGems' core shapes the geometric mean of torch's time over ours is 1.05
-or more, host included ([measured](#measured)). The time of the host decides: where torch launches one kernel, ours is
-faster only from millions of elements on, so that most overloads are not in the set; `include="red"` and the like take
-them all the same, for captured graphs and large tensors.
+or more, host included ([measured](#measured)). Where torch launches one kernel that reads memory at full speed, ours
+is no faster, so that most plain pointwise operators are not in the set; `include="ew"` and the like take them all the
+same.
 
 Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, and ours with them; `inductor` writes
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
@@ -262,9 +264,6 @@ tensors are taken too, by the emulator: that is how tests run without a GPU.
 | overloads | family | here |
 |---|---|---|
 """
-
-
-ONLY_ON_CUDA = {"_fused_rms_norm", "_fused_rms_norm_backward"}  # composites elsewhere
 
 
 def listed() -> list[tuple[str, str, int, list[str]]]:
@@ -300,9 +299,20 @@ One run of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 a
 (`bench/results/aten/h200.json`); times of calls in a row, host included ("operator mode"). Torch's time over ours,
 geometric mean over the shapes: of our kernel at every size; with smaller calls given back to torch, which costs
 {extra:.0f} µs of that host's time each; and the elements from which on the kernel is then taken. In a fresh process
-`enable()` took {enable:.0f} ms there, `enable("all")` {everything:.0f} ms, all imports included.
+`enable()` took {enable:.0f} ms there, all imports included.
 
 | overload | kernel at every size | from a threshold on | threshold |
+|---|---|---|---|
+"""
+
+
+BOUNDS = """
+
+Shares of what memory allows (`bench/measure/aten_bounds.py`), launch included: sums of rows and of columns against the
+time of reading their bytes, and `x + y` of classes V (dense), R (rows with gaps) and T (one operand transposed) against
+a copy of as many bytes.
+
+| case | ours | torch's | our µs |
 |---|---|---|---|
 """
 
@@ -312,14 +322,17 @@ def measured() -> list[str]:
     result = chosen.load()
     about, host = result["environment"], result["host"]
     head = MEASURED.format(
-        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"],
-        everything=host["enable all ms"],
-    )  # fmt: skip
+        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"]
+    )
     lines = head.rstrip().splitlines()
     for name, (alone, best, size) in sorted(chosen.choice(result).items(), key=lambda item: -item[1][1]):
         where = "never" if size == chosen.NEVER else f"{size}"
         mark = ", default" if name in DEFAULT else ""
         lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+    if result.get("bounds"):
+        lines += BOUNDS.rstrip().splitlines()
+        for name, found in result["bounds"].items():
+            lines.append(f"| {name} | {found['share']:.2f} | {found['torch']:.2f} | {found['us']:.1f} |")
     return [*lines, ""]
 
 
@@ -327,7 +340,7 @@ def page() -> str:
     """Return the text of ``operators.md``."""
     rows = table.table()
     default = [name for name, row in rows.items() if row.default]
-    known = set(rows) | ONLY_ON_CUDA
+    known = set(rows) | set(table.ONLY_ON_CUDA)
     lines = INTRODUCTION.format(count=len(known), default=len(default)).strip().splitlines()
     for family, _, _, names in listed():
         taken = [name for name in names if name in rows]

@@ -23,12 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rtkernels
+from bench.measure.aten_bounds import bounds
 from bench.measure.aten_cases import FAMILY_CASES
 from bench.measure.timing import Timer, TimingError
 from rtkernels.aten import table
@@ -147,26 +149,29 @@ def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.O
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for overloads that nobody
-# expects to be faster than torch's, three shapes of bfloat16.
+# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for plain pointwise
+# operators and copies, two shapes of bfloat16.
 _QUICK_SHAPES = {
-    "red": [(64, 64), (256, 256), (1 << 20,), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
+    "red": [(64, 64), (1 << 20,), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
     "ew": [(64, 64), (1024, 1024), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
 }
-_QUICK_OTHERS = [(64, 64), (4096, 4096), (1024, 65536)]
+_QUICK_OTHERS = [(64, 64), (4096, 4096)]
+_QUICK_ORDER = ("row", "scan", "sort", "idx", "win", "copy", "ew", "rng", "red")
+_LARGE = 1 << 28  # elements from which on one dtype will do, and no kernel is timed apart
 
 
 def quick_cases(pattern: str = "") -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
     """Yield the cases of a run of about a minute: candidates for the default set first, then the others."""
     rows = [row for row in table.table().values() if re.search(pattern, f"{row.family} {row.name}")]
-    for row in sorted(rows, key=lambda row: not is_candidate(row)):
+    for row in sorted(rows, key=lambda row: (not is_candidate(row), _QUICK_ORDER.index(row.family))):
         group = "concat" if row.name in ("cat", "stack") else SHAPES_OF.get(row.family, "generic")
         candidate = is_candidate(row)
         shapes = _QUICK_SHAPES.get(group, SHAPES[group]) if candidate else _QUICK_OTHERS
         for shape in shapes:
             if row.name in _TWO_DIMENSIONS and len(shape) != 2:
                 continue
-            for dtype in (torch.float32, torch.bfloat16) if candidate else (torch.bfloat16,):
+            both = candidate and math.prod(shape) < _LARGE
+            for dtype in (torch.float32, torch.bfloat16) if both else (torch.bfloat16,):
                 yield row, shape, dtype
 
 
@@ -177,6 +182,19 @@ def is_candidate(row: table.Overload) -> bool:
 
 # Of the pointwise operators and copies those that torch does by several kernels, or by a slow one.
 EXPECTED = {"isinf", "isfinite", "isclose", "cat", "stack", "clone", "glu_backward", "triu", "tril", "native_dropout"}
+
+
+def _flaggems() -> Any:
+    os.environ.setdefault("GEMS_VENDOR", "nvidia")  # else it runs the tools of every vendor it knows
+    import flag_gems
+
+    return flag_gems
+
+
+@cache
+def _gems() -> dict[str, str]:
+    """Return the overloads that FlagGems registers, with the names of its functions."""
+    return {entry[0]: entry[1].__name__ for entry in _flaggems()._FULL_CONFIG}
 
 
 @contextlib.contextmanager
@@ -190,9 +208,7 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
         finally:
             table.MIN_ELEMENTS.update(limits)
     elif name == "flaggems":
-        import flag_gems
-
-        with flag_gems.use_gems():
+        with _flaggems().use_gems(include=[_gems()[row.name]]):
             yield
     else:
         yield
@@ -200,26 +216,23 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
 
 def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, float]:
     """Return µs per call with one synchronisation at the end, and without it; up to `most` calls in the budget."""
-    for _ in range(3):
-        call()
+    call()
+    call()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(3):
-        call()
+    call()
+    call()
     torch.cuda.synchronize()
-    count = max(3, min(most, int(budget_us / ((time.perf_counter() - start) / 3 * 1e6))))
-    for _ in range(count // 4):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    submitted = time.perf_counter()
-    torch.cuda.synchronize()
-    return {
-        "operator": (time.perf_counter() - start) / count * 1e6,
-        "submit": (submitted - start) / count * 1e6,
-    }
+    count = max(3, min(most, int(budget_us / ((time.perf_counter() - start) / 2 * 1e6))))
+    found = []
+    for _ in range(1 if count == 3 else 2):  # the better of two: a host has other things to do now and then
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        submitted = time.perf_counter()
+        torch.cuda.synchronize()
+        found.append(((time.perf_counter() - start) / count * 1e6, (submitted - start) / count * 1e6))
+    return dict(zip(("operator", "submit"), min(found), strict=True))
 
 
 def measure_case(
@@ -235,6 +248,8 @@ def measure_case(
     op = getattr(getattr(torch.ops.aten, base), overload or "default")
     found: dict[str, Any] = {}
     for way in ways:
+        if way == "flaggems" and row.name not in _gems():
+            continue
         function = torch.compile(op, dynamic=False) if way == "inductor" else op
 
         def call(function: Any = function) -> Any:
@@ -243,8 +258,8 @@ def measure_case(
         try:
             rtkernels.aten.reset()
             with _way(way, row), torch.no_grad():
-                found[way] = _wall_us(call, 60 if quick else 100, 3_000 if quick else 200_000)
-                if not quick:
+                found[way] = _wall_us(call, 80 if quick else 100, 2_000 if quick else 200_000)
+                if not quick or (is_candidate(row) and 1 << 22 <= math.prod(shape) < _LARGE):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
                         found[way]["kernel"] = timer.measure([call]).us
             if way == "rtkernels":
@@ -257,7 +272,9 @@ def measure_case(
 
 
 def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], threads: int = 16) -> None:
-    """Call every case that is not large one time, in threads: kernels are compiled there, several at a time."""
+    """Call every case one time, in threads: kernels are compiled there, several at a time. Those of the largest shapes
+    are the same.
+    """
 
     def one(case: tuple[table.Overload, tuple[int, ...], torch.dtype]) -> None:
         row, shape, dtype = case
@@ -271,14 +288,21 @@ def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], thre
     table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
     try:
         with rtkernels.use("all"), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 22]))
+            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 26]))
     finally:
         table.MIN_ELEMENTS.update(limits)
     torch.cuda.synchronize()
 
 
 def run(
-    pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, seconds: float | None = None
+    pattern: str,
+    out: Path,
+    *,
+    ways: tuple[str, ...],
+    limit: int | None,
+    quick: bool,
+    seconds: float | None = None,
+    host: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Measure all cases, write them to a file now and then, and return the file's content.
 
@@ -289,14 +313,17 @@ def run(
         limit: Leave out shapes with more elements.
         quick: The cases of ``quick_cases``, and few calls of each.
         seconds: Begin no case after this time.
+        host: What ``host_times`` and ``enable_times`` gave, if that is known.
     """
     from bench import meta
     from bench.measure.timing import CudaDevice
 
     begun = time.perf_counter()
-    timer = Timer(CudaDevice(), iterations=50)
+    timer = Timer(CudaDevice(), iterations=10, warm_us=500.0) if quick else Timer(CudaDevice(), iterations=50)
     result: dict[str, Any] = {
-        "environment": meta.environment(), "quick": quick, "complete": False, "host": host_times(), "cases": [],
+        "environment": meta.environment(), "quick": quick, "complete": False,
+        "host": host or host_times() | enable_times(), "bounds": bounds(timer) if "rtkernels" in ways else {},
+        "cases": [],
     }  # fmt: skip
     listed = list(quick_cases(pattern) if quick else cases(pattern, limit))
     others = [case for case in listed if not is_candidate(case[0])]
@@ -314,7 +341,8 @@ def run(
                 {"overload": row.name, "family": row.family, "shape": shape,
                  "dtype": str(dtype).removeprefix("torch."), **found}
             )  # fmt: skip
-            print(_line(result["cases"][-1]), flush=True)
+            if not quick:
+                print(_line(result["cases"][-1]), flush=True)
             if not quick or len(result["cases"]) % 50 == 0:
                 save(result, out)
         if math.prod(shape) > 1 << 26:
@@ -323,6 +351,8 @@ def run(
         result["complete"] = True
     save(result, out)
     print(summary(result["cases"]))
+    if any("kernel" in case.get("torch", {}) for case in result["cases"]):
+        print(summary(result["cases"], "kernel"))
     return result
 
 
@@ -346,9 +376,7 @@ _ENABLE = (
 
 
 def host_times() -> dict[str, float]:
-    """Return µs of calls that are too small for us: torch's own, and through an override that gives them back; and
-    what ``enable`` takes in a fresh process, in ms.
-    """
+    """Return the host's µs of small calls: torch's own, through an override that gives them back, and our kernels'."""
     x = torch.randn(64, 64, device="cuda")
     calls = {
         "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x, [1]),
@@ -363,6 +391,12 @@ def host_times() -> dict[str, float]:
             found[f"given back {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
         with _way("rtkernels", table.table()[name]):
             found[f"rtkernels {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
+    return found
+
+
+def enable_times() -> dict[str, float]:
+    """Return what ``enable`` takes in a fresh process, in ms."""
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:  # for byte code, as an installed package has it
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -392,19 +426,29 @@ def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
     for case in found:
         by_overload.setdefault(case["overload"], []).append(case)
     lines = [
-        f"| overload | rtkernels | worst | flaggems | inductor | ({mode}, torch eager = 1) |",
+        f"| overload | rtkernels | worst | flaggems | inductor | {mode}, torch eager = 1; each case |",
         "|---|---|---|---|---|---|",
     ]
-    for name, listed in sorted(by_overload.items()):
-        cells = []
+    for name, listed in sorted(by_overload.items(), key=lambda item: (item[1][0]["family"], item[0])):
+        cells, each = [], []
         for way in ("rtkernels", "flaggems", "inductor"):
-            ratios = [
-                case["torch"][mode] / case[way][mode]
-                for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})
-            ]  # fmt: skip
+            both = [case for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})]
+            ratios = [case["torch"][mode] / case[way][mode] for case in both]
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
             cells.append("" if mean is None else f"{mean:.2f}")
             if way == "rtkernels":
                 cells.append(f"{min(ratios):.2f}" if ratios else "")
-        lines.append(f"| {name} | {' | '.join(cells)} | |")
+                each = [f"{_short(case)} {ratio:.2f}" for case, ratio in zip(both, ratios, strict=True)]
+                each += [f"{_short(case)} {_failure(case)}" for case in listed if _failure(case)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(each)} |")
     return "\n".join(lines)
+
+
+def _short(case: dict[str, Any]) -> str:
+    return f"{'x'.join(map(str, case['shape']))}{'b' if case['dtype'] == 'bfloat16' else case['dtype'][0]}"
+
+
+def _failure(case: dict[str, Any]) -> str:
+    """Return why a case has no time of ours, or that of torch's kernel."""
+    found = case.get("rtkernels", {})
+    return found["error"][:60] if "error" in found else f"torch: {', '.join(found['why'])}" if found.get("why") else ""

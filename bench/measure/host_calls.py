@@ -201,3 +201,10 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         **{name: (SINGLE_LAUNCH, made) for name, made in single.items()},
         **{name: (SEVERAL, made) for name, made in several.items()},
     }
+
+
+def limits() -> dict[str, float]:
+    """Return what each host row without gradients may take beside ``x * 2``, by the row's name."""
+    import rtkernels as rtk
+
+    return {f"{name} no_grad": limit for name, (limit, _) in calls(rtk, "cpu").items()}

@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rtkernels.aten import table
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
 MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
@@ -67,20 +69,29 @@ def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
 
 
 def default_set(result: dict[str, Any]) -> dict[str, int]:
-    """Return the default set, with thresholds."""
-    return {name: size for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER}
+    """Return the default set, with thresholds; 0 where the smallest size that was measured is faster already."""
+    smallest = {name: min(case["elements"] for case in cases) for name, cases in cases_of(result).items()}
+    return {
+        name: 0 if size == smallest[name] else size
+        for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER
+    }  # fmt: skip
 
 
 def measured_module(result: dict[str, Any]) -> str:
     """Return the text of ``rtkernels/aten/measured.py``."""
-    lines = "".join(f'    "{name}": {size},\n' for name, size in sorted(default_set(result).items()))
+    chosen = sorted(default_set(result).items())
+    module_of = {row.name: module for module in table.MODULES for row in table.rows_of(module)}
+    module_of |= dict.fromkeys(table.ONLY_ON_CUDA, "row")
+    lines = "".join(f'    "{name}": {size},\n' for name, size in chosen)
+    modules = "".join(f'    "{name}": "{module_of[name]}",\n' for name, _ in chosen)
     gpu = result["environment"].get("gpu", "?")
     return (
         '"""The default set of ``rtkernels.enable()``: overloads that were faster than torch\'s over FlagGems\' core\n'
         "shapes, with the elements of the largest tensor from which on they are taken.\n\n"
         f"Written by ``python -m bench aten --record`` from ``bench/results/aten/h200.json``, measured on a {gpu}.\n"
         '"""\n\n'
-        f"DEFAULT = {{\n{lines}}}\n"
+        f"DEFAULT = {{\n{lines}}}\n\n"
+        f"# Modules of ``rtkernels.aten`` that have the handlers.\nMODULE_OF = {{\n{modules}}}\n"
     )
 
 

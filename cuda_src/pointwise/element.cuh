@@ -35,24 +35,50 @@ struct ElementTraits<fp16> : FloatTraits {};
 template <typename T>
 using Compute = typename ElementTraits<T>::Compute;
 
-// N consecutive elements; `p` is aligned to 16 bytes or to all N of them.
+// N consecutive elements as memory has them.
 template <typename T, int N>
-RTK_DEVICE void load_elements(const T* p, Compute<T> (&value)[N]) {
-    constexpr int kBytes = sizeof(T) * N;
-    if constexpr (kBytes > 16) {
-        constexpr int kHalf = N / 2;
-        Compute<T> low[kHalf], high[kHalf];
-        load_elements<T, kHalf>(p, low);
-        load_elements<T, kHalf>(p + kHalf, high);
+struct RawElements {
+    static constexpr int kBytes = sizeof(T) * N, kParts = kBytes > 16 ? kBytes / 16 : 1, kEach = N / kParts;
+    Raw<kBytes / kParts> part[kParts];
+
+    // `p` is aligned to 16 bytes or to all N of them.
+    RTK_DEVICE void load(const T* p) {
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) value[i] = low[i], value[i + kHalf] = high[i];
-    } else {
-        const Raw<kBytes> raw = ptx::ld_stream<kBytes>(p);
+        for (int j = 0; j < kParts; ++j) part[j] = ptx::ld_stream<kBytes / kParts>(p + j * kEach);
+    }
+
+    // The element at `p`, N times.
+    RTK_DEVICE void load_repeated(const T* p) {
+        const Raw<sizeof(T)> one = ptx::ld_stream<sizeof(T)>(p);
+        u32 word = one.w[0];
+        if constexpr (sizeof(T) == 1) word = (word & 0xffu) * 0x01010101u;
+        if constexpr (sizeof(T) == 2) word = (word & 0xffffu) * 0x00010001u;
+#pragma unroll
+        for (auto& some : part) {
+#pragma unroll
+            for (int w = 0; w < static_cast<int>(sizeof(some.w) / 4); ++w) {
+                some.w[w] = word;
+                if constexpr (sizeof(T) == 8) some.w[w] = one.w[w % 2];
+            }
+        }
+    }
+
+    RTK_DEVICE void unpack_to(Compute<T> (&value)[N]) const {
+#pragma unroll
+        for (int j = 0; j < kParts; ++j) {
+            Compute<T> some[kEach];
+            unpack_part(part[j], some);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) value[j * kEach + i] = some[i];
+        }
+    }
+
+    RTK_DEVICE static void unpack_part(const Raw<kBytes / kParts>& raw, Compute<T> (&value)[kEach]) {
         if constexpr (ElementTraits<T>::kFloat) {
-            unpack<T, N>(raw, value);
+            unpack<T, kEach>(raw, value);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
+            for (int i = 0; i < kEach; ++i) {
                 if constexpr (sizeof(T) == 8) {
                     value[i] = static_cast<i64>(static_cast<u64>(raw.w[2 * i + 1]) << 32 | raw.w[2 * i]);
                 } else if constexpr (sizeof(T) == 4) {
@@ -69,6 +95,13 @@ RTK_DEVICE void load_elements(const T* p, Compute<T> (&value)[N]) {
             }
         }
     }
+};
+
+template <typename T, int N>
+RTK_DEVICE void load_elements(const T* p, Compute<T> (&value)[N]) {
+    RawElements<T, N> raw;
+    raw.load(p);
+    raw.unpack_to(value);
 }
 
 template <typename T>

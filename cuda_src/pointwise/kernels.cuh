@@ -47,11 +47,13 @@ struct Inside<T, A, true> {
     using Type = Compute<A>;
 };
 
-// N values of one operand, as the functor wants them.
+// N values of one operand, as the functor wants them. They are fetched first and unpacked when those of all operands are on
+// their way: a conversion waits for its load.
 template <typename T, typename A, bool kOwn, int N>
 struct Operand {
     using Type = typename Inside<T, A, kOwn>::Type;
     Type value[N];
+    RawElements<A, N> raw;
 
     RTK_DEVICE void fill(Type one) {
 #pragma unroll
@@ -64,16 +66,17 @@ struct Operand {
     }
 
     // N consecutive elements, or one N times.
-    RTK_DEVICE void load(const A* p, bool steps) {
-        Compute<A> own[N];
-        if (steps) {
-            load_elements<A, N>(p, own);
+    RTK_DEVICE void fetch(const A* p, bool steps) {
+        if (steps || N == 1) {
+            raw.load(p);
         } else {
-            Compute<A> one[1];
-            load_elements<A, 1>(p, one);
-#pragma unroll
-            for (int i = 0; i < N; ++i) own[i] = one[0];
+            raw.load_repeated(p);
         }
+    }
+
+    RTK_DEVICE void unpack_fetched() {
+        Compute<A> own[N];
+        raw.unpack_to(own);
 #pragma unroll
         for (int i = 0; i < N; ++i) set(i, own[i]);
     }
@@ -94,17 +97,29 @@ struct Operands {
     Operand<T, B, (F::kOwnType & 2) != 0, N> b;
     Operand<T, D, (F::kOwnType & 4) != 0, N> d;
 
-    RTK_DEVICE void load(const A* pa, const B* pb, const D* pd, i64 at_a, i64 at_b, i64 at_d, i64 steps, i64 na, i64 nb, i64 nd) {
+    RTK_DEVICE void fetch(const A* pa, const B* pb, const D* pd, i64 at_a, i64 at_b, i64 at_d, i64 steps) {
         if constexpr (kInputs > 0) {
-            if (pa != nullptr) a.load(pa + at_a, steps & 1);
+            if (pa != nullptr) a.fetch(pa + at_a, steps & 1);
+        }
+        if constexpr (kInputs > 1) {
+            if (pb != nullptr) b.fetch(pb + at_b, steps & 2);
+        }
+        if constexpr (kInputs > 2) {
+            if (pd != nullptr) d.fetch(pd + at_d, steps & 4);
+        }
+    }
+
+    RTK_DEVICE void unpack_fetched(const A* pa, const B* pb, const D* pd, i64 na, i64 nb, i64 nd) {
+        if constexpr (kInputs > 0) {
+            if (pa != nullptr) a.unpack_fetched();
             else a.fill(a.number_of(na));
         }
         if constexpr (kInputs > 1) {
-            if (pb != nullptr) b.load(pb + at_b, steps & 2);
+            if (pb != nullptr) b.unpack_fetched();
             else b.fill(b.number_of(nb));
         }
         if constexpr (kInputs > 2) {
-            if (pd != nullptr) d.load(pd + at_d, steps & 4);
+            if (pd != nullptr) d.unpack_fetched();
             else d.fill(d.number_of(nd));
         }
     }
@@ -140,17 +155,20 @@ __global__ void __launch_bounds__(kPointwiseThreads)
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
             const i64 at = first + (u * kPointwiseThreads + static_cast<int>(threadIdx.x)) * N;
-            in[u].load(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, steps, na, nb, nd);
+            in[u].fetch(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, steps);
         }
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u)
+        for (int u = 0; u < kInFlight; ++u) {
+            in[u].unpack_fetched(a, b, d, na, nb, nd);
             in[u].store(out + first + (u * kPointwiseThreads + static_cast<int>(threadIdx.x)) * N, s);
+        }
         return;
     }
     const i64 end = last < count ? last : count;
     for (i64 at = first + threadIdx.x; at < end; at += kPointwiseThreads) {
         Operands<F, T, A, B, D, 1> in;
-        in.load(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, 0, na, nb, nd);
+        in.fetch(a, b, d, steps & 1 ? at : 0, steps & 2 ? at : 0, steps & 4 ? at : 0, 0);
+        in.unpack_fetched(a, b, d, na, nb, nd);
         in.store(out + at, s);
     }
 }
@@ -208,12 +226,16 @@ RTK_DEVICE void strided_elements(O* out, const A* a, const B* b, const D* d, i64
         if (index < count) {
             const Offsets where = strides.template at<0, F::kInputs>(index, dims);
             to[u] = where.out;
-            in[u].load(a, b, d, where.a, where.b, where.d, steps, na, nb, nd);
+            in[u].fetch(a, b, d, where.a, where.b, where.d, steps);
         }
     }
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u)
-        if (first + u * kPointwiseThreads < count) in[u].store(out + to[u], s);
+    for (int u = 0; u < kInFlight; ++u) {
+        if (first + u * kPointwiseThreads < count) {
+            in[u].unpack_fetched(a, b, d, na, nb, nd);
+            in[u].store(out + to[u], s);
+        }
+    }
 }
 
 // Classes R and G: up to six dimensions of any strides. With `vectors`, dimension 0 is contiguous or constant in every operand
@@ -233,56 +255,90 @@ __global__ void __launch_bounds__(kPointwiseThreads)
     }
 }
 
-// Class T: operands whose contiguous dimension is 1, not 0 as in the output, go through a tile of 32 x 32 in shared memory; all
-// accesses are coalesced. A block owns one tile; dimensions 2 to 5 are batches. `tiles` has a bit for each such operand,
-// tiles_x and tiles_y count tiles of dimensions 0 and 1. Threads: 32 x 8.
+// The part of an operand that a block of class T reads.
+template <typename A>
+struct TileSource {
+    const A* first;  // of the element at the tile's corner
+    i64 step0, step1;
+};
+
+// Class T: operands whose contiguous dimension is 1, not 0 as in the output, go through a tile of 32 x 64 in shared memory; all
+// accesses are coalesced. A block owns one tile, a thread four elements of dimension 0 by two of 1 to load, eight of dimension 1
+// to compute; dimensions 2 to 5 are batches. `tiles` has a bit for each such operand, tiles_x and tiles_y count tiles of
+// dimensions 0 and 1. Addresses are those of the tile's corner and steps from there: with 64-bit products for each
+// element the kernel would wait for its arithmetic. Threads: 32 x 8.
 template <typename F, typename T, typename O, typename A, typename B, typename D>
 __global__ void __launch_bounds__(kPointwiseThreads, 4)
     pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
                          RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 tiles, i64 tiles_x, i64 tiles_y) {
-    constexpr int kTile = 32, kRows = kPointwiseThreads / kTile, kInputs = F::kInputs;
-    __shared__ Compute<A> tile_a[kTile][kTile + 1];
-    __shared__ Compute<B> tile_b[kInputs > 1 ? kTile : 1][kTile + 1];
-    __shared__ Compute<D> tile_d[kInputs > 2 ? kTile : 1][kTile + 1];
+    constexpr int kAcross = 32, kDown = 64, kRows = kPointwiseThreads / kAcross, kInputs = F::kInputs;
+    __shared__ Compute<A> tile_a[kAcross][kDown + 1];
+    __shared__ Compute<B> tile_b[kInputs > 1 ? kAcross : 1][kDown + 1];
+    __shared__ Compute<D> tile_d[kInputs > 2 ? kAcross : 1][kDown + 1];
     const Scalars<T> s(s0, s1, s2, s3);
     RTK_STRIDES(true);
-    const i64 tile_index = blockIdx.x, batch = tile_index / (tiles_x * tiles_y), in_batch = tile_index % (tiles_x * tiles_y);
-    const i64 x0 = in_batch % tiles_x * kTile, y0 = in_batch / tiles_x * kTile;
-    const Offsets start = strides.template at<2, kInputs>(batch, static_cast<int>(dims));
-    const int column = threadIdx.x % kTile, row = threadIdx.x / kTile;
+    const u32 per_batch = static_cast<u32>(tiles_x) * static_cast<u32>(tiles_y);
+    const u32 batch = dims > 2 ? blockIdx.x / per_batch : 0, in_batch = blockIdx.x - batch * per_batch;
+    const u32 down = in_batch / static_cast<u32>(tiles_x), across = in_batch - down * static_cast<u32>(tiles_x);
+    const i64 x0 = static_cast<i64>(across) * kAcross, y0 = static_cast<i64>(down) * kDown;
+    Offsets corner = strides.template at<2, kInputs>(batch, static_cast<int>(dims));
+    corner.out += x0 * o0 + y0 * o1;
+    corner.a += x0 * a0 + y0 * a1, corner.b += x0 * b0 + y0 * b1, corner.d += x0 * d0 + y0 * d1;
+    const int width = static_cast<int>(n0 - x0 < kAcross ? n0 - x0 : kAcross);
+    const int height = static_cast<int>(n1 - y0 < kDown ? n1 - y0 : kDown);
+    const int column = static_cast<int>(threadIdx.x) % kAcross, row = static_cast<int>(threadIdx.x) / kAcross;
+    const auto fill_tile = [&](auto& tile, const auto& source) {
+        const auto* p = source.first + row * source.step0 + column * source.step1;
+        const i64 next = kRows * source.step0, half = kAcross * source.step1;
 #pragma unroll
-    for (int k = 0; k < kTile; k += kRows) {
-        const i64 x = x0 + row + k, y = y0 + column;
-        if (x >= n0 || y >= n1) continue;
-        if constexpr (kInputs > 0) {
-            if (tiles & 1) tile_a[row + k][column] = load_one(a + start.a + x * a0 + y * a1);
+        for (int k = 0; k < kAcross; k += kRows) {
+            if (row + k < width) {
+                if (column < height) tile[row + k][column] = load_one(p);
+                if (column + kAcross < height) tile[row + k][column + kAcross] = load_one(p + half);
+            }
+            p += next;
         }
-        if constexpr (kInputs > 1) {
-            if (tiles & 2) tile_b[row + k][column] = load_one(b + start.b + x * b0 + y * b1);
-        }
-        if constexpr (kInputs > 2) {
-            if (tiles & 4) tile_d[row + k][column] = load_one(d + start.d + x * d0 + y * d1);
-        }
+    };
+    if constexpr (kInputs > 0) {
+        if (tiles & 1) fill_tile(tile_a, TileSource<A>{a + corner.a, a0, a1});
+    }
+    if constexpr (kInputs > 1) {
+        if (tiles & 2) fill_tile(tile_b, TileSource<B>{b + corner.b, b0, b1});
+    }
+    if constexpr (kInputs > 2) {
+        if (tiles & 4) fill_tile(tile_d, TileSource<D>{d + corner.d, d0, d1});
+    }
+    // What a tile has is not loaded a second time: a null pointer makes it a number, which the tile's value replaces.
+    const A* pa = tiles & 1 || a == nullptr ? nullptr : a + corner.a + column * a0 + row * a1;
+    const B* pb = tiles & 2 || b == nullptr ? nullptr : b + corner.b + column * b0 + row * b1;
+    const D* pd = tiles & 4 || d == nullptr ? nullptr : d + corner.d + column * d0 + row * d1;
+    constexpr int kEach = kDown / kRows;
+    Operands<F, T, A, B, D, 1> in[kEach];
+    i64 at_a = 0, at_b = 0, at_d = 0;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+        if (column < width && row + k * kRows < height) in[k].fetch(pa, pb, pd, at_a, at_b, at_d, 0);
+        at_a += kRows * a1, at_b += kRows * b1, at_d += kRows * d1;
     }
     __syncthreads();
+    O* to = out + corner.out + column * o0 + row * o1;
 #pragma unroll
-    for (int k = 0; k < kTile; k += kRows) {
-        const i64 x = x0 + column, y = y0 + row + k;
-        if (x >= n0 || y >= n1) continue;
-        Operands<F, T, A, B, D, 1> in;
-        // What a tile holds is not loaded a second time: a null pointer makes it a number, which the tile's value replaces.
-        in.load(tiles & 1 ? nullptr : a, tiles & 2 ? nullptr : b, tiles & 4 ? nullptr : d, start.a + x * a0 + y * a1,
-                start.b + x * b0 + y * b1, start.d + x * d0 + y * d1, 0, na, nb, nd);
-        if constexpr (kInputs > 0) {
-            if (tiles & 1) in.a.set(0, tile_a[column][row + k]);
+    for (int k = 0; k < kEach; ++k) {
+        const int y = row + k * kRows;
+        if (column < width && y < height) {
+            in[k].unpack_fetched(pa, pb, pd, na, nb, nd);
+            if constexpr (kInputs > 0) {
+                if (tiles & 1) in[k].a.set(0, tile_a[column][y]);
+            }
+            if constexpr (kInputs > 1) {
+                if (tiles & 2) in[k].b.set(0, tile_b[column][y]);
+            }
+            if constexpr (kInputs > 2) {
+                if (tiles & 4) in[k].d.set(0, tile_d[column][y]);
+            }
+            in[k].store(to, s);
         }
-        if constexpr (kInputs > 1) {
-            if (tiles & 2) in.b.set(0, tile_b[column][row + k]);
-        }
-        if constexpr (kInputs > 2) {
-            if (tiles & 4) in.d.set(0, tile_d[column][row + k]);
-        }
-        in.store(out + start.out + x * o0 + y * o1, s);
+        to += kRows * o1;
     }
 }
 

@@ -28,24 +28,23 @@ struct Finish {
 // x to a power, for x of at least 0: within 2^-21 for powers up to 16 of what norms meet, and a tenth of powf's code.
 RTK_DEVICE float power_of(float x, float exponent) { return exp2f(exponent * log2f(x)); }
 
+template <int N, typename F>
+RTK_DEVICE void each_of(float (&v)[N], F&& f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = f(v[i]);
+}
+
+// One branch for all elements: these are the inner loops of norms and extremes.
 template <int N>
 RTK_DEVICE void lifted(float (&v)[N], const Lift& lift) {
     if (lift.kind == 0) return;
-    if (lift.kind == kLiftFlip) {  // minima: one branch for all elements
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = -v[i];
-        return;
+    switch (lift.kind & 7) {
+        case kLiftAbs: each_of(v, [](float x) { return fabsf(x); }); break;
+        case kLiftSquare: each_of(v, [](float x) { return x * x; }); break;
+        case kLiftPower: each_of(v, [&](float x) { return power_of(fabsf(x), lift.power); }); break;
+        case kLiftNonzero: each_of(v, [](float x) { return x != 0.0f ? 1.0f : 0.0f; }); break;
     }
-    const int kind = lift.kind & 7;
-    const bool flip = (lift.kind & kLiftFlip) != 0;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (kind == kLiftAbs) v[i] = fabsf(v[i]);
-        if (kind == kLiftSquare) v[i] = v[i] * v[i];
-        if (kind == kLiftPower) v[i] = power_of(fabsf(v[i]), lift.power);
-        if (kind == kLiftNonzero) v[i] = v[i] != 0.0f ? 1.0f : 0.0f;
-        if (flip) v[i] = -v[i];
-    }
+    if (lift.kind & kLiftFlip) each_of(v, [](float x) { return -x; });
 }
 
 template <int N>
@@ -62,7 +61,7 @@ RTK_DEVICE float flipped_back(float v, int lift) { return lift & kLiftFlip ? -v 
 RTK_DEVICE i64 flipped_back(i64 v, int lift) { return lift & kLiftFlip ? ~v : v; }
 
 // NaN is larger than everything else.
-RTK_DEVICE bool exceeds(float a, float b) { return a > b || (a != a && b == b); }
+RTK_DEVICE bool exceeds(float a, float b) { return !(a <= b) && b == b; }
 RTK_DEVICE bool exceeds(i64 a, i64 b) { return a > b; }
 RTK_DEVICE bool equals(float a, float b) { return a == b || (a != a && b != b); }
 RTK_DEVICE bool equals(i64 a, i64 b) { return a == b; }
@@ -195,7 +194,8 @@ struct ArgMaximum {
 #pragma unroll
         for (int i = 1; i < N; ++i)
             if (exceeds(v[i], best)) best = v[i], at = i;
-        s = combine(s, State{best, first + at * step});
+        // A thread meets its elements in their order: of equal ones the first stays.
+        if (s.index < 0 || exceeds(best, s.value)) s = State{best, first + at * step};
     }
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.index < 0) return b;

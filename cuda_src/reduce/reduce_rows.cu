@@ -1,6 +1,6 @@
 // Reductions whose elements lie side by side (or anywhere): each result, or each of `slices` parts of it, belongs to a group of
 // threads that reads its elements in order, 16 bytes at a time where rows are aligned. Fixed order, no atomics: states of
-// parts go to `partial` ([slices][results]), and reduce_finish combines them.
+// parts, each a block's, go to `partial` ([slices][results]), and the last block of a result (`tickets`) combines them.
 //
 // Grid: results * slices / groups in a block; block: 256 threads. Arithmetic: the monoid's (fp32 or 64-bit integers).
 #include "reduce/group_state.cuh"
@@ -31,7 +31,7 @@ RTK_DEVICE void absorb_row(typename M::State& s, const T* x, i64 begin, i64 end,
 
 template <typename T, typename M>
 __global__ void __launch_bounds__(kReduceThreads, 2)
-    reduce_rows(const T* x, void* out, void* second, void* partial, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
+    reduce_rows(const T* x, void* out, void* second, void* partial, u32* tickets, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
                 i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1, i64 divider0,
                 i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 threads_per_row, i64 aligned,
                 i64 lift, double power, i64 finish, double number, i64 type) {
@@ -53,29 +53,16 @@ __global__ void __launch_bounds__(kReduceThreads, 2)
         }
     }
     s = combined<M>(s, group.threads);
-    if (group.thread != 0 || result >= results) return;
     if (slices > 1) {
-        static_cast<typename M::State*>(partial)[slice * results + place.out] = s;
-    } else {
-        M::finish(s, Finish{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second}, place.out);
+        typename M::State* parts = static_cast<typename M::State*>(partial) + place.out;
+        if (group.thread == 0) parts[slice * results] = s;
+        if (!is_last_block(tickets + result, slices)) return;
+        s = M::identity();
+        for (i64 i = group.thread; i < slices; i += group.threads) s = M::combine(s, parts[i * results]);
+        s = combined<M>(s, group.threads);
     }
-}
-
-// Each result from its parts, which a group of threads reads in a fixed order.
-template <typename M>
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_finish(const void* partial, void* out, void* second, i64 results, i64 slices, i64 threads_per_row, i64 lift,
-                  i64 finish, double number, i64 type) {
-    const RowGroup group(threads_per_row);
-    const i64 result = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    typename M::State s = M::identity();
-    if (result < results)
-        for (i64 slice = group.thread; slice < slices; slice += group.threads)
-            s = M::combine(s, static_cast<const typename M::State*>(partial)[slice * results + result]);
-    s = combined<M>(s, group.threads);
     if (group.thread != 0 || result >= results) return;
-    M::finish(s, Finish{static_cast<int>(finish), static_cast<int>(type), number, static_cast<int>(lift), out, second},
-              result);
+    M::finish(s, Finish{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second}, place.out);
 }
 
 }  // namespace rtk

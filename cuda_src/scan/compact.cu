@@ -1,11 +1,12 @@
 // The elements of a dense tensor that are not 0 (or whose flag is set), in order: how many each slice of kCompactSlice elements
-// has, and, when the counts are added up, their coordinates or the elements of another tensor. A block owns a slice; its
-// threads go through it in order, 256 at a time, and ranks come from ballots.
+// has, and, when the counts are added up, their coordinates or the elements of another tensor. A block owns a slice: it reads 16
+// bytes a thread, puts a byte for each element into shared memory, ranks 16 neighbours a thread by a scan over the block,
+// lists the chosen ones there, and writes its results side by side. Grid: slices; block: 256 threads.
 #include "common/values.cuh"
 
 namespace rtk {
 
-inline constexpr int kCompactThreads = 256, kCompactSlice = 4096;
+inline constexpr int kCompactThreads = 256, kCompactSlice = 4096, kCompactWarps = kCompactThreads / kWarp;
 
 template <typename T>
 RTK_DEVICE bool nonzero(const T* x, i64 at) {
@@ -14,13 +15,53 @@ RTK_DEVICE bool nonzero(const T* x, i64 at) {
     return v[0] != static_cast<ValueOf<T>>(0);
 }
 
+// A byte of 0 or 1 for each element of a slice, 0 past its end.
 template <typename T>
-__global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64* counts, i64 n) {
-    __shared__ int parts[kCompactThreads / kWarp];
+RTK_DEVICE void flag_slice(const T* x, i64 begin, i64 end, bool aligned, u8* flags) {
+    constexpr int kWidth = 16 / sizeof(T);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!aligned || end - begin < kCompactSlice) {
+        for (int i = thread; i < kCompactSlice; i += kCompactThreads)
+            flags[i] = begin + i < end && nonzero(x, begin + i) ? 1 : 0;
+        return;
+    }
+    constexpr int kLoads = kCompactSlice / (kCompactThreads * kWidth);
+    Raw<16> raw[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k)
+        raw[k] = ptx::ld_keep<16>(x + begin + (k * kCompactThreads + thread) * kWidth);
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+        ValueOf<T> v[kWidth];
+        values<T, kWidth>(raw[k], v);
+        u8* to = flags + (k * kCompactThreads + thread) * kWidth;
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+            word |= (v[i] != static_cast<ValueOf<T>>(0) ? 1u : 0u) << (i % 4 * 8);
+            if (i % 4 == 3) *reinterpret_cast<u32*>(to + i - 3) = word, word = 0;
+        }
+        if constexpr (kWidth == 2) *reinterpret_cast<u16*>(to) = static_cast<u16>(word);
+    }
+}
+
+// How many of 16 neighbouring flags, from 16 * thread on, are set.
+RTK_DEVICE int flags_of_thread(const u8* flags) {
+    const u32* words = reinterpret_cast<const u32*>(flags) + threadIdx.x * 4;
+    int count = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) count += __popc(words[w]);
+    return count;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64* counts, i64 n, i64 aligned) {
+    __shared__ __align__(16) u8 flags[kCompactSlice];
+    __shared__ int parts[kCompactWarps];
     const i64 begin = static_cast<i64>(blockIdx.x) * kCompactSlice, end = min(begin + kCompactSlice, n);
-    int own = 0;
-    for (i64 at = begin + threadIdx.x; at < end; at += kCompactThreads) own += nonzero(x, at);
-    own = __reduce_add_sync(0xffffffffu, own);
+    flag_slice(x, begin, end, aligned != 0, flags);
+    __syncthreads();
+    const int own = __reduce_add_sync(0xffffffffu, flags_of_thread(flags));
     if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = own;
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -30,29 +71,52 @@ __global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64
 }
 
 // `ends`: the counts of all slices up to each. With `source`, out[i] is its i-th chosen element, of item_bytes; else row i of
-// out has the coordinates of element i, up to four, at strides out_row and out_col.
+// out has the coordinates of element i, up to four, column after column: those of the slice's first element, which one thread
+// divides for in 64 bits, and the rest in 32 bits; sizes 1 to 3 are below 2^30, and dividers as ``divided`` wants them.
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
-    compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 item_bytes, i64 rank, i64 size0,
-                  i64 size1, i64 size2, i64 size3, i64 out_row, i64 out_col) {
-    __shared__ u32 ballots[kCompactThreads / kWarp];
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 aligned, i64 item_bytes, i64 rank,
+                  i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 out_col) {
+    __shared__ __align__(16) u8 flags[kCompactSlice];
+    __shared__ u16 chosen[kCompactSlice];
+    __shared__ int parts[kCompactWarps];
+    __shared__ i64 first[4];
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const i64 begin = static_cast<i64>(blockIdx.x) * kCompactSlice, end = min(begin + kCompactSlice, n);
-    i64 place = blockIdx.x == 0 ? 0 : ends[blockIdx.x - 1];
-    for (i64 tile = begin; tile < end; tile += kCompactThreads) {
-        const i64 at = tile + threadIdx.x;
-        const bool chosen = at < end && nonzero(x, at);
-        const u32 votes = __ballot_sync(0xffffffffu, chosen);
-        if (lane == 0) ballots[warp] = votes;
-        __syncthreads();
-        i64 to = place + __popc(votes & ((1u << lane) - 1u));
-        for (int w = 0; w < kCompactThreads / kWarp; ++w) {
-            const int count = __popc(ballots[w]);
-            if (w < warp) to += count;
-            place += count;
+    const i64 sizes[4] = {0, size1, size2, size3}, dividers[4] = {0, divider1, divider2, divider3};
+    if (thread == 0) {
+        i64 rest = begin;
+#pragma unroll
+        for (int d = 3; d > 0; --d) {
+            const i64 up = rest / sizes[d];
+            first[d] = rest - up * sizes[d];
+            rest = up;
         }
-        __syncthreads();
-        if (!chosen) continue;
+        first[0] = rest;
+    }
+    flag_slice(x, begin, end, aligned != 0, flags);
+    __syncthreads();
+    const int own = flags_of_thread(flags);
+    int up_to = own;
+#pragma unroll
+    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, up_to, lanes);
+        if (lane >= lanes) up_to += left;
+    }
+    if (lane == kWarp - 1) parts[warp] = up_to;
+    __syncthreads();
+    int rank_of = up_to - own, all = 0;
+#pragma unroll
+    for (int w = 0; w < kCompactWarps; ++w) {
+        if (w < warp) rank_of += parts[w];
+        all += parts[w];
+    }
+    for (int i = thread * 16; i < thread * 16 + 16; ++i)
+        if (flags[i]) chosen[rank_of++] = static_cast<u16>(i);
+    __syncthreads();
+    const i64 place = blockIdx.x == 0 ? 0 : ends[blockIdx.x - 1];
+    for (int i = thread; i < all; i += kCompactThreads) {
+        const i64 at = begin + chosen[i], to = place + i;
         if (source != nullptr) {
             if (item_bytes == 1) static_cast<u8*>(out)[to] = source[at];
             if (item_bytes == 2) static_cast<u16*>(out)[to] = reinterpret_cast<const u16*>(source)[at];
@@ -60,15 +124,16 @@ __global__ void __launch_bounds__(kCompactThreads)
             if (item_bytes == 8) static_cast<u64*>(out)[to] = reinterpret_cast<const u64*>(source)[at];
             continue;
         }
-        const i64 sizes[4] = {size0, size1, size2, size3};
-        i64 rest = at;
+        i64* row = static_cast<i64*>(out) + to;
+        u32 carry = chosen[i];
 #pragma unroll
-        for (int d = 3; d >= 0; --d) {
+        for (int d = 3; d > 0; --d) {
             if (d >= rank) continue;
-            const i64 up = rest / sizes[d];
-            static_cast<i64*>(out)[to * out_row + d * out_col] = rest - up * sizes[d];
-            rest = up;
+            const u32 sum = static_cast<u32>(first[d]) + carry;
+            carry = divided(sum, dividers[d]);
+            row[d * out_col] = sum - carry * static_cast<u32>(sizes[d]);
         }
+        row[0] = first[0] + carry;
     }
 }
 

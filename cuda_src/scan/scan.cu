@@ -36,15 +36,16 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
     using State = typename S::State;
     using V = typename S::Value;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    for (i64 tile = begin; tile < end; tile += threads * N) {
+    const i64 step = threads * N;
+    Raw<sizeof(T) * N> next_raw;
+    if (begin + thread * N < end) next_raw = ptx::ld_keep<sizeof(T) * N>(x + (begin + thread * N) * x_step);
+    for (i64 tile = begin; tile < end; tile += step) {
         const i64 at = tile + thread * N;
         V v[N];
         State own[N];
-        if constexpr (N > 1) {
-            if (at < end) values<T, N>(ptx::ld_keep<sizeof(T) * N>(x + at), v);
-        } else {
-            if (at < end) values<T, 1>(ptx::ld_keep<sizeof(T)>(x + at * x_step), v);
-        }
+        values<T, N>(next_raw, v);
+        // The next tile is on its way while this one is scanned.
+        if (at + step < end) next_raw = ptx::ld_keep<sizeof(T) * N>(x + (at + step) * x_step);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const State s = at < end ? S::of(v[k], at + k, flip) : S::identity();

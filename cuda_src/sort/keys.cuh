@@ -20,8 +20,7 @@ using KeyOf = typename key_of<T>::type;
 
 // The key's lowest kBits bits are set.
 template <typename T>
-RTK_DEVICE KeyOf<T> key(const T* x, bool descending) {
-    const Raw<sizeof(T)> raw = ptx::ld_keep<sizeof(T)>(x);
+RTK_DEVICE KeyOf<T> key_of_raw(const Raw<sizeof(T)>& raw, bool descending) {
     KeyOf<T> k;
     if constexpr (sizeof(T) == 8) {
         k = (static_cast<u64>(raw.w[1]) << 32 | raw.w[0]) ^ 0x8000000000000000ull;
@@ -44,6 +43,24 @@ RTK_DEVICE KeyOf<T> key(const T* x, bool descending) {
         }
     }
     return k;
+}
+
+template <typename T>
+RTK_DEVICE KeyOf<T> key(const T* x, bool descending) {
+    return key_of_raw<T>(ptx::ld_keep<sizeof(T)>(x), descending);
+}
+
+// One of N elements that were read together.
+template <typename T, int N>
+RTK_DEVICE Raw<sizeof(T)> element(const Raw<sizeof(T) * N>& raw, int i) {
+    Raw<sizeof(T)> one;
+    if constexpr (sizeof(T) == 8) {
+        one.w[0] = raw.w[2 * i], one.w[1] = raw.w[2 * i + 1];
+    } else {
+        constexpr int kEach = 4 / sizeof(T);
+        one.w[0] = raw.w[i / kEach] >> (i % kEach * 8 * sizeof(T));
+    }
+    return one;
 }
 
 }  // namespace rtk

@@ -30,6 +30,10 @@ names and defaults: the dispatcher passes arguments that differ from their defau
 * It never reads values of tensors on the host (unless the shape of the result depends on them), launches on torch's
   current stream and takes its memory from torch: then it is safe in CUDA graphs.
 * aten ops that a handler calls go to torch, not to other handlers.
+* With ``replays=True`` a call that is like one before does not reach it: what that launched is launched again, on the
+  tensors at hand (``replay.py``). Its launches must follow from metadata and numbers alone, and go through primitives,
+  ``elementwise.run`` or ``tape.noted``. Memory that comes from elsewhere is noticed, and the handler is called each
+  time; a value that the host reads, or a kernel of torch that changes what a launch has made, is not.
 * Composites (CompositeImplicitAutograd) lose their gradient when they get a kernel: a row for one is refused unless
   it says ``composite="no gradient"``, for results that have none (``isclose``).
 

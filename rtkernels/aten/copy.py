@@ -7,7 +7,7 @@ concatenation go in one launch; what torch writes as a fill and a copy is that h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
 from rtkernels.aten.strides import arrange, overlaps_itself
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OVERLAP, NotHandled, Overload
+from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.declared import Argument, Meta
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
@@ -38,7 +42,6 @@ _CONCAT = Kernel(
 )  # fmt: skip
 OP = Op("aten_copy", public=(), kernels=(_TRIANGLE, _CONCAT), torch_ops=())
 
-_TRIANGLES = Plans(lambda variant, device, grid: _TRIANGLE.bind(variant, device, grid, _THREADS))
 _FORMAT = NotHandled("memory format")
 _NUMBER = NotHandled("a number")
 _DEVICE = NotHandled("another device")
@@ -52,17 +55,17 @@ _RANK = NotHandled("more than 4 dimensions, strided")
 def rows() -> Iterator[Overload]:
     """Yield the rows of this family."""
     yield from (
-        Overload("clone", "copy", _clone, opinfo=("clone", "contiguous")),
-        Overload("copy_", "copy", _copy_, opinfo=("clone",)),
-        Overload("_to_copy", "copy", _to_copy, opinfo=("to",)),
+        Overload("clone", "copy", _clone, opinfo=("clone", "contiguous"), replays=True),
+        Overload("copy_", "copy", _copy_, opinfo=("clone",), replays=True),
+        Overload("_to_copy", "copy", _to_copy, opinfo=("to",), replays=True),
         Overload("cat", "copy", _cat, opinfo=("cat",)),
         Overload("cat.out", "copy", lambda tensors, dim=0, *, out: _cat(tensors, dim, out=out), opinfo=("cat",)),
         Overload("stack", "copy", _stack, opinfo=("stack",)),
-        Overload("repeat", "copy", _repeat, opinfo=("repeat",)),
+        Overload("repeat", "copy", _repeat, opinfo=("repeat",), replays=True),
         Overload("flip", "copy", _flip, opinfo=("flip",)),
         Overload("constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd")),
-        Overload("triu", "copy", lambda self, diagonal=0: _triangle(self, diagonal, True), opinfo=("triu",)),
-        Overload("tril", "copy", lambda self, diagonal=0: _triangle(self, diagonal, False), opinfo=("tril",)),
+        Overload("triu", "copy", _triangle(True), opinfo=("triu",), replays=True),
+        Overload("tril", "copy", _triangle(False), opinfo=("tril",), replays=True),
         Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",)),
         Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",)),
         Overload("diagonal_backward", "copy", _diagonal_backward, opinfo=("diagonal",)),
@@ -205,7 +208,7 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
     if _TOKEN_OF_SIZE.get(self.element_size()) is None:
         return _ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
-        return NotHandled("overlapping memory")
+        return OVERLAP
     result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
     view = part(result)
     if view.shape != src.shape:
@@ -258,47 +261,51 @@ def _on_diagonal(result: Tensor, values: Tensor, offset: int, dim1: int, dim2: i
 # ---- triangles ------------------------------------------------------------------------------------------------------
 
 
-def _triangle(self: Tensor, diagonal: int, upper: bool) -> Any:
-    size = self.element_size()
-    token = _TOKEN_OF_SIZE.get(size)
-    if token is None or self.dim() < 2:
-        return _ITEM_SIZE if token is None else _SHAPES
-    if not self.is_contiguous() and self.dim() > 4:
-        return _RANK
-    result = torch.empty_like(self)
-    if not result.is_contiguous():
-        return _FORMAT
-    if self.numel() == 0:
-        return result
-    *_, rows_, columns = self.shape
-    matrices = self.numel() // (rows_ * columns)
-    if self.is_contiguous():
+def _plan_triangle(x: Meta, diagonal: int, upper: bool, device: int) -> Steps:
+    size, dense, rank = x.dtype.itemsize, x.stride == dense_strides(x.shape), len(x.shape)
+    *_, rows_, columns = x.shape
+    count = math.prod(x.shape)
+    matrices = count // (rows_ * columns)
+    if dense:
         inner, outer_stride, matrix_stride = matrices, 0, rows_ * columns
     else:
-        inner = self.shape[-3] if self.dim() > 2 else 1
-        outer_stride = self.stride(0) if self.dim() > 3 else 0
-        matrix_stride = self.stride(-3) if self.dim() > 2 else 0
+        inner = x.shape[-3] if rank > 2 else 1
+        outer_stride = x.stride[0] if rank > 3 else 0
+        matrix_stride = x.stride[-3] if rank > 2 else 0
     vector = 16 // size
-    strides = outer_stride, matrix_stride, self.stride(-2)
+    strides = outer_stride, matrix_stride, x.stride[-2]
     vectors = (
-        self.stride(-1) == 1 and columns % vector == 0 and self.data_ptr() % 16 == 0
+        x.stride[-1] == 1
+        and columns % vector == 0
+        and x.misaligned == 0
         and all(step % vector == 0 for step in strides)
-    )  # fmt: skip
-    count = self.numel() // (vector if vectors else 1)
-    launch = _TRIANGLES[(token, upper), self.get_device(), -(-count // _THREADS)]
-    launch(
-        self.data_ptr(),
-        result.data_ptr(),
-        rows_,
-        columns,
-        matrices,
-        inner,
-        *strides,
-        self.stride(-1),
-        diagonal,
-        vectors,
     )
-    return result
+    count //= vector if vectors else 1
+    launch = _TRIANGLE.bind((_TOKEN_OF_SIZE[size], upper), device, -(-count // _THREADS), _THREADS)
+    numbers = rows_, columns, matrices, inner, *strides, x.stride[-1], diagonal, int(vectors)
+    return Steps(Step(launch, "x", "y", *numbers))
+
+
+_TRIANGLES = Primitive(
+    "triangle", (Argument("x", None),), "diagonal, upper", results="y",
+    outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=_plan_triangle,
+)  # fmt: skip
+
+
+def _triangle(upper: bool) -> Callable[..., Any]:
+    def handler(self: Tensor, diagonal: int = 0) -> Any:
+        if self.element_size() not in _TOKEN_OF_SIZE:
+            return _ITEM_SIZE
+        if self.dim() < 2:
+            return _SHAPES
+        if not self.is_contiguous():
+            if self.dim() > 4:
+                return _RANK
+            if torch.empty_like(self, device="meta").stride() != dense_strides(self.shape):
+                return _FORMAT
+        return _TRIANGLES(self, diagonal, upper) if self.numel() else torch.empty_like(self)
+
+    return handler
 
 
 # ---- several inputs -------------------------------------------------------------------------------------------------
@@ -332,7 +339,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
             return NotHandled("out= of another dtype or shape")
         if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
-            return NotHandled("overlapping memory")
+            return OVERLAP
         result = out
     elif dense:
         result = first.new_empty(shape)

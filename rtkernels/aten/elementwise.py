@@ -19,10 +19,13 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
 from rtkernels.aten.strides import Arrangement, arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import NotHandled
+from rtkernels.aten.table import OVERLAP, NotHandled
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.tape import Call, tape
+from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.targets import Target
 
 TOKENS = {
@@ -50,7 +53,6 @@ Number = bool | int | float
 
 _SHAPES = NotHandled("shapes that do not broadcast")
 _DEVICES = NotHandled("several devices")
-_OVERLAP = NotHandled("overlapping memory")
 _RANK = NotHandled("more than 6 dimensions")
 _OUT = NotHandled("out= of another dtype or shape")
 _RANGE = NotHandled("number out of range")
@@ -185,7 +187,7 @@ def _build(
         if out[2] != plan.dtype or out[0] != shape:
             return _OUT
         if overlaps_itself(shape, out[1]):
-            return _OVERLAP
+            return OVERLAP
         plan.stride = out[1]
     else:
         plan.stride = output_strides(shape, [meta for meta in tensors if meta[3] >= 0])
@@ -245,6 +247,7 @@ def run(
     out: Tensor | None = None,
     common: torch.dtype | None = None,
     result: torch.dtype | None = None,
+    known_as: Tensor | None = None,
 ) -> Tensor | NotHandled:
     """Run a functor on tensors and numbers, and return its result, of torch's dtype, shape and memory format.
 
@@ -255,6 +258,7 @@ def run(
         out: Written instead of a new tensor: any strides.
         common: The dtype to convert operands to, if not the promoted one.
         result: Dtype of the result, if not the functor's.
+        known_as: The tensor that `out` is a view of, with another dtype.
     """
     device, like = -1, out
     for operand in operands:
@@ -289,7 +293,7 @@ def run(
     if out is not None:
         for operand in operands:
             if isinstance(operand, Tensor) and operand is not out and _shares_partly(operand, out):
-                return _OVERLAP
+                return OVERLAP
         to = meta_of(out)
     plan = _PLANS[(functor, device, common, result, to, *metas)]
     if type(plan) is NotHandled:
@@ -304,7 +308,41 @@ def run(
         while len(addresses) < 3:
             addresses.append(0)
         plan.launch(made.data_ptr(), *addresses, *bits)
+    if tape.calls is not None:
+        tape.calls.append(_repeatable(plan, device, operands, bits, made, out, known_as))
     return made
+
+
+def _repeatable(
+    plan: _Plan, device: int, operands: Sequence[Tensor | Number], bits: list[int], made: Tensor, out: Tensor | None,
+    known_as: Tensor | None,
+) -> Call | None:  # fmt: skip
+    """Return this launch with its numbers packed, for a replay; None where the host read a number, or nothing ran."""
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    if plan.launch is None or any(tensor.get_device() != device for tensor in tensors):
+        return None
+    launch, first, names = plan.launch, "made.data_ptr()", iter("abc")
+    given = [next(names) if isinstance(operand, Tensor) else "0" for operand in operands]
+    parameters = [name for name in given if name != "0"]
+    lines = ["made = allocate(*memory)"]
+    if out is not None:
+        first, lines = "out", []
+        parameters.insert(0, "out")
+    given += ["0"] * (3 - len(given))
+    if hasattr(launch, "with_ending"):
+        launch, rest = launch.with_ending(bits), ""
+    else:
+        rest = ", *bits"
+    lines.append(f"launch({first}, {', '.join(given)}{rest})")
+    if out is None:
+        lines.append("return made")
+    scope = {"launch": launch, "bits": bits, "allocate": allocator(device)}
+    scope["memory"] = tuple(plan.shape), tuple(plan.stride), plan.dtype
+    source = f"def run({', '.join(parameters)}):\n    " + "\n    ".join(lines) + "\n"
+    exec(written_code(source, "<rtkernels pointwise launch>"), scope)
+    if out is None:
+        return Call(scope["run"], tuple(tensors), (), made)
+    return Call(scope["run"], (out, *tensors), (), out if known_as is None else known_as, _shares_partly)
 
 
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
@@ -317,7 +355,7 @@ def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> l
         if plan.rounds and any(numbers):
             values[:3] = (rounded(value, plan.common) for value in values[:3])
         try:
-            return [_INT64.unpack(_DOUBLE.pack(value))[0] if value else 0 for value in values]
+            return [_INT64.unpack(_DOUBLE.pack(value))[0] for value in values]
         except (OverflowError, struct.error):
             return None
     low, high = plan.range
@@ -387,7 +425,7 @@ def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
     bits = _BITS.get(out.dtype.itemsize)  # one kernel for all dtypes of a size
     if bits is None:
         return NotHandled(str(out.dtype).removeprefix("torch."))
-    done = run(COPY, (source.view(bits),), out=out.view(bits), common=bits)
+    done = run(COPY, (source.view(bits),), out=out.view(bits), common=bits, known_as=out)
     return done if type(done) is NotHandled else out
 
 

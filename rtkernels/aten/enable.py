@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from rtkernels.errors import (
     UnsupportedDeviceError,
 )
 from rtkernels.runtime import env
-from rtkernels.runtime.launch.device import emulate_features
 
 Record = Callable[[str, str | None], None]
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
@@ -171,7 +171,8 @@ def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
         )
     rows = table.select(include, exclude)
     for row in rows.values():
-        _refuse_composite(row)
+        if row.handler is not None:  # the default set was looked at when it was measured
+            _refuse_composite(row)
     keys = ("CUDA", "CPU") if emulator.active() is not None else ("CUDA",)
     return _Choice(rows, keys, _recorder(record))
 
@@ -207,7 +208,7 @@ def _apply() -> None:
                 for row in wanted.rows.values():
                     if (native := _native_kernel(row.name, key)) is None:
                         continue
-                    library.impl(row.name, _override(row, key, native, wanted.record), key, with_keyset=True)
+                    library.impl(row.name, _override(row, key, native, wanted.record), key)
     except BaseException:
         library._destroy()
         _in_force = None
@@ -226,26 +227,53 @@ def _native_kernel(name: str, key: str) -> Any:
 
 
 def _override(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
-    name, handler, inside = row.name, row.handler, _inside
-    # Torch takes numbers in the place of tensors for some pointwise operators, and for copies.
-    torch_kernel = _torch_kernel(name, native) if row.family in ("ew", "copy") else native.call_boxed
+    """Return what the dispatcher calls. The way of a call that is like one before, or too small, is kept short."""
+    name, inside, on_cpu = row.name, _inside, key == "CPU"
+    torch_kernel = _torch_kernel(row, native, key)
     count: Count = count_of(name, row.family)
-    on_cpu, limits = key == "CPU", table.MIN_ELEMENTS
-    measured = name if name in limits else row.family
-    if row.small or on_cpu:
-        limits = {measured: 0}
+    handler, replays = row.handler, False
+    find = key_of = known = None
 
-    def override(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside.handler:
-            return torch_kernel(keyset, *args, **kwargs)
-        if _elements(args) < limits[measured]:
-            count.torch["small"] += 1
-            if record is not None:
-                record(name, "small")
-            return torch_kernel(keyset, *args, **kwargs)
+    def override(*args: Any, **kwargs: Any) -> Any:
+        if find is None:
+            prepare()
+        result = None
+        if not on_cpu:
+            try:
+                result = find(*args, **kwargs)
+            except (AttributeError, TypeError):  # a number in the place of a tensor
+                pass
+        if result is None or type(result) is NotHandled:
+            if inside.handler:
+                return torch_kernel(*args, **kwargs)
+            return handled(args, kwargs) if result is None else given_back(result.reason, args, kwargs)
+        count.ours += 1
+        if record is not None:
+            record(name, None)
+        return result
+
+    def given_back(reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        count.torch[reason] += 1
+        if record is not None:
+            record(name, reason)
+        return torch_kernel(*args, **kwargs)
+
+    def prepare() -> None:
+        """Import the handler and make ``find``, in the first call: ``enable`` is to be quick."""
+        nonlocal handler, replays, find, key_of, known
+        from rtkernels.aten import replay
+
+        actual = row if row.handler is not None else table.row_of(name)
+        handler, replays = actual.handler, actual.replays is True or (actual.replays == "cuda" and not on_cpu)
+        measured = name if name in table.MIN_ELEMENTS else row.family
+        limits = {measured: 0} if on_cpu else table.MIN_ELEMENTS
+        known = replay.replays_of(name, key)
+        find, key_of = replay.finder(name, row.family, key, limits, measured, replays=replays)
+
+    def handled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.handler = True
         try:
-            result = emulated(args, kwargs) if on_cpu else handler(*args, **kwargs)
+            result = emulated(args, kwargs) if on_cpu else called(args, kwargs)
         except _CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
@@ -261,19 +289,33 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
             reason = result.reason
         finally:
             inside.handler = False
-        count.torch[reason] += 1
-        if record is not None:
-            record(name, reason)
-        return torch_kernel(keyset, *args, **kwargs)
+        return given_back(reason, args, kwargs)
+
+    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not replays:
+            return handler(*args, **kwargs)
+        from rtkernels.aten.replay import watched
+
+        try:
+            found = key_of(*args, **kwargs)
+        except (AttributeError, TypeError):
+            return handler(*args, **kwargs)
+        return handler(*args, **kwargs) if found in known else watched(handler, name, known, found, args, kwargs)
 
     def emulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from rtkernels.runtime.launch.device import emulate_features
+
         features = emulator.active()
         if features is None:
             return _NOT_EMULATING
         with emulator.lock:
-            emulate_features(features)
+            emulate_features(features)  # which may forget what is known
             with emulator.recording():
-                return handler(*args, **kwargs)
+                try:
+                    result = find(*args, **kwargs)
+                except (AttributeError, TypeError):
+                    result = None
+                return called(args, kwargs) if result is None else result
 
     return override
 
@@ -281,16 +323,20 @@ def _override(row: Overload, key: str, native: Any, record: Record | None) -> Ca
 _NOT_EMULATING = NotHandled("on the CPU")
 
 
-def _torch_kernel(name: str, native: Any) -> Callable[..., Any]:
+def _torch_kernel(row: Overload, native: Any, key: str) -> Callable[..., Any]:
     """Return torch's own kernel as a function of what an override is given.
 
     Numbers in the place of tensors, which the dispatcher unwraps for Python, must be tensors for it. They are given the
     dtype that lets promotion come to the same result; tensors without dimensions get one, or theirs would count no more
     than the number's.
     """
-    boxed, places = native.call_boxed, []
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # kernels of a device do not look at it
+    if row.family not in ("ew", "copy"):  # others take no numbers for tensors
+        return partial(native.call_boxed, keyset)
+    name = row.name
+    boxed, places = partial(native.call_boxed, keyset), []
 
-    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not places:  # at the first call: schemas take long to look up
             types = [str(argument.type) for argument in table.schema_of(name).arguments]
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
@@ -298,20 +344,20 @@ def _torch_kernel(name: str, native: Any) -> Callable[..., Any]:
             if i < len(args) and not isinstance(args[i], torch.Tensor):
                 break
         else:
-            return boxed(keyset, *args, **kwargs)
+            return boxed(*args, **kwargs)
         numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
         given = [value for value in args if isinstance(value, torch.Tensor)]
         values = list(args)
         if not given:  # torch.add(2, 3)
             for i in numbers:
                 values[i] = torch.scalar_tensor(args[i], dtype=torch.result_type(args[i], args[i]))
-            return boxed(keyset, *values, **kwargs)
+            return boxed(*values, **kwargs)
         for i in numbers:
             values[i] = _number_tensor(args[i], given[0])
         if "out" in kwargs or any(tensor.dim() for tensor in given):
-            return boxed(keyset, *values, **kwargs)
+            return boxed(*values, **kwargs)
         lifted = [value.view(1) if any(value is tensor for tensor in given) else value for value in values]
-        result = boxed(keyset, *lifted, **kwargs)
+        result = boxed(*lifted, **kwargs)
         in_place = result is lifted[0] or result.data_ptr() == args[0].data_ptr() if args[0] is given[0] else False
         return args[0] if in_place else result.view(())
 
@@ -328,18 +374,6 @@ def _number_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 _KINDS = {bool: 0, int: 1, float: 2, complex: 3}
-
-
-def _elements(args: tuple[Any, ...]) -> int:
-    """Return how many elements the largest tensor has, or those of a list together."""
-    found = -1
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            if (count := value.numel()) > found:
-                found = count
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            found = max(found, sum(tensor.numel() for tensor in value if tensor is not None))
-    return found if found >= 0 else 1 << 62  # factories: their sizes are no tensors
 
 
 def _not_launched(name: str, error: RtkError) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
+from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
@@ -82,7 +83,7 @@ def _embedding(
         return _RANK
     if weight.numel() == 0 or indices.numel() == 0:
         return _EMPTY
-    return _INVALID if _outside(indices, weight.shape[0]) else _embedding_operators().FORWARD.call(weight, indices, 0)
+    return _INVALID if _outside(indices, weight.shape[0]) else noted(_embedding_operators().FORWARD, weight, indices, 0)
 
 
 def _embedding_dense_backward(
@@ -187,9 +188,9 @@ def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool =
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("gather", "idx", _gather, opinfo=("gather", "take_along_dim"))
-    yield Overload("index_select", "idx", _index_select, opinfo=("index_select",))
-    yield Overload("embedding", "idx", _embedding, opinfo=("nn.functional.embedding",))
+    yield Overload("gather", "idx", _gather, opinfo=("gather", "take_along_dim"), replays="cuda")
+    yield Overload("index_select", "idx", _index_select, opinfo=("index_select",), replays="cuda")
+    yield Overload("embedding", "idx", _embedding, opinfo=("nn.functional.embedding",), replays="cuda")
     yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=("nn.functional.embedding",))
     yield Overload("index_add", "idx", _index_add, opinfo=("index_add",))
     yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",))

@@ -76,5 +76,5 @@ def rows() -> Iterator[Overload]:
     """Yield the overloads of this module."""
     opinfo = ("nn.functional.nll_loss", "nn.functional.cross_entropy")
     for name in ("nll_loss", "nll_loss2d"):
-        yield Overload(f"{name}_forward", "row", _forward, opinfo=opinfo)
-        yield Overload(f"{name}_backward", "row", _backward, opinfo=opinfo)
+        yield Overload(f"{name}_forward", "row", _forward, opinfo=opinfo, replays="cuda")
+        yield Overload(f"{name}_backward", "row", _backward, opinfo=opinfo, replays="cuda")

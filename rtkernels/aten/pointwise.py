@@ -39,7 +39,7 @@ def rows() -> Iterator[Overload]:
 
 
 def _add_row(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
-    _ROWS.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), **options))
+    _ROWS.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
 
 
 # ---- unary ----------------------------------------------------------------------------------------------------------

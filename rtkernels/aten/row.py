@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import NotHandled, Overload, has_cuda_kernel
 from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Rows
+from rtkernels.runtime.operator.tape import noted
 
 _DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")
@@ -67,7 +68,7 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
         if (refused := _refused(output, dim)) is not None:
             return refused
         if dim in (-1, output.dim() - 1):
-            return _softmax_bwd().call(grad_output, output, None, 1.0, log)
+            return noted(_softmax_bwd(), grad_output, output, None, 1.0, log)
         return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler
@@ -201,16 +202,16 @@ def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, save
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     for name, log in (("softmax", False), ("log_softmax", True)):
-        yield Overload(f"_{name}", "row", _softmax(log), opinfo=(name,))
-        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), opinfo=(name,))
+        yield Overload(f"_{name}", "row", _softmax(log), opinfo=(name,), replays=True)
+        yield Overload(f"_{name}_backward_data", "row", _softmax_backward(log), opinfo=(name,), replays=True)
     opinfo = ("native_layer_norm", "nn.functional.layer_norm")
-    yield Overload("native_layer_norm", "row", _layer_norm, opinfo=opinfo)
-    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, opinfo=opinfo)
+    yield Overload("native_layer_norm", "row", _layer_norm, opinfo=opinfo, replays=True)
+    yield Overload("native_layer_norm_backward", "row", _layer_norm_backward, opinfo=opinfo, replays=True)
     opinfo = ("nn.functional.group_norm",)
-    yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo)
-    yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo)
-    yield Overload("_weight_norm_interface", "row", _weight_norm)
-    yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward)
-    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):  # else a composite, not reached
-        yield Overload("_fused_rms_norm", "row", _rms_norm)
-        yield Overload("_fused_rms_norm_backward", "row", _rms_norm_backward)
+    yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo, replays=True)
+    yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo, replays=True)
+    yield Overload("_weight_norm_interface", "row", _weight_norm, replays=True)
+    yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward, replays=True)
+    if has_cuda_kernel("_fused_rms_norm"):  # else a composite, not reached
+        yield Overload("_fused_rms_norm", "row", _rms_norm, replays=True)
+        yield Overload("_fused_rms_norm_backward", "row", _rms_norm_backward, replays=True)

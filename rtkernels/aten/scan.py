@@ -15,7 +15,7 @@ from rtkernels.ops.shared.strided import FLOATS, TOKEN
 
 _INVALID, _DTYPE, _EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
 _RANK, _CAPTURE = NotHandled("rank"), NotHandled("host read while a graph is captured")
-_CONVERTED = NotHandled("converted first")
+_CONVERTED, _LARGE = NotHandled("converted first"), NotHandled("dimension of 2^30")
 
 
 def _capturing(x: Tensor) -> bool:
@@ -63,6 +63,8 @@ def _nonzero(x: Tensor) -> Any:
         return _RANK
     if x.numel() == 0:
         return _EMPTY
+    if max(x.shape[1:], default=0) >= 2**30:
+        return _LARGE
     return _CAPTURE if _capturing(x) else nonzero(x)
 
 
@@ -96,10 +98,10 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> An
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("cumsum", "scan", _cumsum, opinfo=("cumsum",))
+    yield Overload("cumsum", "scan", _cumsum, opinfo=("cumsum",), replays=True)
     yield Overload("cumsum.out", "scan", _cumsum_out)
-    yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",))
-    yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",))
+    yield Overload("cummax", "scan", _extreme(False), opinfo=("cummax",), replays=True)
+    yield Overload("cummin", "scan", _extreme(True), opinfo=("cummin",), replays=True)
     yield Overload("nonzero", "scan", _nonzero, opinfo=("nonzero",))
     yield Overload("masked_select", "scan", _masked_select, opinfo=("masked_select",))
     yield Overload("repeat_interleave.Tensor", "scan", _repeat_interleave, opinfo=("repeat_interleave",))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import nonzero
+from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
+from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
@@ -27,6 +29,10 @@ def _router_topk() -> Any:  # imported by the first call: `enable` is to be quic
     from rtkernels.ops.router.topk import FORWARD
 
     return FORWARD
+
+
+def _scan(counts: Tensor) -> Tensor:
+    return running(counts, "sum", 1)[0]
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -48,7 +54,7 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     if isinstance(rows, NotHandled):
         return rows
     moved = x.movedim(dim, -1)
-    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending))
+    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending, _scan))
     strides = torch.empty_like(x, device="meta").stride()
     if moved.shape == x.shape and values.stride() == strides and dim in (-1, x.dim() - 1):
         return values, indices
@@ -76,7 +82,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = _router_topk().call(rows, k, True)
+        made = noted(_router_topk(), rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):
@@ -95,7 +101,7 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
         return _LONG
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _CAPTURE
-    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False))
+    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False, _scan))
     first = torch.ones(n, dtype=torch.bool, device=x.device)
     torch.ne(values[1:], values[:-1], out=first[1:])
     begins = nonzero(first).view(-1)
@@ -115,7 +121,7 @@ def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = Fals
         return _EMPTY
     if elements.device != test_elements.device:
         return _INVALID
-    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert)
+    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert, _scan)
 
 
 def _randperm(
@@ -126,15 +132,15 @@ def _randperm(
     if not 0 < n < 2**31:
         return _EMPTY
     keys = torch.empty(1, n, dtype=torch.int64, device=device).random_()
-    return sort_rows(keys, False)[1].view(-1)
+    return sort_rows(keys, False, _scan)[1].view(-1)
 
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
-    yield Overload("sort", "sort", _sort, opinfo=("msort",))
+    yield Overload("sort", "sort", _sort, opinfo=("msort",), replays=True)
     # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
-    yield Overload("sort.stable", "sort", _sort_stable)
-    yield Overload("topk", "sort", _topk)
+    yield Overload("sort.stable", "sort", _sort_stable, replays=True)
+    yield Overload("topk", "sort", _topk, replays=True)
     yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
-    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",))
+    yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",), replays=True)

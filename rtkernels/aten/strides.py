@@ -17,7 +17,7 @@ from rtkernels.runtime.layout import divisor
 
 MAX_DIMS = 6
 THREADS = 256
-TILE = 32
+TILE = 32, 64  # entries of the output's inner dimension and of the other one
 _MIN_TILED = 16  # entries of both dimensions from which on tiles pay
 _MAX_BLOCKS = 2**31 - 1
 
@@ -143,7 +143,7 @@ def _tiled(sizes: list[int], steps: list[list[int]]) -> Arrangement | None:
     order = [0, other, *(i for i in range(1, len(sizes)) if i != other)]
     sizes, steps = [sizes[i] for i in order], [[operand[i] for i in order] for operand in steps]
     tiles = sum(1 << i for i, operand in enumerate(steps[1:]) if operand[0] not in (0, 1) and operand[1] == 1)
-    across, down = -(-sizes[0] // TILE), -(-sizes[1] // TILE)
+    across, down = -(-sizes[0] // TILE[0]), -(-sizes[1] // TILE[1])
     grid = across * down
     for size in sizes[2:]:
         grid *= size

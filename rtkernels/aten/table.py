@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rtkernels.aten.measured import DEFAULT
+from rtkernels.aten.measured import DEFAULT, MODULE_OF
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.suggest import did_you_mean
 
@@ -34,15 +34,17 @@ MODULES = {
 }
 FAMILIES = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
 
+ONLY_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward")  # composites in a torch without CUDA
+
 # Elements of the largest tensor below which a call goes to torch: there the time of the host counts, and torch's is
-# shorter. By overload for the default set; by family for others, where they matter to who names them: of pointwise
-# operators, copies and reductions kernels take as long as our host's share from about 2^24 elements on (H200); the
-# others are not measured yet. Tests set them to 0.
+# shorter. By overload for the default set; by family for others, where they matter to who names them. 0: a call that is
+# like one before takes 2 µs less to 3 µs more than torch's (H200), one that is given back 4 to 8 µs more. Of the others
+# some launch several kernels, or read a number, for which large tensors make up. Tests set all of them to 0.
 MIN_ELEMENTS = {
-    "ew": 1 << 24,
+    "ew": 0,
     "copy": 1 << 24,
-    "red": 1 << 24,
-    "row": 1 << 22,
+    "red": 0,
+    "row": 0,
     "scan": 1 << 22,
     "idx": 1 << 22,
     "sort": 1 << 16,
@@ -68,6 +70,10 @@ class NotHandled:
         return f"NotHandled({self.reason!r})"
 
 
+SMALL = NotHandled("small")  # all tensors are below the threshold
+OVERLAP = NotHandled("overlapping memory")
+
+
 @dataclass(frozen=True)
 class Overload:
     """One aten overload that can be taken.
@@ -75,20 +81,22 @@ class Overload:
     Attributes:
         name: As in ``torch.ops.aten``, without "aten::": ``"sum.dim_IntList"``, ``"amax"``.
         family: One of ``FAMILIES``.
-        handler: Takes the arguments of the overload, returns its result or a ``NotHandled``.
+        handler: Takes the arguments of the overload, returns its result or a ``NotHandled``. None: ``row_of`` has it.
         default: Part of the set that ``enable()`` takes when nothing is named: those of ``measured.DEFAULT``.
         opinfo: Names of torch's OpInfos whose samples reach it (the conformance tests run these); empty if none does.
         composite: Why a composite may be taken all the same: "no gradient".
-        small: Takes small tensors as well: no threshold.
+        replays: What the handler launches follows from metadata and numbers alone, and torch's kernels compute nothing
+            in between: calls like one before are repeated without it (``replay.py``). "cuda": there only, as it
+            looks at values on the CPU.
     """
 
     name: str
     family: str
-    handler: Callable[..., Any] = field(repr=False)
+    handler: Callable[..., Any] | None = field(repr=False)
     default: bool = False
     opinfo: tuple[str, ...] = ()
     composite: str = ""
-    small: bool = False
+    replays: bool | str = False
 
     @property
     def operator(self) -> str:
@@ -104,10 +112,35 @@ def table() -> dict[str, Overload]:
     for module, families in MODULES.items():
         if importlib.util.find_spec(f"rtkernels.aten.{module}") is None:
             continue
-        for row in importlib.import_module(f"rtkernels.aten.{module}").rows():
+        for row in rows_of(module):
             _check(row, families, found)
             found[row.name] = replace(row, default=True) if row.name in DEFAULT else row
     return found
+
+
+def default_rows() -> dict[str, Overload]:
+    """Return the default set. Handlers are imported by the first call that is large enough for them."""
+    return {
+        name: Overload(name, MODULES[module][0], None, default=True)
+        for name, module in MODULE_OF.items() if name not in ONLY_ON_CUDA or has_cuda_kernel(name)
+    }  # fmt: skip
+
+
+def has_cuda_kernel(name: str) -> bool:
+    """Return True if this torch has a CUDA kernel of an overload."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+
+
+def row_of(name: str) -> Overload:
+    """Return a row, importing its module only where the default set says which that is."""
+    if name in MODULE_OF:
+        return next(row for row in rows_of(MODULE_OF[name]) if row.name == name)
+    return table()[name]
+
+
+@cache
+def rows_of(module: str) -> tuple[Overload, ...]:
+    return tuple(importlib.import_module(f"rtkernels.aten.{module}").rows())
 
 
 def overloads() -> list[str]:
@@ -130,7 +163,7 @@ def select(include: Iterable[str] | str | None, exclude: Iterable[str] | str | N
     Raises:
         ArgumentError: A name stands for nothing.
     """
-    rows = table()
+    rows = default_rows() if include is None and exclude is None else table()
     if include is None:
         chosen = {name for name, row in rows.items() if row.default}
     else:

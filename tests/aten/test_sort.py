@@ -50,6 +50,37 @@ def test_best_of_long_rows(place: str, n: int, k: int) -> None:
 
 
 @emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    ("dtype", "k"), [(torch.float32, 5), *(pytest.param(t, k, marks=SLOW) for t in OTHERS[:-1] for k in (1, 64))]
+)
+def test_selected_from_long_rows(place: str, dtype: torch.dtype, k: int) -> None:
+    """Random rows, all equal ones, a bound that many equal, descending and ascending ones, an odd length with NaN."""
+    n = 12301
+    rows = numbers(dtype, 5, n)
+    rows[1] = 1
+    rows[2] = 0
+    rows[2, 7000:7003] = 1
+    rows[3:] = rows[3:].sort(1).values
+    rows[4] = rows[4].flip(0)
+    if dtype.is_floating_point:
+        rows[0, [5, 4096, 12300]] = torch.tensor([torch.nan, torch.inf, -torch.inf]).to(dtype)
+    for x in (rows, rows[:, : n - 13].contiguous(), rows[:1]):
+        for largest in (True, False):
+            got = best_of(place, x, k, largest)
+            want = torch.sort(x, dim=1, descending=largest, stable=True)
+            torch.testing.assert_close(got[0].cpu(), want.values[:, :k], rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(got[1].cpu(), want.indices[:, :k])
+
+
+def best_of(place: str, x: torch.Tensor, k: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from support.overrides import device_of, taken
+
+    with taken(place, "sort"):
+        return torch.topk(x.to(device_of(place)), k, 1, largest)
+
+
+@emulated
 def test_a_row_of_one_is_a_copy() -> None:
     from support.overrides import taken
 

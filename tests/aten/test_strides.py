@@ -23,7 +23,7 @@ def visited(how, vector: int, operands: int) -> list[tuple[int, ...]]:
         batches = 1
         for size in sizes[2:dims]:
             batches *= size
-        assert how.grid == across * down * batches and across * TILE >= sizes[0] and down * TILE >= sizes[1]
+        assert how.grid == across * down * batches and across * TILE[0] >= sizes[0] and down * TILE[1] >= sizes[1]
         steps, each = 0, 1
     else:
         count, dims, steps, vectors = how.ending[6 * MAX_DIMS :]

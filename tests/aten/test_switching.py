@@ -62,6 +62,7 @@ TOY = {
 def toy(monkeypatch: pytest.MonkeyPatch):
     """A small table whose handlers launch nothing, and counters at zero."""
     monkeypatch.setattr(table, "table", lambda: TOY)
+    monkeypatch.setattr(table, "default_rows", lambda: TOY)
     rtkernels.aten.reset()
     with rtkernels.emulate():
         yield
@@ -166,7 +167,7 @@ def test_what_is_not_handled_goes_to_torch(toy) -> None:
 
 
 def test_small_tensors_go_to_torch() -> None:
-    from rtkernels.aten.enable import _elements
+    from rtkernels.aten.replay import _elements
 
     assert _elements((2, torch.ones(3))) == 3
     assert _elements(([torch.ones(3), torch.ones(2, 2)],)) == 7

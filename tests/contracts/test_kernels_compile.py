@@ -80,8 +80,9 @@ def test_there_are_not_too_many_variants() -> None:
     assert count["aten"] <= 400, f"{count['aten']} variants of aten's operators on sm_90a"
     # 70 of them are the kernels behind the inference ops, instead of one for each of their 80 names.
     assert count[False] <= 722, f"{count[False]} variants on sm_90a besides products and attention"
-    # 22 of them are 8-bit attention by wgmma (1.6 x what mma.sync takes) and products of few rows by clusters (1.5 x).
-    assert count[True] <= 342, f"{count[True]} variants of products and attention on sm_90a"
+    # 22 of them are 8-bit attention by wgmma (1.6 x what mma.sync takes) and products of few rows by clusters (1.5 x),
+    # 24 gradients of heads of more than 128 elements.
+    assert count[True] <= 366, f"{count[True]} variants of products and attention on sm_90a"
 
 
 @pytest.mark.parametrize("name", KERNELS)

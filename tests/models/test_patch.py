@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import rtkernels
 from rtkernels import models
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models.loss import chunk_rows
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -248,6 +250,37 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = build("qwen3")
     assert models.patch(model).replaced["norm"] == 9
+
+
+def test_chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {rows: chunk_rows(rows, torch.bfloat16) for rows in (1, 2048, 2049, 8192, 8193)}
+    assert found == {1: None, 2048: None, 2049: 2048, 8192: 2048, 8193: None}
+    assert chunk_rows(8192, torch.float32) is None
+    model = build("qwen3").bfloat16()
+    _, wanted = loss_and_gradients(model)
+    models.patch(model, norm=False, mlp=False, rope=False)
+    monkeypatch.setattr("rtkernels.models.loss._CHUNK_ROWS", 16)
+    given = []
+    own = rtkernels.linear_cross_entropy
+    monkeypatch.setattr(
+        rtkernels, "linear_cross_entropy", lambda *a, **k: given.append(k["chunk_rows"]) or own(*a, **k)
+    )
+    _, gradients = loss_and_gradients(model)
+    assert given[0] is not None and largest_error(gradients, wanted) < 1e-2
+
+
+def test_patching_is_quick() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=36, head_dim=128, vocab_size=151936, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) > 8e9
+    started = time.process_time()  # other processes do not count
+    report = models.patch(model, fused_layers=True, attention=True, fp8=True)
+    assert time.process_time() - started < 2
+    assert report.replaced["fused"] == 3 * 36 and report.replaced["fp8"] == 7 * 36 and not report.left_alone
 
 
 class _Buffered(nn.Module):

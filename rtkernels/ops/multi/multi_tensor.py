@@ -38,7 +38,7 @@ _FINISH = Kernel(
     variants=[(kind,) for kind in range(4)],
 )  # fmt: skip
 _SCALE = Kernel(
-    "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
+    "multi/multi_scale.cu", "multi_scale", template="IN_FLIGHT", max_registers=64,
     args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 max_norm:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Sums, products, extremes with and without indices, counts, norms and variances over any dimensions of a tensor.
 
 Two kernels per monoid and type: along elements that lie side by side (or anywhere), and down columns. Both cut
-long reductions into slices, whose states a third kernel combines; no tensor is copied or transposed first.
+long reductions into slices, whose states the last block combines; no tensor is copied or transposed first.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _VARIANTS = sorted(
     | {(t, _MONOIDS[m][1]) for m in _MONOIDS if _MONOIDS[m][1] for t in _INT_TOKENS}
 )
 _ARGS = (
-    "x:ptr out:ptr second:ptr partial:ptr results:i64 size1:i64 size0:i64 x2:i64 x1:i64 x0:i64 out2:i64 out1:i64 "
-    "out0:i64 count:i64 reduced1:i64 reduced0:i64 divider1:i64 divider0:i64 stride2:i64 stride1:i64 stride0:i64 "
-    "slices:i64 per_slice:i64 {across}:i64 aligned:i64 lift:i64 power:f64 finish:i64 number:f64 type:i64"
+    "x:ptr out:ptr second:ptr partial:ptr tickets:ptr results:i64 size1:i64 size0:i64 x2:i64 x1:i64 x0:i64 out2:i64 "
+    "out1:i64 out0:i64 count:i64 reduced1:i64 reduced0:i64 divider1:i64 divider0:i64 stride2:i64 stride1:i64 "
+    "stride0:i64 slices:i64 per_slice:i64 {across}:i64 aligned:i64 lift:i64 power:f64 finish:i64 number:f64 type:i64"
 )
 _ROWS = Kernel(
     "reduce/reduce_rows.cu", "reduce_rows", template="T Monoid", args=_ARGS.format(across="threads_per_row"),
@@ -63,12 +63,6 @@ _ROWS = Kernel(
 _COLUMNS = Kernel(
     "reduce/reduce_columns.cu", "reduce_columns", template="T Monoid", args=_ARGS.format(across="across"),
     variants=_VARIANTS, max_registers=104, tier="aten",
-)  # fmt: skip
-_FINISH = Kernel(
-    "reduce/reduce_rows.cu", "reduce_finish", template="Monoid", max_registers=64, tier="aten",
-    args="partial:ptr out:ptr second:ptr results:i64 slices:i64 threads_per_row:i64 lift:i64 finish:i64 number:f64 "
-    "type:i64",
-    variants=sorted({(m,) for _, m in _VARIANTS}),
 )  # fmt: skip
 
 
@@ -130,7 +124,8 @@ def _plan(
         slices = _slices(tiles, count, 8 * _THREADS // across, device)
         per_slice = -(-count // slices)
         slices = -(-count // per_slice)
-        kernel, grid, shared = _COLUMNS, tiles * slices, _THREADS * vector * bytes_each
+        kernel, tickets = _COLUMNS, tiles
+        grid, shared = tiles * slices, _THREADS * vector * bytes_each
     else:
         vector = 16 // size
         aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others if step != 1)
@@ -142,7 +137,8 @@ def _plan(
         slices = _slices(blocks, units, 8 * _THREADS, device)
         per_slice = -(-units // slices) * vector
         slices = -(-count // per_slice)
-        kernel, grid, shared = _ROWS, -(-results * slices // (_THREADS // across)), 0
+        kernel, tickets = _ROWS, results
+        grid, shared = -(-results * slices // (_THREADS // across)), 0
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
     first, second = ("out", "second") if monoid in ("arg_maximum", "moments") else ("out", 0)
@@ -154,13 +150,11 @@ def _plan(
     )  # fmt: skip
     launch = kernel.bind((TOKEN[x.dtype], name), device, grid, _THREADS, shared)
     if slices == 1:
-        return Steps(Step(launch, "x", first, second, 0, *walk, *ending))
-    threads = _THREADS if slices > 128 and results < 4096 else 32 if results < 4096 else 1
-    last = _FINISH.bind((name,), device, -(-results // (_THREADS // threads)), _THREADS)
+        return Steps(Step(launch, "x", first, second, 0, 0, *walk, *ending))
     return Steps(
-        Step(launch, "x", first, second, "partial", *walk, *ending),
-        Step(last, "partial", first, second, results, slices, threads, ending[0], *ending[2:]),
+        Step(launch, "x", first, second, "partial", "tickets", *walk, *ending),
         scratch={"partial": Memory((slices * results * bytes_each,), torch.uint8)},
+        zeros={"tickets": tickets},
     )
 
 
@@ -218,5 +212,5 @@ def reduce(
     return _REDUCE[wanted](x, monoid, dims, keepdim, lift, power, finish, number, out_dtype, wanted)
 
 
-OP = Op("reduction", public=(), kernels=(_ROWS, _COLUMNS, _FINISH), torch_ops=())
+OP = Op("reduction", public=(), kernels=(_ROWS, _COLUMNS), torch_ops=())
 __all__ = ["FLOATS", "INTEGERS", "OP", "reduce", "reducible"]

@@ -32,7 +32,7 @@ _BWD_ARGS = f"g:ptr x:ptr counts:ptr dx:ptr {_DIMS} whole_in:i64 whole_out:i64 l
 
 
 def _kernel(entry: str, args: str, registers: int) -> Kernel:
-    return Kernel(_UNIT, entry, template="PIECE", args=args, variants=[(_VECTOR,)], max_registers=registers)
+    return Kernel(_UNIT, entry, template="VEC", args=args, variants=[(_VECTOR,)], max_registers=registers)
 
 
 _FWD, _BWD = _kernel("router_loss_fwd", _FWD_ARGS, 64), _kernel("router_loss_bwd", _BWD_ARGS, 64)

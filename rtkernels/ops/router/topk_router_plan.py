@@ -33,7 +33,7 @@ _SMALL_WARPS, _SMALL_BLOCKS_PER_SM = 16, 2
 _VECTOR = 4
 
 _FWD = Kernel(
-    "router/topk_router.cu", "router_fwd", template="V WIDE", max_registers=96,
+    "router/topk_router.cu", "router_fwd", template="V BLOCK_PER_ROW", max_registers=96,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
     "x_stride:i64 top_k:i64 number_kind:i64 whole_vectors:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
@@ -46,7 +46,7 @@ _FWD_SMALL = Kernel(
     variants=[(2,), (4,)],
 )  # fmt: skip
 _BWD = Kernel(
-    "router/topk_router_bwd.cu", "router_bwd", template="PIECE", max_registers=64,
+    "router/topk_router_bwd.cu", "router_bwd", template="VEC", max_registers=64,
     args="x:ptr indices:ptr g_compact:ptr g_dense:ptr dx:ptr rows:i64 experts:i64 x_stride:i64 g_stride:i64 top_k:i64 "
     "number_kind:i64 whole_in:i64 whole_out:i64 modes:i64 scaling:f64 epsilon:f64",
     variants=[(_VECTOR,)],

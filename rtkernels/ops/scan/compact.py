@@ -5,12 +5,18 @@ The number of results is read by the host, one time in a call.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -18,13 +24,13 @@ from rtkernels.runtime.operator.registry import Op
 _THREADS, _SLICE = 256, 4096
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _COUNT = Kernel(
-    "scan/compact.cu", "compact_count", template="T", args="x:ptr counts:ptr n:i64", variants=_TYPES, max_registers=40,
-    tier="aten",
+    "scan/compact.cu", "compact_count", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    args="x:ptr counts:ptr n:i64 aligned:i64",
 )  # fmt: skip
 _PLACE = Kernel(
     "scan/compact.cu", "compact_place", template="T", variants=_TYPES, max_registers=72, tier="aten",
-    args="x:ptr ends:ptr source:ptr out:ptr n:i64 item_bytes:i64 rank:i64 size0:i64 size1:i64 size2:i64 size3:i64 "
-    "out_row:i64 out_col:i64",
+    args="x:ptr ends:ptr source:ptr out:ptr n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 size3:i64 "
+    "divider1:i64 divider2:i64 divider3:i64 out_col:i64",
 )  # fmt: skip
 _REPEAT = Kernel(
     "scan/compact.cu", "repeat_place", template="I", args="ends:ptr out:ptr count:i64 total:i64",
@@ -34,19 +40,19 @@ _REPEAT = Kernel(
 
 def _plan_count(x: Meta, device: int) -> Steps:
     slices = -(-x.numel() // _SLICE)
-    return Steps(Step(_COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS), "x", "counts", x.numel()))
+    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS)
+    return Steps(Step(launch, "x", "counts", x.numel(), int(x.misaligned == 0)))
 
 
-def _plan_coordinates(x: Meta, ends: Meta, total: int, device: int) -> Steps:
-    launch = _PLACE.bind((TOKEN[x.dtype],), device, -(-x.numel() // _SLICE), _THREADS)
-    rank = len(x.shape)
-    sizes = (*x.shape, *[1] * (4 - rank))
-    return Steps(Step(launch, "x", "ends", 0, "out", x.numel(), 0, rank, *sizes, 1, total))
+def _plan_place(dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, device: int) -> tuple[Any, ...]:
+    """Return the launch and its numbers, which do not depend on how many elements there are: that is new each time."""
+    n, rank = math.prod(shape), len(shape)
+    sizes = (*shape[1:], *[1] * (4 - rank))[:3]
+    launch = _PLACE.bind((TOKEN[dtype],), device, -(-n // _SLICE), _THREADS)
+    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes))
 
 
-def _plan_elements(x: Meta, ends: Meta, source: Meta, total: int, device: int) -> Steps:
-    launch = _PLACE.bind((TOKEN[x.dtype],), device, -(-x.numel() // _SLICE), _THREADS)
-    return Steps(Step(launch, "x", "ends", "source", "out", x.numel(), source.dtype.itemsize, *[1] * 5, 0, 0))
+_PLACES = Plans(_plan_place)
 
 
 def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Steps:
@@ -58,15 +64,6 @@ _COUNTS = Primitive(
     "compact_count", (Dense("x", None),), results="counts",
     outputs=lambda x: (Memory((-(-x.numel() // _SLICE),), torch.int64),), plan=_plan_count,
 )  # fmt: skip
-_COORDINATES = Primitive(
-    "compact_coordinates", (Dense("x", None), Dense("ends", None)), "total", results="out",
-    outputs=lambda x, ends, total: (Memory((total, len(x.shape)), torch.int64, (1, max(total, 1))),),
-    plan=_plan_coordinates,
-)  # fmt: skip
-_ELEMENTS = Primitive(
-    "compact_elements", (Dense("x", None), Dense("ends", None), Dense("source", None)), "total", results="out",
-    outputs=lambda x, ends, source, total: (Memory((total,), source.dtype),), plan=_plan_elements,
-)  # fmt: skip
 _REPEATED = Primitive(
     "repeated", (Dense("ends", None),), "dtype, total", results="out",
     outputs=lambda ends, dtype, total: (Memory((total,), dtype),), plan=_plan_repeat,
@@ -74,21 +71,35 @@ _REPEATED = Primitive(
 
 
 def _ends(x: Tensor) -> tuple[Tensor, int]:
-    ends = _COUNTS(x).cumsum(0)
+    ends, _ = running(_COUNTS(x), "sum", 0)
     return ends, int(ends[-1])
+
+
+def _place(x: Tensor, ends: Tensor, source: Tensor | None, out: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Write what elements of x that are not 0 stand for, coordinates in `shape` or elements of `source`, to `out`."""
+    if not out.numel():
+        return out
+    launch, before, after = _PLACES[x.dtype, shape, x.data_ptr() & 15 == 0, x.get_device()]
+    item_bytes = 0 if source is None else source.element_size()
+    address = 0 if source is None else source.data_ptr()
+    launch(x.data_ptr(), ends.data_ptr(), address, out.data_ptr(), *before, item_bytes, *after, out.shape[0])
+    return out
 
 
 def nonzero(x: Tensor) -> Tensor:
     """Return the coordinates of elements that are not 0, in row-major order.
 
     Args:
-        x: bfloat16, float16, float32, int64, int32, uint8 or bool; one to four dimensions, not empty.
+        x: bfloat16, float16, float32, int64, int32, uint8 or bool; one to four dimensions, not empty, all but the
+            first below 2^30.
 
     Returns:
         (count, dimensions), int64; its columns lie side by side, as torch's do.
     """
     x = x.contiguous()
-    return _COORDINATES(x, *_ends(x))
+    ends, total = _ends(x)
+    out = torch.empty_strided((total, x.dim()), (1, max(total, 1)), dtype=torch.int64, device=x.device)
+    return _place(x, ends, None, out, tuple(x.shape))
 
 
 def chosen(source: Tensor, mask: Tensor) -> Tensor:
@@ -103,7 +114,7 @@ def chosen(source: Tensor, mask: Tensor) -> Tensor:
     """
     mask = mask.contiguous()
     ends, total = _ends(mask)
-    return _ELEMENTS(mask, ends, source.contiguous(), total)
+    return _place(mask, ends, source.contiguous(), source.new_empty(total), (mask.numel(),))
 
 
 def repeated(repeats: Tensor, total: int | None) -> Tensor:
@@ -116,7 +127,7 @@ def repeated(repeats: Tensor, total: int | None) -> Tensor:
     Returns:
         One dimension, repeats' dtype.
     """
-    ends = repeats.cumsum(0)
+    ends, _ = running(repeats, "sum", 0)
     return _REPEATED(ends, repeats.dtype, int(ends[-1]) if total is None else total)
 
 

@@ -11,6 +11,7 @@ from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Argument, Internal
 from rtkernels.runtime.operator.plan import Memory as Memory
 from rtkernels.runtime.operator.plan import Steps
+from rtkernels.runtime.operator.tape import note_primitive, tape
 
 
 class Primitive:
@@ -38,9 +39,9 @@ class Primitive:
         }  # fmt: skip
 
     @cached_property
-    def _launch(self) -> Callable[..., Any]:
+    def _steps(self) -> Internal:
         """The steps, declared by the first call: `rtkernels.enable()` imports all primitives, and calls none."""
-        return Internal(self.name, **self._declaration).launch
+        return Internal(self.name, **self._declaration)
 
     def _has_no_reference(self, *_: Any) -> Any:
         """Torch's own operator is the reference; an override that raises this gives the call back to it."""
@@ -59,3 +60,9 @@ class Primitive:
             emulate_features(features)
             with emulator.recording():
                 return self._launch(*args)
+
+    def _launch(self, *args: Any) -> Any:
+        made = self._steps.launch(*args)
+        if tape.calls is not None:
+            note_primitive(self._steps, args, made)
+        return made

@@ -1,16 +1,19 @@
 """Rows sorted with their indices, stable; and the first few of a sorted row.
 
 Up to 2048 elements are sorted in shared memory, longer rows by radix. The best of a long row come in rounds: those of
-each part of 2048 elements, then those of what is left.
+each part of it (up to 64 are selected without a sort), then those of what is left.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
 from rtkernels.runtime.operator.declared import Dense, Meta
@@ -34,6 +37,12 @@ _PLACE = Kernel(
     args="x:ptr keys:ptr list:ptr ends:ptr keys_out:ptr list_out:ptr values_out:ptr indices:ptr n:i64 slices:i64 "
     "shift:i64 descending:i64",
 )  # fmt: skip
+_SELECT = Kernel(
+    "sort/select.cu", "select_best", template="T", variants=_TYPES, max_registers=96, tier="aten",
+    args="x:ptr indices:ptr n:i64 parts:i64 part_length:i64 k:i64 aligned:i64 descending:i64",
+)  # fmt: skip
+_SELECT_BETTER = 1536  # places for elements that are better than the bound (cuda_src/sort/select.cu)
+_SELECT_LIMIT = 64  # k up to which parts are long enough
 
 
 def _plan_short(
@@ -104,12 +113,21 @@ _PLACES = Primitive(
 )  # fmt: skip
 
 
-def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+Scan = Callable[[Tensor], Tensor]
+
+
+def torch_scan(counts: Tensor) -> Tensor:
+    """Return running sums of rows."""
+    return counts.cumsum(1)
+
+
+def sort_rows(x: Tensor, descending: bool, scan: Scan = torch_scan) -> tuple[Tensor, Tensor]:
     """Sort each row, stable; NaN is the largest.
 
     Args:
         x: (rows, n), not empty, n below 2^31; bfloat16, float16, float32, int64, int32, uint8 or bool.
         descending: The largest first; equal elements keep their order all the same.
+        scan: Running sums of rows of int64.
 
     Returns:
         Values and int64 indices, dense, of x's shape.
@@ -120,7 +138,7 @@ def sort_rows(x: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
     keys = indices = None
     bits = _KEY_BITS[TOKEN[x.dtype]]
     for shift in range(0, bits, 8):
-        ends = _COUNTS(x, keys, shift, descending).cumsum(1)
+        ends = scan(_COUNTS(x, keys, shift, descending))
         keys, indices = _PLACES(x, keys, indices, ends, shift, shift + 8 == bits, descending)
     return keys, indices
 
@@ -140,7 +158,9 @@ def best_of_rows(x: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     found, count = None, n
     while count > PLACES:
-        if found is None:
+        if found is None and k <= _SELECT_LIMIT:
+            found = _SELECTED(x, k, largest)
+        elif found is None:
             parts = -(-n // PLACES)
             _, found = _SHORT(x, None, parts, k, False, largest)
         else:  # lists of several parts are rows of x's rows: x is not read by rows but by index
@@ -150,6 +170,35 @@ def best_of_rows(x: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
             _, found = _LISTED(x, lists, parts, k, largest)
         count = found.shape[1]
     return _SHORT(x, found, 1, k, True, largest)
+
+
+def _parts(x: Meta, k: int, device: int) -> tuple[int, int]:
+    """Return how many parts a row is selected in, and their length: whole vectors for all threads.
+
+    At most k - 1 threads have elements that are better than the bound, each a 256th of the part.
+    """
+    rows, n = x.shape
+    unit = 16 * _THREADS
+    longest = _SELECT_BETTER // max(k - 1, 1) * _THREADS // unit * unit
+    parts = max(-(-n // longest), min(2 * device_info(device).sm_count // rows, n // (4 * unit), PLACES // k), 1)
+    length = -(-n // (parts * unit)) * unit
+    return -(-n // length), length
+
+
+def _plan_select(x: Meta, k: int, descending: bool, device: int) -> Steps:
+    parts, length = _parts(x, k, device)
+    vector = 16 // x.dtype.itemsize
+    aligned = x.misaligned == 0 and x.shape[1] % vector == 0
+    if x.shape[0] * parts > GRID_LIMIT:
+        raise OverflowError("more blocks than a grid has")
+    launch = _SELECT.bind((TOKEN[x.dtype],), device, x.shape[0] * parts, _THREADS)
+    return Steps(Step(launch, "x", "indices", x.shape[1], parts, length, k, int(aligned), int(descending)))
+
+
+_SELECTED = Primitive(
+    "select_best", (Dense("x", None),), "k, descending", results="indices", plan=_plan_select,
+    outputs=lambda x, k, _: (Memory((x.shape[0], _parts(x, k, x.device)[0] * k), torch.int64),),
+)  # fmt: skip
 
 
 def _plan_listed(x: Meta, list_: Meta, parts: int, kept: int, descending: bool, device: int) -> Steps:
@@ -165,5 +214,5 @@ _LISTED = Primitive(
     plan=_plan_listed,
 )  # fmt: skip
 
-OP = Op("sorting", public=(), kernels=(_ROWS, _COUNT, _PLACE), torch_ops=())
+OP = Op("sorting", public=(), kernels=(_ROWS, _COUNT, _PLACE, _SELECT), torch_ops=())
 __all__ = ["OP", "best_of_rows", "sort_rows"]

@@ -1,0 +1,119 @@
+"""Calls like one before: which are repeated without their handlers, and that they see their own tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import device_of, taken
+from support.places import at
+
+import rtkernels
+from rtkernels.aten import replay
+
+
+def x() -> torch.Tensor:
+    return torch.randn(6, 40)
+
+
+y = x
+CALLS = {
+    "neg": lambda: torch.ops.aten.neg(x()),
+    "add.Tensor": lambda: torch.ops.aten.add.Tensor(x(), y(), alpha=2),
+    "add_.Tensor": lambda: torch.ops.aten.add_.Tensor(x(), y()),
+    "mul.Tensor": lambda: torch.ops.aten.mul.Tensor(x(), 3.0),
+    "neg.out": lambda: torch.ops.aten.neg.out(x(), out=torch.empty(6, 40)),
+    "clone": lambda: torch.ops.aten.clone(x().mT, memory_format=torch.contiguous_format),
+    "masked_fill.Scalar": lambda: torch.ops.aten.masked_fill.Scalar(x(), x() > 0, 0.5),
+    "triu": lambda: torch.ops.aten.triu(x(), 1),
+    "glu": lambda: torch.ops.aten.glu(x(), 1),
+    "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x(), [1]),
+    "max.dim": lambda: torch.ops.aten.max.dim(x(), 1),
+    "_softmax": lambda: torch.ops.aten._softmax(x(), 0, False),
+    "_softmax_backward_data": lambda: torch.ops.aten._softmax_backward_data(x(), y(), 1, torch.float32),
+    "native_layer_norm": lambda: torch.ops.aten.native_layer_norm(x(), [40], torch.randn(40), None, 1e-5),
+    "native_layer_norm_backward": lambda: torch.ops.aten.native_layer_norm_backward(
+        x(), y(), [40], torch.randn(6, 1), torch.rand(6, 1), torch.randn(40), torch.randn(40), [True, True, True]
+    ),
+    "cummax": lambda: torch.ops.aten.cummax(x(), 1),
+    "sort": lambda: torch.ops.aten.sort(x(), 1),
+    "avg_pool2d": lambda: torch.ops.aten.avg_pool2d(torch.randn(1, 6, 8), [2, 2]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known():
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def known(name: str, place: str) -> list:
+    return list(replay.replays_of(name, "CUDA" if place == "cuda" else "CPU").values())
+
+
+@at("sm_80", "cuda")
+@pytest.mark.parametrize("name", CALLS)
+def test_the_next_call_is_repeated_with_its_own_tensors(place: str, name: str) -> None:
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        with torch.device(device_of(place)):
+            want = CALLS[name]()
+            torch.manual_seed(seed)
+            with taken(place, name):
+                got = CALLS[name]()
+        assert [made is not None for made in known(name, place)] == [True]
+        torch.testing.assert_close(got, want)
+        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+            assert a.stride() == b.stride()
+
+
+def test_arguments_that_are_one_tensor() -> None:
+    a, b = x(), y()
+    with taken("sm_80", "add"):
+        got = [torch.add(*args) for args in ((a, a), (a, b), (a, a), (b, b), (b, a), (a, b))]
+    torch.testing.assert_close(got, [2 * a, a + b, 2 * a, 2 * b, a + b, a + b])
+    assert [made is not None for made in known("add.Tensor", "sm_80")] == [True, True]
+
+
+def test_arguments_that_share_memory() -> None:
+    """Halves of an argument beside another view of its memory: which address is whose cannot be told."""
+    buffer = torch.randn(3, 64)
+    want = torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2])
+    with taken("sm_80", ["addcmul", "addr"]):
+        got = [torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2]) for _ in range(3)]
+        grad = [torch.ops.aten.addr(buffer[:2, :2], buffer[0, :2], buffer[1, :2]) for _ in range(3)]
+    torch.testing.assert_close(got, [want] * 3)
+    torch.testing.assert_close(grad, [torch.addr(buffer[:2, :2], buffer[0, :2], buffer[1, :2])] * 3)
+
+
+def test_memory_that_overlaps_goes_to_torch() -> None:
+    buffer = torch.randn(48)
+    with taken("sm_80", "add"):
+        torch.randn(32).add_(torch.randn(32))
+        (made,) = known("add_.Tensor", "sm_80")
+        out, other = buffer[4:36], buffer[0:32]
+        assert made is not None and made.replay(out, other, out.data_ptr(), other.data_ptr()) is None
+        with pytest.raises(RuntimeError, match="single memory location"):
+            buffer[4:36].add_(buffer[0:32])
+
+
+def test_numbers_are_told_apart() -> None:
+    a = torch.full((4, 8), 3, dtype=torch.int32)
+    with taken("sm_80", ["mul", "fill"]):
+        assert [(a * number).dtype for number in (2, 2.0, 2, 2.0)] == [torch.int32, torch.float32] * 2
+        assert [torch.fill(torch.ones(8), zero).signbit().all().item() for zero in (0.0, -0.0, 0.0)] == [0, 1, 0]
+
+
+def test_what_torch_does_is_remembered() -> None:
+    rtkernels.aten.reset()
+    a = torch.ones(4, dtype=torch.float64)
+    with taken("sm_80", "neg"):
+        assert [torch.neg(a).tolist() for _ in range(3)] == [[-1.0] * 4] * 3
+    (row,) = rtkernels.report(as_rows=True)
+    assert row["why"] == {"float64": 3} and len(known("neg", "sm_80")) == 1
+
+
+def test_results_of_another_size_each_time() -> None:
+    with taken("sm_80", "scan"):
+        for a in (torch.tensor([1, 0, 1, 0]), torch.tensor([1, 1, 1, 0])):
+            assert torch.nonzero(a).numel() == a.sum()
