@@ -39,7 +39,6 @@ from bench import meta
 from bench.e2e import processes
 from bench.measure.layer import peak_mib, relative
 from bench.measure.timing import CudaDevice, Timer
-from rtkernels.models.loss import chunk_rows
 
 Sizes = dict[str, int]
 _REFERENCES = "RTKERNELS_BENCH_REFERENCES"  # a folder, for processes of the same command
@@ -191,8 +190,7 @@ def head(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
         return LigerFusedLinearCrossEntropyLoss()(linear.weight, x.flatten(0, 1), labels)
 
     def ours(x: Tensor) -> Tensor:
-        rows = chunk_rows(labels.shape[0], x.dtype)  # as a patched model has them
-        return rtkernels.linear_cross_entropy(x.flatten(0, 1), linear.weight, labels, chunk_rows=rows)
+        return rtkernels.linear_cross_entropy(x.flatten(0, 1), linear.weight, labels)
 
     ways = {"transformers": transformers, "liger": liger, "ours": ours}
     return Layer(linear, torch.compile(plain) if way == "compile" else ways.get(way, plain))

@@ -14,7 +14,6 @@ from torch import nn
 import rtkernels
 from rtkernels import models
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.models.loss import chunk_rows
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -250,23 +249,6 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = build("qwen3")
     assert models.patch(model).replaced["norm"] == 9
-
-
-def test_chunks_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {rows: chunk_rows(rows, torch.bfloat16) for rows in (1, 2048, 2049, 8192, 8193)}
-    assert found == {1: None, 2048: None, 2049: 2048, 8192: 2048, 8193: None}
-    assert chunk_rows(8192, torch.float32) is None
-    model = build("qwen3").bfloat16()
-    _, wanted = loss_and_gradients(model)
-    models.patch(model, norm=False, mlp=False, rope=False)
-    monkeypatch.setattr("rtkernels.models.loss._CHUNK_ROWS", 16)
-    given = []
-    own = rtkernels.linear_cross_entropy
-    monkeypatch.setattr(
-        rtkernels, "linear_cross_entropy", lambda *a, **k: given.append(k["chunk_rows"]) or own(*a, **k)
-    )
-    _, gradients = loss_and_gradients(model)
-    assert given[0] is not None and largest_error(gradients, wanted) < 1e-2
 
 
 def test_patching_is_quick() -> None:
