@@ -14,7 +14,7 @@ from bench.report import accepted
 from bench.report import tables as report
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
-E2E = ("train", "infer", "plot")
+E2E = ("train", "infer", "parity", "plot", "record")
 # What `check` calls unless told otherwise: inductor would compile every row for minutes.
 CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
 
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every causal language model of transformers that can be built small")
-    commands.add_parser("e2e", help="`e2e train`, `e2e infer`, `e2e plot`: whole models; see `e2e train --help`")
+    commands.add_parser("e2e", help="e2e train, infer, parity, plot, record: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
@@ -200,7 +200,7 @@ def _record(args: argparse.Namespace) -> int:
         path = accepted.path_of(result["environment"]["gpu"])
         numbers = accepted.load(path) if path.exists() else accepted.empty()
         for label in accepted.record(numbers, result):
-            print(f"not recorded: {label} (failed, or the peer that was fastest before is missing)")
+            print(f"not recorded: {label} (failed, not compared, or without the peer that was fastest before)")
         accepted.save(numbers, path)
     return 0
 

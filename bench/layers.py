@@ -4,11 +4,13 @@
     python -m bench.layers dense --ways transformers,ours,ours_fused
     python -m bench.layers --tiny                       # small, on the CPU: only the errors mean something
 
-Every way gets the same weights and tokens. A row has the time of a step (forward and backward), the host's share of it,
-peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against the same layer in
-fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile" (torch.compile of
-transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router), "fp8" and "fp8_fused"
-(the same with fp8 products). Experts of the reference are chosen by 16-bit logits, as those of the ways are.
+Every way gets the same weights and tokens, and a process of its own: Liger changes the model's file for all that comes
+behind it, and torch.compile would then compile Liger's kernels. A row has the time of a step (forward and backward),
+the host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients
+against the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
+(torch.compile of transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router),
+"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory). Experts of the reference are chosen
+by 16-bit logits, as those of the ways are.
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ import argparse
 import copy
 import gc
 import json
+import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +36,12 @@ from torch import Tensor, nn
 
 import rtkernels
 from bench import meta
+from bench.e2e import processes
 from bench.measure.layer import peak_mib, relative
 from bench.measure.timing import CudaDevice, Timer
 
 Sizes = dict[str, int]
+_REFERENCES = "RTKERNELS_BENCH_REFERENCES"  # a folder, for processes of the same command
 
 
 class Kind(NamedTuple):
@@ -52,7 +61,10 @@ class Layer(NamedTuple):
 
 
 _FUSED = {"fused_layers": True, "attention": True, "router": True}
-PATCHES = {"ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}}
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=3), **_FUSED}
+PATCHES = {
+    "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
+}  # fmt: skip
 
 
 def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Module:
@@ -188,7 +200,7 @@ KINDS = {
     "dense": Kind(
         {"batch": 2, "length": 4096, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32},
-        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused", "fp8_saving"),
         dense,
     ),
     "head": Kind(
@@ -246,81 +258,136 @@ def _host_ms(call: Callable[[], Any]) -> float:
 
 def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Tensor], repeats: int) -> dict[str, Any]:
     """Return the row of one way."""
-    gc.collect()  # of the way before, whose modules may have cycles
-    layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
+    compiled = way == "compile"
     leaf, dy = inputs(sizes, device, torch.bfloat16)
-    got = results(layer, leaf, dy)
-    errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
-    del got
-    row: dict[str, Any] = {
-        "error_output": errors.pop("y"), "error_gradients": max(errors.values()), "worst": max(errors, key=errors.get),
-    }  # fmt: skip
-
-    def call() -> Tensor:
-        return step(layer, leaf, dy)
-
-    if device == "cuda":
-        call()
-        row["peak_mib"] = round(peak_mib(call))
-        row["host_ms"] = round(_host_ms(call), 3)
-        timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
-        if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
-            timing = timer.measure_waiting([call], min(repeats, 3))
-        else:
-            timing = timer.measure([call])
-        row["forward_and_backward_ms"] = round(timing.us / 1000, 3)
-    else:
-        started = time.perf_counter()
-        call()
-        row["forward_and_backward_ms"] = round((time.perf_counter() - started) * 1000, 3)
+    with nullcontext() if compiled else processes.alone():  # compiling is the host's business for a long time
+        layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
+        got = results(layer, leaf, dy)
+        errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
+        del got
+        row: dict[str, Any] = {
+            "error_output": errors.pop("y"),
+            "error_gradients": max(errors.values()),
+            "worst": max(errors, key=errors.get),
+        }
+        with processes.alone() if compiled else nullcontext():
+            row |= _timed(kind, way, partial(step, layer, leaf, dy), device, repeats)
+        del layer, leaf, dy
+        _free(device)
     return row
 
 
+def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats: int) -> dict[str, Any]:
+    """Return peak memory, host time and time of a step."""
+    if device == "cpu":
+        started = time.perf_counter()
+        call()
+        return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
+    call()
+    row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
+    timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
+    if (kind, way) in (("moe", "eager"), ("head", "liger")):  # they wait for the device
+        timing = timer.measure_waiting([call], min(repeats, 3))
+    else:
+        timing = timer.measure([call])
+    return row | {"forward_and_backward_ms": round(timing.us / 1000, 3)}
+
+
+def _free(device: str) -> None:
+    """Give memory back, also that of modules with cycles: several processes share the device."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
-    """Return output and gradients of the layer in fp32, kept on the host."""
-    layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
-    leaf, dy = inputs(sizes, device, torch.float32)
-    return {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+    """Return output and gradients of the layer in fp32, kept on the host; of the first process that needs them."""
+    folder = os.environ.get(_REFERENCES)
+    path = Path(folder) / f"{kind}.pt" if folder else None
+    with processes.alone():
+        if path is not None and path.exists():
+            return torch.load(path, mmap=True)
+        layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
+        leaf, dy = inputs(sizes, device, torch.float32)
+        made = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+        del layer, leaf, dy
+        _free(device)
+        if path is not None:
+            torch.save(made, path)
+        return made
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Print a table of each layer, and return and write what was measured."""
-    parser = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
-    parser.add_argument("--ways", help="comma-separated; all of a layer when left out")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="small layers, on the CPU where there is no GPU")
-    parser.add_argument("--out", type=Path, help="also write a file that `python -m bench record --layers` takes")
-    args = parser.parse_args(arguments)
-    if unknown := set(args.kinds) - set(KINDS):
-        parser.error(f"unknown layer {', '.join(unknown)}; expected {', '.join(KINDS)}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not args.tiny:
-        parser.error("no CUDA device here; --tiny runs on the CPU")
-    made: dict[str, Any] = {}
-    for kind in args.kinds or KINDS:
-        sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
-        row: dict[str, Any] = dict(sizes)
-        wanted = reference(kind, sizes, device)
-        print(f"{kind:14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
-        ways = [way for way in (args.ways.split(",") if args.ways else KINDS[kind].ways) if way in KINDS[kind].ways]
-        for way in sorted(ways, key=lambda way: way == "liger"):  # last: it changes the model's file for the process
-            try:
-                row[way] = measure(kind, way, sizes, device, wanted, args.repeats)
-            except ImportError as error:
-                row[way] = {"absent": str(error)}
-            print(_line(way, row[way]), flush=True)
-            made[f"layer_{kind}"] = {"command": f"python -m bench.layers {kind}", "rows": [row]}
-            if args.out:  # way by way: what was measured stays if a later one fails
-                args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
-            if device == "cuda":
-                torch.cuda.empty_cache()
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
+    made.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
+    made.add_argument("--ways", help="comma-separated; all of a layer when left out")
+    made.add_argument("--repeats", type=int, default=20)
+    made.add_argument("--tiny", action="store_true", help="small layers, on the CPU where there is no GPU")
+    made.add_argument("--together", action="store_true", help="start all ways at once; they do not measure at once")
+    made.add_argument("--out", type=Path, help="also write a file that `python -m bench record --layers` takes")
+    made.add_argument("--one", help=argparse.SUPPRESS)
     return made
 
 
+def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the layers of one way in this process; return the row of each."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {}
+    for kind in args.kinds or KINDS:
+        if way not in KINDS[kind].ways:
+            continue
+        sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
+        try:
+            found[kind] = measure(kind, way, sizes, device, reference(kind, sizes, device), args.repeats)
+        except ImportError as error:
+            found[kind] = {"absent": str(error)}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run every way in a process of its own; print tables, and return and write what was measured."""
+    args = parser().parse_args(arguments)
+    if unknown := set(args.kinds) - set(KINDS):
+        parser().error(f"unknown layer {', '.join(unknown)}; expected {', '.join(KINDS)}")
+    if not torch.cuda.is_available() and not args.tiny:
+        parser().error("no CUDA device here; --tiny runs on the CPU")
+    if args.one:
+        processes.one(lambda: run_way(args.one, args), args.out)
+        return {}
+    kinds = args.kinds or list(KINDS)
+    ways = args.ways.split(",") if args.ways else list(dict.fromkeys(way for kind in kinds for way in KINDS[kind].ways))
+    made: dict[str, Any] = {}
+    print(f"{'layer':7}{'way':14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
+    passed = sys.argv[1:] if arguments is None else arguments
+    with _references() as environment:
+        _collect(made, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
+    return made
+
+
+@contextmanager
+def _references() -> Iterator[dict[str, str]]:
+    """Give the environment by which processes find the references that one of them has made."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        yield {_REFERENCES: folder}
+
+
+def _collect(made: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
+    """Print what processes measured, put it in `made`, and write that."""
+    for way, record in records:
+        for kind in (kind for kind in kinds if way in KINDS[kind].ways):
+            sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
+            entry = {"command": f"python -m bench.layers {kind}", "rows": [dict(sizes)]}
+            entry = made.setdefault(f"layer_{kind}", entry)
+            entry["rows"][0][way] = record.get(kind, record)  # of all layers: that it failed, or is absent
+            print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
+        if args.out:  # way by way: what was measured stays if a later one fails
+            args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
+
+
 def _line(way: str, row: dict[str, Any]) -> str:
-    if "absent" in row:
-        return f"{way:14}absent: {row['absent']}"
+    if "forward_and_backward_ms" not in row:
+        return f"{way:14}{'absent: ' + row['absent'] if 'absent' in row else 'failed: ' + row['failed'][-300:]}"
     host = f"{row['host_ms']:.2f} ms" if "host_ms" in row else "-"
     peak = f"{row['peak_mib']} MiB" if "peak_mib" in row else "-"
     return (

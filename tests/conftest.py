@@ -117,12 +117,27 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     """Return, of a run of the whole suite, most of the tests that take seconds, by a hash of their names.
 
     The host compilation of a variant takes a fifth of a second, of a matrix product one, and most cases differ in types
-    and shapes alone. A run of a family or two keeps all of its cases.
+    and shapes alone. torch.compile takes a second; of the tests that compile a function of an op, one of each folder
+    runs. A run of a family or two keeps all of its cases.
     """
     costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
         return set()
-    return {item for item in costly if not _in_part(item, part)}
+    return {item for item in costly if not _in_part(item, part)} | _compiled_by_others(items, part)
+
+
+def _compiled_by_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
+    """Return the tests that compile an op (``assert_compiles``), but for one of each folder with all of its cases."""
+    folders: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and "assert_compiles(" in _text_of(item.function):
+            test = item.nodeid.partition("[")[0]
+            folders.setdefault(test.rpartition("/")[0], {}).setdefault(test, []).append(item)
+    dropped = set()
+    for tests in folders.values():
+        kept = sorted(tests)[part % len(tests)]
+        dropped |= {item for test, cases in tests.items() if test != kept for item in cases}
+    return dropped
 
 
 def _in_part(item: pytest.Item, part: int) -> bool:
@@ -145,8 +160,12 @@ def _takes_seconds(item: pytest.Item) -> bool:
 
 @functools.cache
 def _names_what_is_slow(test: Callable[..., None]) -> bool:
-    text = inspect.getsource(inspect.unwrap(test))
-    return any(word in text for word in SLOW_WORDS)
+    return any(word in _text_of(test) for word in SLOW_WORDS)
+
+
+@functools.cache
+def _text_of(test: Callable[..., None]) -> str:
+    return inspect.getsource(inspect.unwrap(test))
 
 
 def pytest_report_header() -> list[str]:

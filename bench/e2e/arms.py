@@ -28,12 +28,16 @@ _TINY = {
 MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
 
 
-def build(model: str, vocabulary: int, length: int, *, tiny: bool, device: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model with random weights, the same at every call."""
+def build(
+    model: str, vocabulary: int, length: int, *, tiny: bool, device: str, dtype: torch.dtype, layers: int | None = None
+) -> nn.Module:  # fmt: skip
+    """Return a model with random weights, the same at every call; `layers` of it, or as many as it has above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[model]
     sizes = {**sizes, **({k: v for k, v in _TINY.items() if k in sizes} if tiny else {})}
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):

@@ -45,7 +45,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(len(results), 4, figsize=(18, 4 * len(results)), squeeze=False)
     for row, result in zip(axes, results, strict=True):
-        (_infer if result.get("kind") == "infer" else _train)(row, result)
+        {"infer": _infer, "parity": _parity}.get(result.get("kind"), _train)(row, result)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -72,6 +72,22 @@ def _train(axes: Any, result: dict[str, Any]) -> None:
     axes[2].legend()
     axes[3].set_title("loss, difference from hf")
     axes[3].axhline(0, color="grey", linewidth=0.5)
+
+
+def _parity(axes: Any, result: dict[str, Any]) -> None:
+    arms = {arm: r["runs"] for arm, r in result["arms"].items() if "runs" in r}
+    wanted = arms.get("hf", [{}])[0].get("losses")
+    for arm, runs in arms.items():
+        axes[0].plot(runs[0]["losses"], label=arm)
+        if wanted and arm != "hf":
+            axes[1].plot([a - b for a, b in zip(runs[0]["losses"], wanted, strict=False)], label=arm)
+        axes[2].plot([arm] * len(runs), [run["held_out"] for run in runs], "o")
+        cosines = [gradient["cosine"] for run in runs for gradient in run["gradients"]]
+        axes[3].plot([arm] * len(cosines), cosines, "o")
+    titles = f"{result['model']}: loss", "loss, difference from hf", "held-out loss", "gradient, cosine with bf16's"
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title)
+    axes[0].legend()
 
 
 def _infer(axes: Any, result: dict[str, Any]) -> None:

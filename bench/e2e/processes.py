@@ -26,14 +26,18 @@ def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
     return 0
 
 
-def records(module: str, arms: list[str], argv: list[str], together: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(
+    module: str, arms: list[str], argv: list[str], together: bool, environment: dict[str, str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Run each arm by the same command line in a new process; yield arms with their records.
 
-    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time;
-    what they measure inside of :func:`alone` is still one after the other, but not how long a start takes.
+    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time
+    (inside of :func:`sharing`); what they measure inside of :func:`alone` is still one after the other, but how long a
+    start takes says nothing then.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {_LOCK: str(Path(folder) / "lock"), **os.environ} if together else None
+        lock = {_LOCK: str(Path(folder) / "lock")} if together else {}
+        environment = {**lock, **os.environ, **(environment or {})}
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
             started[arm] = _started(module, arm, argv, folder, environment)
@@ -43,7 +47,7 @@ def records(module: str, arms: list[str], argv: list[str], together: bool) -> It
             yield arm, json.loads(out.read_text()) if out.exists() else {"failed": _errors(out).read_text()[-2000:]}
 
 
-def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str] | None) -> Any:
+def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str]) -> Any:
     out = Path(folder) / f"{arm}.json"
     command = [sys.executable, "-m", module, *_without_out(argv), "--one", arm, "--out", str(out)]
     with _errors(out).open("w") as errors:  # no pipe: nobody reads while others are waited for
@@ -56,7 +60,23 @@ def _errors(out: Path) -> Path:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other process that was started together with this one measures something."""
+    """Wait until no other process that was started together with this one measures, or uses the device at all."""
+    with _locked(exclusive=True):
+        yield
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Wait until no process measures, for work on the device that is not measured.
+
+    Processes have the device in slices of time, so that one that makes its weights slows down one that measures.
+    """
+    with _locked(exclusive=False):
+        yield
+
+
+@contextmanager
+def _locked(exclusive: bool) -> Iterator[None]:
     path = os.environ.get(_LOCK)
     if path is None:
         yield
@@ -64,7 +84,7 @@ def alone() -> Iterator[None]:
     import fcntl
 
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 

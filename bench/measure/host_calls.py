@@ -99,7 +99,6 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "row_dot": lambda: lambda: rtk.row_dot(x, y),
         "rope": lambda: lambda: rtk.rope(q, cos, sin),
         "qk_norm_rope": lambda: lambda: rtk.qk_norm_rope(packed_qkv, None, None, cos, sin, q_heads=8, kv_heads=2),
-        "mla_rope": lambda: lambda: rtk.mla_rope(mla_q, mla_kv, pos, cos, sin),
         "qkv_split": lambda: lambda: rtk.qkv_split(packed_qkv, 8, 2),
         "column_absmax": lambda: lambda: rtk.column_absmax(x),
         "quantize_fp8 row": lambda: lambda: rtk.quantize_fp8(x, granularity="row"),
@@ -166,6 +165,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "glu_smooth_fp8_backward": lambda: lambda: rtk.glu_smooth_fp8_backward(x, gated, smooth_gated),
         "quantize_fp8 channel": lambda: lambda: rtk.quantize_fp8(x, granularity="channel"),
         "rope_table": lambda: lambda: rtk.rope_table(ROWS, 64, device=device),
+        "mla_rope": lambda: lambda: rtk.mla_rope(mla_q, mla_kv, pos, cos, sin),
         "cross_entropy": lambda: lambda: rtk.cross_entropy(x, labels),
         "linear_cross_entropy": lambda: lambda: rtk.linear_cross_entropy(x, square, labels),
         "kl_div": lambda: lambda: rtk.kl_div(x, y, log_target=True),
@@ -201,3 +201,10 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         **{name: (SINGLE_LAUNCH, made) for name, made in single.items()},
         **{name: (SEVERAL, made) for name, made in several.items()},
     }
+
+
+def limits() -> dict[str, float]:
+    """Return what each host row without gradients may take beside ``x * 2``, by the row's name."""
+    import rtkernels as rtk
+
+    return {f"{name} no_grad": limit for name, (limit, _) in calls(rtk, "cpu").items()}

@@ -35,6 +35,7 @@ _BY_WIDTH = (
 )
 _EXPERTS = re.compile(r"moe_|row_id|permute|router|z_loss|balance_loss|index_select|scatter_add|sort_chunks|topk")
 # The README's rows: what it is called there, row, shape.
+_BALANCE = 150  # operations per byte from which on the tensor cores are the limit, about
 _HEADLINE = (
     ("`rms_norm` forward", "rms_norm_fwd", "8192x4096"),
     ("`rms_norm` backward", "rms_norm_bwd", "8192x4096"),
@@ -52,8 +53,14 @@ _HEADLINE = (
 _HEAD = "| op, bf16 on one H200 |"
 
 
+def _speed(row: dict[str, Any]) -> str:
+    """Operations per second of a product that memory does not bound; else the efficiency."""
+    bound_by_products = row.get("flops", 0) > _BALANCE * row.get("bytes", 0)
+    return f"{row['tflops']:.0f} TFLOP/s" if bound_by_products else f"{row['efficiency']:.2f}"
+
+
 def _ours(row: dict[str, Any]) -> str:
-    return f"{row['us']:.1f} ({row['efficiency']:.2f})"
+    return f"{row['us']:.1f} ({_speed(row)})"
 
 
 def _fastest(row: dict[str, Any]) -> str:
@@ -89,7 +96,7 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
             table = experts if _EXPERTS.search(declared.name) else others
             table.append([declared.name, declared.shape, _ours(row), _fastest(row)])
     lines = [[titles[n], *(_cell(by_width[n].get(cols)) for cols in _WIDTHS)] for n in titles if n in by_width]
-    tail = ["shape", "µs (efficiency)", "fastest peer, µs"]
+    tail = ["shape", "µs (efficiency, or rate)", "fastest peer, µs"]
     return [
         report.table(["op, bf16", *(f"8192x{cols}" for cols in _WIDTHS)], lines),
         report.table(["op", *tail], others),
@@ -104,8 +111,7 @@ def headline(measured: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
         if (row := measured.get((name, shape))) is not None:
             peers = report.ranked(row)
             faster = f"{peers[0][1] / row['us']:.2f} x" if peers else "-"
-            speed = f"{row['tflops']:.0f} TFLOP/s" if row.get("tflops") else f"{row['efficiency']:.2f}"
-            body.append([title, shape, f"{row['us']:.1f}", speed, _fastest(row), faster])
+            body.append([title, shape, f"{row['us']:.1f}", _speed(row), _fastest(row), faster])
     return report.table([_HEAD.strip("| "), "shape", "µs", "copy / ours", "fastest peer, µs", "faster by"], body)
 
 
@@ -134,9 +140,10 @@ Written by `python -m bench readme` from `bench/results/{name}.json`. How the nu
 
 {gpu}, bf16 unless a row says otherwise. Median µs with the L2 cache flushed before each call and host time excluded; in
 brackets the efficiency: time of a plain copy that moves the same bytes, measured in the same run, divided by ours (1.00
-is copy speed). Then the fastest peer of the same run, among torch, its fused ops and torch.compile (not for all rows),
-Liger-Kernel, linghe and FlagGems. Rows that must read their input twice (dynamic tensor scales) count both reads.
-`linear_cross_entropy` and `router_gemm` are bound by matrix products, and rows of about 10 µs by the launch."""
+is copy speed), or operations per second where products are the limit. Then the fastest peer of the same run, among
+torch, its fused ops and torch.compile (not for all rows), Liger-Kernel, linghe and FlagGems. Rows that must read their
+input twice (dynamic tensor scales) count both reads. `linear_cross_entropy`, `router_gemm` and `lightning_attention`
+are bound by matrix products, and rows of about 10 µs by the launch."""
 
 
 def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.measure import host_calls
+
 
 def ranked(row: dict[str, Any]) -> list[tuple[str, float]]:
     """Measured peers of a row, fastest first."""
@@ -83,17 +85,22 @@ def missing(result: dict[str, Any]) -> list[str]:
 
 
 def host_table(host: dict[str, Any]) -> list[str]:
-    """Host rows: µs per call beside ``x*2``, then first use and import."""
+    """Host rows: µs per call beside ``x*2`` and what that may be, then first use and import."""
     if "failed" in host:
         return [host["failed"]]
-    base = host["us_per_call"].get("torch x*2")
+    base, limits = host["us_per_call"].get("torch x*2"), host_calls.limits()
     body = []
     for name, us in host["us_per_call"].items():
+        limit = limits.get(name)
+        said = "-" if limit is None else f"{limit}"
         if isinstance(us, dict):
-            body.append([name, us["error"], "-"])
+            body.append([name, us["error"], "-", said])
+        elif not isinstance(base, float):
+            body.append([name, f"{us:.2f}", "-", said])
         else:
-            body.append([name, f"{us:.2f}", f"{us / base:.2f}" if isinstance(base, float) else "-"])
-    lines = table(["call", "host µs", "/ x*2"], body)
+            over = limit is not None and us / base > limit
+            body.append([name, f"{us:.2f}", f"{us / base:.2f}", f"{said}, over" if over else said])
+    lines = table(["call", "host µs", "/ x*2", "limit"], body)
     if "first_use" not in host:  # of a quick run
         return lines
     lines += ["", *_first_use_table(host["first_use"]), ""]

@@ -1,4 +1,4 @@
-"""The benchmark row: one op at one shape, declared beside the op in ``rtkernels/ops/<op>.py``."""
+"""The benchmark row: one op at one shape, declared in ``bench/rows/<family>/<op>.py``."""
 
 from __future__ import annotations
 

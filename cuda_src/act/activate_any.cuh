@@ -8,24 +8,36 @@ inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below; ACT
 
 template <typename Act, bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate(bool slope, float (&v)[N]) {
+    if (SLOPE && slope) {  // of the launch, so not in the loop
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const ValueSlope at = Act::template at<kFast>(v[i]);
-        v[i] = SLOPE && slope ? at.slope : at.value;
+        for (int i = 0; i < N; ++i) v[i] = Act::template at<kFast>(v[i]).slope;
+        return;
     }
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = Act::template at<kFast>(v[i]).value;
 }
 
+// Comparisons, not a switch: the addresses of its cases would come from memory.
 template <bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
-    switch (act) {
-        case 0: activate<Silu, kFast, SLOPE>(slope, v); break;
-        case 1: activate<GeluTanh, kFast, SLOPE>(slope, v); break;
-        case 2: activate<GeluErf, kFast, SLOPE>(slope, v); break;
-        case 3: activate<Relu, kFast, SLOPE>(slope, v); break;
-        case 4: activate<Relu2, kFast, SLOPE>(slope, v); break;
-        case 5: activate<Sigmoid, kFast, SLOPE>(slope, v); break;
-        case kIdentity: break;
-        default: activate<SwigluOai, kFast, SLOPE>(slope, v); break;
+    if (act >= kIdentity) {
+        if (act == kSwigluOai) activate<SwigluOai, kFast, SLOPE>(slope, v);
+    } else if (act < 2) {
+        if (act == 0) {
+            activate<Silu, kFast, SLOPE>(slope, v);
+        } else {
+            activate<GeluTanh, kFast, SLOPE>(slope, v);
+        }
+    } else if (act < 4) {
+        if (act == 2) {
+            activate<GeluErf, kFast, SLOPE>(slope, v);
+        } else {
+            activate<Relu, kFast, SLOPE>(slope, v);
+        }
+    } else if (act == 4) {
+        activate<Relu2, kFast, SLOPE>(slope, v);
+    } else {
+        activate<Sigmoid, kFast, SLOPE>(slope, v);
     }
 }
 

@@ -8,7 +8,9 @@
 // or one (stride 0). alpha is a number, times *factor. fp32 arithmetic, one rounding.
 //
 // A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
-// stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
+// stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does. Nearly every call
+// has at most three operands, all of T, in rows of 16-byte units: that is `combine_three`, which asks for all operands of the
+// next stretch before it works on one. `combine` takes everything else.
 #include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
@@ -107,6 +109,108 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     };
 
     output.finish(group, scratch, 0, row, row < rows, end, begin, stop, amax, make_y);
+}
+
+// What p and q of `combine_three` are: bits 8 to 10, and 11 to 13, of its flags.
+inline constexpr int kAbsent = 0, kAdded = 1, kSubtracted = 2, kPartner = 3, kFactor = 4, kBase = 5;
+
+// x, p and q of a vector.
+template <typename T, int N>
+struct Three {
+    Asked<T, N> x, p, q;
+};
+
+// Operands stay packed until they are used.
+template <typename T, int N>
+RTK_DEVICE void add_operand(int role, const Asked<T, N>& operand, float (&y)[N]) {
+    if (role != kAdded && role != kSubtracted) return;
+    float v[N];
+    operand.get(v);
+    const float sign = role == kAdded ? 1.0f : -1.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = fmaf(v[i], sign, y[i]);
+}
+
+template <typename T, int N>
+RTK_DEVICE void times_operand(int role, bool shifted, const Asked<T, N>& operand, float (&y)[N]) {
+    if (role != kPartner && role != kFactor) return;
+    float v[N];
+    operand.get(v);
+    if (role == kPartner && shifted) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = partner<SwigluOai>(v[i]).value;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] *= v[i];
+}
+
+template <typename T, int N>
+RTK_DEVICE void scale_to_base(const Asked<T, N>& operand, float times, float (&y)[N]) {
+    float v[N];
+    operand.get(v);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
+}
+
+// What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4. Targets with its conversions need some more.
+constexpr int three_registers(int format, int bytes) {
+    return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
+}
+
+// `slice_divisor`: runtime/layout.py, of the number of slices. Operands are in the order of the formula: p is applied before q.
+template <typename T, int FORMAT>
+__global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CVT ? 8 : 0))
+    combine_three(const T* x, const T* p, const T* q, const float* quant_scale, u32* amax, const float* factor, void* out,
+                  void* kept, void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 p_stride, i64 p_each,
+                  i64 q_stride, i64 q_each, i64 threads_per_row, i64 slices, i64 slice_divisor, i64 slice_cols, i64 flags,
+                  i64 quant, i64 act, double number, double floor, double alpha) {
+    constexpr int N = kPerThread<T, FORMAT>;
+    constexpr bool kFast = sizeof(T) < 4;
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group(threads_per_row);
+    const u32 row_block = slices == 1 ? blockIdx.x : divided(blockIdx.x, slice_divisor);
+    const i64 row = static_cast<i64>(row_block) * group.count + group.index;
+    const i64 end = row < rows ? cols : 0;
+    RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
+    const i64 begin = (blockIdx.x - row_block * static_cast<u32>(slices)) * slice_cols;
+    const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
+    const int role_p = static_cast<int>(flags >> 8 & 7), role_q = static_cast<int>(flags >> 11 & 7);
+    u32 times_bits = __float_as_uint(1.0f);
+    ptx::ld_keep_if<4>(factor != nullptr, times_bits, factor);
+    x += row * x_stride, p += operand_row(row, p_stride, p_each), q += operand_row(row, q_stride, q_each);
+    const u64 policy = ptx::l2_last();
+
+    auto ask = [&](int, i64 column, int valid) {
+        Three<T, N> asked;
+        asked.x.ask(true, x + column, valid, policy);
+        asked.p.ask(role_p != kAbsent, p + column, valid, policy);
+        asked.q.ask(role_q != kAbsent, q + column, valid, policy);
+        return asked;
+    };
+    auto make_y = [&](int, const Three<T, N>& asked, i64, int valid, float(&y)[N]) {
+        asked.x.get(y);
+        add_operand(role_p, asked.p, y);
+        add_operand(role_q, asked.q, y);
+        activate_any<kFast, FORMAT == kPlainOutput>(static_cast<int>(act), flags & kSlope, y);
+        times_operand(role_p, act == kSwigluOai, asked.p, y);
+        times_operand(role_q, act == kSwigluOai, asked.q, y);
+        const float times = static_cast<float>(alpha) * __uint_as_float(times_bits);
+        if (role_p == kBase) scale_to_base(asked.p, times, y);
+        if (role_q == kBase) {
+            scale_to_base(asked.q, role_p == kBase ? 1.0f : times, y);
+        } else if (role_p != kBase && times != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] *= times;
+        }
+        if (FORMAT != kPlainOutput && valid < N) {  // sigmoid(0) is not 0
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
+        }
+    };
+    constexpr int kWalk = FORMAT == kFp4Output ? kInBursts : kPipelined;  // a block of NVFP4 has two vectors or four
+    output.template finish<1, kWalk>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
 }
 
 }  // namespace rtk

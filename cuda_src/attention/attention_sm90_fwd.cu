@@ -128,11 +128,8 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                              static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-        const Mask mask(sequence, left, right);
-        const int row0 = tile.m * BM;
-        if (row0 >= sequence.lq) continue;
-        const Interval any = mask.keys_any(row0, row0 + BM);
-        const Interval all = mask.keys_all(row0 + group * 64, row0 + group * 64 + 64);  // of this warpgroup
+        const WarpgroupRows own(Mask(sequence, left, right), tile.m * BM, BM, group);
+        if (own.row0 >= sequence.lq) continue;
 
         SoftmaxState state;
         float o[DV / 2];
@@ -155,21 +152,21 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                              bias_column, rows.lq - row, rows.keys - column);
                 }
             }
-            if ((EXTRAS != 0 && kv_limit != nullptr) || n * BN < all.first || n * BN + BN > all.end) {
+            if ((EXTRAS != 0 && kv_limit != nullptr) || n * BN < own.all.first || n * BN + BN > own.all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int i = row0 + own_row + 8 * r;
-                    int end = mask.hi(i);
+                    const int i = own.row0 + own_row + 8 * r;
+                    int end = own.mask.hi(i);
                     if (EXTRAS != 0 && kv_limit != nullptr && i < sequence.lq)
                         end = min(end, kv_limit[tile.batch * limit_batch + i]);
-                    mask_row(s, r, mask.lo(i) - n * BN - 2 * t, end - n * BN - 2 * t);
+                    mask_row(s, r, own.mask.lo(i) - n * BN - 2 * t, end - n * BN - 2 * t);
                 }
             }
             state.add(s, factor, correction);
         };
 
-        if (!any.empty()) {
-            const int first = any.first / BN, last = (any.end - 1) / BN;
+        if (!own.any.empty()) {
+            const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
             const ptx::SharedAddress own_q = q_tile + group * 64 * kTileRow;
             u32 p[BN / 16][4];
             float s[BN / 2], correction[2];

@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(384, 1)
                     const float* const from = scale_v + tile.batch * sv_batch + kv_head * sv_head;
                     for (int i = lane; i < 2 * D; i += kWarp)
                         ptx::cp_async_4_or_zero(value_scales + v_state.stage * kValueScales + 4 * i,
-                                                from + (2 * n + i / D) * sv_block + i % D, i % D < d_v && n * BN + i / D * kHalf < lkv);
+                                                from + (2 * n + i / D) * sv_block + i % D,
+                                                i % D < d_v && n * BN + i / D * kHalf < sequence.keys);
                     ptx::cp_async_arrive(v_pipe.full(v_state));
                 } else if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
                     VTile::fetch_some(to, v_map, patch, patched, sequence.k_row + n * BN, kv_head, batch, sequence.keys - n * BN);
@@ -212,15 +213,12 @@ __global__ void __launch_bounds__(384, 1)
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                              static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-        const Mask mask(sequence, left, right);
-        const int row0 = tile.m * BM;
-        if (row0 >= sequence.lq) continue;
-        const Interval any = mask.keys_any(row0, row0 + BM);
-        const Interval all = mask.keys_all(row0 + group * 64, row0 + group * 64 + 64);  // of this warpgroup
+        const WarpgroupRows own(Mask(sequence, left, right), tile.m * BM, BM, group);
+        if (own.row0 >= sequence.lq) continue;
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int i = row0 + own_row + 8 * r;
+            const int i = own.row0 + own_row + 8 * r;
             const i64 at = tile.batch * sq_batch + tile.head * sq_head + sequence.q_row + (i >> sq_shift);
             factor[r] = i < sequence.lq ? scale_q[at] * (static_cast<float>(scale) * kLog2e) : 1.0f;
             if (factor[r] == 0.0f) factor[r] = 1e-30f;  // no 0 * inf where keys are masked
@@ -261,11 +259,11 @@ __global__ void __launch_bounds__(384, 1)
             __syncwarp();
             if (speaks) k_pipe.release(k_state);
             k_state.advance();
-            if (n * BN < all.first || n * BN + BN > all.end) {
+            if (n * BN < own.all.first || n * BN + BN > own.all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int i = row0 + own_row + 8 * r, j0 = n * BN + Order::of_lane(t);
-                    const int from = mask.lo(i) - j0, end = mask.hi(i) - j0;
+                    const int i = own.row0 + own_row + 8 * r, j0 = n * BN + Order::of_lane(t);
+                    const int from = own.mask.lo(i) - j0, end = own.mask.hi(i) - j0;
 #pragma unroll
                     for (int j = 0; j < BN / 8; ++j)
 #pragma unroll
@@ -307,8 +305,8 @@ __global__ void __launch_bounds__(384, 1)
             v_state.advance();
         };
 
-        if (!any.empty()) {
-            const int first = any.first / BN, last = (any.end - 1) / BN;
+        if (!own.any.empty()) {
+            const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
             q_pipe.wait(q_state);
             if constexpr (kCodes) {
                 using Product = ValueProduct<PV>;

@@ -16,6 +16,7 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -84,7 +85,7 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
 }
 
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
+__global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
     attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
                      const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
                      float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
@@ -104,6 +105,9 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int rows = static_cast<int>(lq * group);
+    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
+    if (pages != nullptr)  // numbers of pages are asked for when the length is known; until then they are on their way to L2
+        for (int i = static_cast<int>(threadIdx.x) * 32; i < table_row; i += static_cast<int>(blockDim.x) * 32) ptx::prefetch_l2(pages + i);
     const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
 
@@ -118,7 +122,6 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     constexpr int kBytes = kByte ? 1 : 2;
     const CachePages keys{k_cache + head_kv * k_head * kBytes, k_page * kBytes, k_row * kBytes};
     const CachePages values{v_cache + head_kv * v_head * kBytes, v_page * kBytes, v_row * kBytes};
-    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
     const bool whole_pages = table == nullptr || page_size % kChunk == 0;  // a chunk lies in one page
     const int k_vectors = static_cast<int>(d_qk) * kBytes / 16, v_vectors = static_cast<int>(d_v) * kBytes / 16;
     u8* const ring = shared + warp * (kDecodeStages * 2 * kTileBytes);
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     const int mine = begin + warp;
     i64 next_page = 0;
     if (mine < end) next_page = page_of(mine * kChunk);
-#pragma unroll
+#pragma unroll kByte ? kDecodeStages - 1 : 1  // where registers allow it, code that need not be fetched
     for (int s = 0; s < kDecodeStages - 1; ++s) {
         const int chunk = mine + s * warps;
         if (chunk < end) {
@@ -299,22 +302,28 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     ptx::launch_dependents();
     __syncthreads();
 
-    // Sums of the warps, by rows of D floats; their maxima (in log2) and sums of powers behind them.
-    float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * D);
-    float* const tops = reinterpret_cast<float*>(shared) + warps * (kDecodeRows * D);
+    // Sums of the warps, by rows of kSumPitch floats, with which rows of a fragment are in different banks; their maxima (in log2) and
+    // sums of powers behind them. Rows that do not exist are left out.
+    constexpr int kSumPitch = D + 8;
+    const int here = min(rows - row0, kDecodeRows);
+    float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * kSumPitch);
+    float* const tops = reinterpret_cast<float*>(shared) + warps * (kDecodeRows * kSumPitch);
     float* const totals = tops + warps * kDecodeRows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = lane / 4 + 8 * r;
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                // In byte order, tiles 2m and 2m + 1 share 16 columns: 4t + 2c and 4t + 2c + 1.
-                const int column = kByte ? n / 2 * 16 + lane % 4 * 4 + 2 * c + n % 2 : n * 8 + lane % 4 * 2 + c;
-                own[row * D + column] = sums[n][2 * r + c];
-            }
         const float total = quad_sum(softmax.sum[r]);
+        if (row >= here) continue;
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+            if constexpr (kByte) {
+                // In byte order, tiles 2m and 2m + 1 share 16 columns: 4t + 2c and 4t + 2c + 1.
+                float* const to = own + row * kSumPitch + n / 2 * 16 + lane % 4 * 4 + n % 2;
+                to[0] = sums[n][2 * r], to[2] = sums[n][2 * r + 1];
+            } else {
+                *reinterpret_cast<float2*>(own + row * kSumPitch + n * 8 + lane % 4 * 2) = make_float2(sums[n][2 * r], sums[n][2 * r + 1]);
+            }
+        }
         if (lane % 4 == 0) {
             tops[warp * kDecodeRows + row] = softmax.top[r] == negative_infinity() ? softmax.top[r] : softmax.top[r] * kLog2e;
             totals[warp * kDecodeRows + row] = total;
@@ -324,9 +333,8 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
     const float value_scale = v_scale == nullptr ? 1.0f : v_scale[head_kv * v_scale_head];
     const float* const all = reinterpret_cast<const float*>(shared);
     const int width = static_cast<int>(d_v), quads = width / 4;
-    for (int i = static_cast<int>(threadIdx.x); i < kDecodeRows * quads; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < here * quads; i += static_cast<int>(blockDim.x)) {
         const int row = i / quads, column = i % quads * 4;
-        if (row0 + row >= rows) break;
         const int query = (row0 + row) / static_cast<int>(group), head = head_kv * static_cast<int>(group) + (row0 + row) % static_cast<int>(group);
         const float sink = splits > 1 || sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
         float top = sink;
@@ -336,9 +344,8 @@ __global__ void __launch_bounds__(128, D > 128 || CODES == kSameType ? 1 : CODES
         for (int w = 0; w < warps; ++w) {
             const float weight = ptx::ex2(tops[w * kDecodeRows + row] - from);
             total += weight * totals[w * kDecodeRows + row];
-            const float* const part = all + (w * kDecodeRows + row) * D + column;
-#pragma unroll
-            for (int c = 0; c < 4; ++c) value[c] += weight * part[c];
+            const float4 part = *reinterpret_cast<const float4*>(all + (w * kDecodeRows + row) * kSumPitch + column);
+            value[0] += weight * part.x, value[1] += weight * part.y, value[2] += weight * part.z, value[3] += weight * part.w;
         }
         const float times = total == 0.0f ? 0.0f : value_scale / total;
         const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;

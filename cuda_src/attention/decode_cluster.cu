@@ -2,7 +2,7 @@
 // warp has 16 keys, and nothing is written to global memory but results.
 //
 // A cluster of 8 blocks owns 16 rows (pairs of a query and a head of q that share a head of keys), block r of it the keys from
-// 128 r on, warp w of that the 16 from 16 w on. Scores come from rows of q and k straight from global memory (gemm/rows_mma.cuh);
+// 128 r on, warp w of that the 16 from 16 w on; pages, if there are any, have a multiple of 16 keys. Scores come from rows of q and k straight from global memory (gemm/rows_mma.cuh);
 // values go through shared memory, which turns them. Each warp leaves its sums with a maximum and a sum of powers in shared
 // memory; blocks add those of their warps and send them to the block that finishes a row, row % 8, which adds those of the
 // blocks: in order, so that results do not depend on timing. fp32 arithmetic; probabilities are rounded to T for the second
@@ -25,8 +25,9 @@ RTK_DEVICE float larger_or_nan(float a, float b) { return a > b || a != a ? a : 
 
 template <typename T, int D>
 __global__ void __launch_bounds__(256)
-    attention_decode_cluster(const T* q, const T* k_cache, const T* v_cache, const i32* lengths, const float* sinks, T* out,
-                             float* lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 q_batch, i64 q_row, i64 q_head,
+    attention_decode_cluster(const T* q, const T* k_cache, const T* v_cache, const i32* lengths, const i32* table,
+                             const float* sinks, T* out, float* lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 page_size,
+                             i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head,
                              i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
                              i64 out_row, i64 out_head, i64 left, i64 right, double scale) {
     extern __shared__ __align__(128) u8 memory[];
@@ -43,18 +44,28 @@ __global__ void __launch_bounds__(256)
     const int rank = ptx::cluster_rank(), row0 = static_cast<int>(blockIdx.x) / kBlocksOfRow * kRowsOfCluster;
     const i64 head_kv = blockIdx.y, batch = blockIdx.z;
     const int rows = static_cast<int>(lq * group), per = static_cast<int>(group);
+    const int first = (rank * kWarps + warp) * kKeysOfWarp;
+    // Where this warp's keys are: a row of a sequence, or of a page, whose number is asked for before the length is known.
+    i64 page = batch;
+    int slot = first;
+    if (table != nullptr) {
+        const int index = static_cast<int>(divided(static_cast<u32>(first), page_divisor));
+        page = index < table_row ? table[batch * table_row + index] : 0;
+        slot = first - index * static_cast<int>(page_size);
+    }
     const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
-    const int keys = sequence.keys, first = (rank * kWarps + warp) * kKeysOfWarp;
+    const int usable = sequence.keys - first;  // keys of this warp: 16 or fewer; 0 or less: none
+    if (usable <= 0) page = 0, slot = 0;
 
     // Values of this warp's keys; those that do not exist are 0.
     u8* const values = memory + warp * (kKeysOfWarp * kValuePitch);
-    const T* const v_first = v_cache + batch * v_batch + head_kv * v_head;
+    const T* const v_first = v_cache + page * v_batch + slot * v_row + head_kv * v_head;
 #pragma unroll 4
     for (int i = lane; i < kKeysOfWarp * (D / 8); i += 32) {
-        const int key = first + i / (D / 8), column = i % (D / 8) * 8;
-        ptx::cp_async_16_or_zero(ptx::shared_address(values + i / (D / 8) * kValuePitch + 2 * column),
-                                 v_first + static_cast<i64>(min(key, max(keys - 1, 0))) * v_row + column, key < keys);
+        const int key = i / (D / 8), column = i % (D / 8) * 8;
+        ptx::cp_async_16_or_zero(ptx::shared_address(values + key * kValuePitch + 2 * column),
+                                 v_first + static_cast<i64>(min(key, max(usable - 1, 0))) * v_row + column, key < usable);
     }
     ptx::cp_async_commit();
 
@@ -67,10 +78,11 @@ __global__ void __launch_bounds__(256)
         query[r] = row / per;
         q_rows[r] = q + batch * q_batch + query[r] * q_row + (head_kv * group + row - query[r] * per) * q_head + 8 * t;
     }
-    const T* const k_first = k_cache + batch * k_batch + head_kv * k_head + 8 * t;
+    const T* const k_first = k_cache + page * k_batch + slot * k_row + head_kv * k_head + 8 * t;
     const T* k_rows[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) k_rows[n] = k_first + static_cast<i64>(min(first + 8 * n + g, max(keys - 1, 0))) * k_row;
+    for (int n = 0; n < 2; ++n)  // masked rows are of anything that can be read
+        k_rows[n] = usable <= 0 ? q_rows[0] : k_first + static_cast<i64>(min(8 * n + g, usable - 1)) * k_row;
     float s[2][4] = {};
 #pragma unroll 4
     for (int at = 0; at < D; at += 32) {

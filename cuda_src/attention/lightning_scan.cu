@@ -11,7 +11,11 @@
 // exact. Powers of f are never larger than 1. Products within a chunk and decayed rows of right are rounded to T, sums are
 // fp32, out is rounded one time; nothing is added atomically.
 //
-// Grid: tiles of 64 columns of value, heads, sequences.
+// Where sequences and heads are too few to fill a device, a sequence has several segments of whole chunks, one behind the other in
+// the order of the scan: a first launch without `out` gives the state that each segment adds, lightning_prefix makes of these the
+// states before the segments, and a second launch starts from them.
+//
+// Grid: tiles of 64 columns of value, heads, segments of sequences.
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
@@ -20,6 +24,17 @@
 namespace rtk {
 
 inline constexpr int kScanRows = 64, kScanColumns = 64, kScanThreads = 128;
+
+// Rows of a segment of a sequence, in the order of the scan.
+struct Segment {
+    int first, rows;
+
+    RTK_DEVICE Segment(int segment, i64 segments, int length) {
+        const int chunks = (length + kScanRows - 1) / kScanRows;
+        const int each = (chunks + static_cast<int>(segments) - 1) / static_cast<int>(segments) * kScanRows;
+        first = min(segment * each, length), rows = min(each, length - first);
+    }
+};
 
 // A pair of T as two pairs of bf16 whose sum it is; bf16 is its own first term.
 template <typename T>
@@ -37,7 +52,7 @@ RTK_DEVICE void bf16_terms(u32 pair, u32& high, u32& low) {
 template <typename T, int DK>
 __global__ void __launch_bounds__(kScanThreads, 2)
     lightning_scan(const T* left, const T* right, const T* value, const float* decay, const float* initial, float* final,
-                   const i32* cu, T* out, i64 heads, i64 length, i64 d_k, i64 d_v, i64 left_batch, i64 left_row,
+                   const i32* cu, T* out, i64 segments, i64 heads, i64 length, i64 d_k, i64 d_v, i64 left_batch, i64 left_row,
                    i64 left_head, i64 right_batch, i64 right_row, i64 right_head, i64 value_batch, i64 value_row,
                    i64 value_head, i64 out_batch, i64 out_row, i64 out_head, i64 state_row, i64 state_column, i64 lead,
                    i64 reverse, double scale, double initial_factor, double final_factor) {
@@ -50,11 +65,14 @@ __global__ void __launch_bounds__(kScanThreads, 2)
     u8* const state_tile = shared + 2 * kStageBytes;
 
     const int column0 = static_cast<int>(blockIdx.x) * kScanColumns, head = static_cast<int>(blockIdx.y);
-    const int batch = static_cast<int>(blockIdx.z);
+    const int batch = static_cast<int>(blockIdx.z / static_cast<u32>(segments));
+    const int segment = static_cast<int>(blockIdx.z) - batch * static_cast<int>(segments);
     const Sequence sequence = sequence_at(batch, length, 0, cu, nullptr, nullptr);
-    const int rows = sequence.lq, chunks = (rows + kScanRows - 1) / kScanRows;
+    const Segment own(segment, segments, sequence.lq);
+    const int rows = own.rows, chunks = (rows + kScanRows - 1) / kScanRows;
+    const bool writes = out != nullptr;
     {
-        const i64 first = sequence.q_row + (reverse ? rows - 1 : 0);
+        const i64 first = sequence.q_row + (reverse ? sequence.lq - 1 - own.first : own.first);
         left += batch * left_batch + first * left_row + head * left_head;
         right += batch * right_batch + first * right_row + head * right_head;
         value += batch * value_batch + first * value_row + head * value_head + column0;
@@ -66,7 +84,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
         const i64 i0 = static_cast<i64>(chunk) * kScanRows;
         const int here = rows - chunk * kScanRows;
         u8* const to = shared + (chunk & 1) * kStageBytes;
-        KTile::template fetch<kScanRows, kScanThreads>(to, left + i0 * left_row, left_row, here, k_vectors);
+        if (writes) KTile::template fetch<kScanRows, kScanThreads>(to, left + i0 * left_row, left_row, here, k_vectors);
         KTile::template fetch<kScanRows, kScanThreads>(to + kKBytes, right + i0 * right_row, right_row, here, k_vectors);
         VTile::template fetch<kScanRows, kScanThreads>(to + 2 * kKBytes, value + i0 * value_row, value_row, here, v_columns / 8);
         ptx::cp_async_commit();
@@ -76,7 +94,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int own_row = 16 * warp, state_row0 = 16 * kStateBlocks * warp;
     const float rate = decay[head] * kLog2e;
-    const i64 state_base = (static_cast<i64>(batch) * heads + head) * d_k * d_v;
+    const i64 state_base = (static_cast<i64>(blockIdx.z) * heads + head) * d_k * d_v;
     float state[kStateBlocks][kTiles][4];
     auto state_at = [&](int m, int n, int e) {  // -1: there is no such element
         const int row = state_row0 + 16 * m + lane / 4 + 8 * (e / 2), column = 8 * n + lane % 4 * 2 + e % 2;
@@ -105,7 +123,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
     };
     show_state();
 
-    int pending = static_cast<int>(lead);
+    int pending = segment == 0 ? static_cast<int>(lead) : 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         ptx::cp_async_wait<0>();
@@ -116,58 +134,60 @@ __global__ void __launch_bounds__(kScanThreads, 2)
         const u8* const value_tile = right_tile + kKBytes;
         const int here = min(rows - chunk * kScanRows, kScanRows);
 
-        // What came before the chunk.
-        float o[kTiles][4];
-        clear_sums(o);
+        if (writes) {
+            // What came before the chunk.
+            float o[kTiles][4];
+            clear_sums(o);
 #pragma unroll 2
-        for (int step = 0; step < DK / 16; ++step) {
-            u32 a[4], high[4], low[4];
-            KTile::left(a, left_tile, own_row, step, lane);
+            for (int step = 0; step < DK / 16; ++step) {
+                u32 a[4], high[4], low[4];
+                KTile::left(a, left_tile, own_row, step, lane);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) bf16_terms<T>(a[i], high[i], low[i]);
+                for (int i = 0; i < 4; ++i) bf16_terms<T>(a[i], high[i], low[i]);
 #pragma unroll
-            for (int n = 0; n < kTiles / 2; ++n) {
-                u32 b[4];
-                VTile::right_transposed(b, state_tile, 16 * step, n, lane);
-                mma_step<bf16>(o[2 * n], high, b[0], b[1]);
-                mma_step<bf16>(o[2 * n + 1], high, b[2], b[3]);
-                if constexpr (!is_same<T, bf16>::value) {
-                    mma_step<bf16>(o[2 * n], low, b[0], b[1]);
-                    mma_step<bf16>(o[2 * n + 1], low, b[2], b[3]);
+                for (int n = 0; n < kTiles / 2; ++n) {
+                    u32 b[4];
+                    VTile::right_transposed(b, state_tile, 16 * step, n, lane);
+                    mma_step<bf16>(o[2 * n], high, b[0], b[1]);
+                    mma_step<bf16>(o[2 * n + 1], high, b[2], b[3]);
+                    if constexpr (!is_same<T, bf16>::value) {
+                        mma_step<bf16>(o[2 * n], low, b[0], b[1]);
+                        mma_step<bf16>(o[2 * n + 1], low, b[2], b[3]);
+                    }
                 }
             }
-        }
-        const float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
-                                ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
-        scale_rows(o, since);
+            const float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
+                                    ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
+            scale_rows(o, since);
 
-        // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
+            // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
 #pragma unroll 1
-        for (int step = 0; step <= warp; ++step) {
-            float s[2][4];
-            clear_sums(s);
-            rows_by_rows<T, KTile, DK / 16>(s, left_tile, own_row, right_tile, 16 * step, lane);
+            for (int step = 0; step <= warp; ++step) {
+                float s[2][4];
+                clear_sums(s);
+                rows_by_rows<T, KTile, DK / 16>(s, left_tile, own_row, right_tile, 16 * step, lane);
 #pragma unroll
-            for (int n = 0; n < 2; ++n)
+                for (int n = 0; n < 2; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int apart = own_row + lane / 4 + e / 2 * 8 - (16 * step + 8 * n + lane % 4 * 2 + e % 2);
-                    s[n][e] = apart < 0 ? 0.0f : s[n][e] * ptx::ex2(-rate * static_cast<float>(apart));
+                    for (int e = 0; e < 4; ++e) {
+                        const int apart = own_row + lane / 4 + e / 2 * 8 - (16 * step + 8 * n + lane % 4 * 2 + e % 2);
+                        s[n][e] = apart < 0 ? 0.0f : s[n][e] * ptx::ex2(-rate * static_cast<float>(apart));
+                    }
+                u32 a[4];
+                as_left<T>(a, s[0], s[1]);
+                by_columns<T, VTile>(o, a, value_tile, 16 * step, lane);
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r;
+                if (i >= here) continue;
+                T* const to = out + (static_cast<i64>(chunk) * kScanRows + i) * out_row;
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    const int column = 8 * n + lane % 4 * 2;
+                    const float pair[2] = {o[n][2 * r] * static_cast<float>(scale), o[n][2 * r + 1] * static_cast<float>(scale)};
+                    if (column < v_columns) store<T, 2>(to + column, pair);
                 }
-            u32 a[4];
-            as_left<T>(a, s[0], s[1]);
-            by_columns<T, VTile>(o, a, value_tile, 16 * step, lane);
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int i = own_row + lane / 4 + 8 * r;
-            if (i >= here) continue;
-            T* const to = out + (static_cast<i64>(chunk) * kScanRows + i) * out_row;
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                const int column = 8 * n + lane % 4 * 2;
-                const float pair[2] = {o[n][2 * r] * static_cast<float>(scale), o[n][2 * r + 1] * static_cast<float>(scale)};
-                if (column < v_columns) store<T, 2>(to + column, pair);
             }
         }
 
@@ -199,7 +219,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             }
         }
         __syncthreads();  // all warps have met the state before the chunk
-        show_state();
+        if (writes) show_state();
     }
 
     if (final == nullptr) return;
@@ -215,6 +235,43 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 const i64 at = state_at(m, n, e);
                 if (at >= 0) final[at] = state[m][n][e] * times;
             }
+}
+
+// Of the states that segments add, [sequences][segments][heads][elements], makes those before the segments, in place, and the state
+// behind all of them if `final` is not null. `initial`, `lead` and factors are those of the scan. Four elements a thread.
+// Grid: elements, heads, sequences.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    lightning_prefix(T* states, const float* initial, float* final, const float* decay, const i32* cu, i64 segments, i64 heads,
+                     i64 length, i64 elements, i64 lead, double initial_factor, double final_factor) {
+    const i64 element = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 4, head = blockIdx.y, batch = blockIdx.z;
+    if (element >= elements) return;
+    const int rows = sequence_at(static_cast<int>(batch), length, 0, cu, nullptr, nullptr).lq;
+    const float rate = decay[head] * kLog2e;
+    const i64 outside = (batch * heads + head) * elements + element;
+    float state[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (initial != nullptr) load_keep<float, 4>(initial + outside, state);
+#pragma unroll
+    for (float& x : state) x *= static_cast<float>(initial_factor);
+    int pending = static_cast<int>(lead);
+#pragma unroll 4
+    for (int segment = 0; segment < static_cast<int>(segments); ++segment) {
+        T* const at = states + ((batch * segments + segment) * heads + head) * elements + element;
+        float added[4];
+        load_keep<T, 4>(at, added);
+        store<T, 4>(at, state);
+        const int here = Segment(segment, segments, rows).rows;
+        if (here == 0) continue;
+        const float by = ptx::ex2(-rate * static_cast<float>(here - pending));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) state[c] = by * state[c] + added[c];
+        pending = 0;
+    }
+    if (final == nullptr) return;
+    const float times = static_cast<float>(final_factor) * ptx::ex2(-rate * static_cast<float>(static_cast<int>(lead) - pending));
+#pragma unroll
+    for (float& x : state) x *= times;
+    store<float, 4>(final + outside, state);
 }
 
 // One token for each sequence: S = f S + k v^T in place, out = scale * q S. A block has 128 columns of the state of a

@@ -1,13 +1,19 @@
 // Latent attention of new tokens over a cache of latents on sm_90a: what mla_decode.cu computes, by wgmma and the copy engine.
 //
-// A block has 64 rows (row r: token r / heads, head r % heads) and one split of the keys. q lies in shared memory; one warp fetches tiles
-// of 64 latents, key and value in one, through two stages: boxes of `box_rows` rows, which a page holds a whole number of. Two
-// warpgroups have all 64 rows and half of the columns of the result each; both make the scores of all rows, half more products than
-// one of them would need, and nothing is exchanged between them.
+// A block has 64 rows (row r: token r / heads, head r % heads) and one split of the keys. q lies in shared memory, and two tiles of 64
+// latents, each key and value in one; a warp fetches them in boxes of `box_rows` rows, which a page holds a whole number of. Two
+// warpgroups have all 64 rows and half of the columns of the result each. Warpgroup g makes scores and powers of tiles 2j + g and
+// hands the powers, and the maximum that they are relative to, to the other one, warp by warp; each adds both tiles' values to its
+// columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
 //
-// Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu.
+// With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
+// columns is free after the scores, each half of the others after the one product that needs it as values.
+//
+// Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
+// a tile behind the last key is zeros, masked.
 #include "attention/sm90_tile.cuh"
 #include "common/pipeline.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
@@ -18,13 +24,18 @@ __global__ void __launch_bounds__(384, 1)
     mla_decode_sm90(const __grid_constant__ ptx::TensorMap cache_map, const T* q, const i32* lengths, const i32* table, T* out,
                     float* lse, float* parts, float* part_lse, i64 heads, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits,
                     i64 page_size, i64 box_rows, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 right, double scale) {
-    constexpr int kRows = 64, kKeys = 64, kWidth = 576, kColumns = 256, kConsumers = 8, kStages = 2;
+    constexpr int kRows = 64, kKeys = 64, kWidth = 576, kColumns = 256, kConsumers = 8, kStages = 2, kHalfBoxes = kColumns / 64;
     using Tile = Boxed<kKeys, kWidth>;
+    using Pipe = Pipeline<kStages>;
+    constexpr u32 kHalf = kHalfBoxes * Tile::kBoxBytes;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress tiles = q_tile + Tile::kBytes;
-    const Pipeline<kStages> pipe{tiles + kStages * Tile::kBytes};
-    const ptx::SharedAddress patch = pipe.barriers + Pipeline<kStages>::kBytes;
+    const ptx::SharedAddress powers = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
+    const ptx::SharedAddress barriers = powers + 128 * (4 * 16 + 8);
+    auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // the columns of a warpgroup, in both tiles
+    const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are no values
+    const ptx::SharedAddress patch = barriers + 3 * Pipe::kBytes;
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int rows = static_cast<int>(lq * heads), heads_here = static_cast<int>(heads), row0 = static_cast<int>(blockIdx.x) * kRows;
     const int split = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
@@ -33,16 +44,17 @@ __global__ void __launch_bounds__(384, 1)
     const int first_token = row0 / heads_here, last_token = min(row0 + kRows - 1, rows - 1) / heads_here;
     const Interval any = mask.keys_any(first_token, last_token + 1);
     const int all_tiles = any.empty() ? 0 : (any.end + kKeys - 1) / kKeys;
-    const int per_split = (all_tiles + static_cast<int>(splits) - 1) / static_cast<int>(splits);
-    const int begin = split * per_split, end = min(begin + per_split, all_tiles);
+    const int rounds_per_split = (all_tiles + 2 * static_cast<int>(splits) - 1) / (2 * static_cast<int>(splits));
+    const int begin = split * 2 * rounds_per_split, rounds = (min(begin + 2 * rounds_per_split, all_tiles) - begin + 1) / 2;
 
     if (threadIdx.x == 0) {
-        pipe.init(1, kConsumers);
+        for (int i = 0; i < 2; ++i) half_pipe(i).init(1, kConsumers / 2);
+        last_pipe.init(1, kConsumers / 2);
         ptx::mbarrier_init(patch, 1);
         ptx::mbarrier_fence_init();
     }
     // q, as the copy engine would write it; what does not exist is 0.
-    if (begin < end)
+    if (rounds > 0)
         for (int i = threadIdx.x; i < kRows * (kWidth / 8); i += 384) {
             const int row = i / (kWidth / 8), vector = i % (kWidth / 8), token = (row0 + row) / heads_here;
             Raw<16> raw{{0, 0, 0, 0}};
@@ -56,81 +68,189 @@ __global__ void __launch_bounds__(384, 1)
     if (warp >= kConsumers) {
         ptx::registers_give<40>();
         if (warp != kConsumers) return;
-        PipelineState<kStages> state;
         u32 patched = 0;
+        // A lane for each box of rows of a tile: how many keys and boxes there are, and where this lane's is.
+        int exist = 0, parts_here = 0, slot = 0, number = 0;
+        const u32 part_bytes = static_cast<u32>(box_rows) * kTileRow;
+        auto find = [&](int i) {
+            const int key0 = (begin + i) * kKeys, key = key0 + lane * static_cast<int>(box_rows);
+            exist = max(min(sequence.keys - key0, kKeys), 0);
+            parts_here = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
+            if (lane >= parts_here) return;
+            const int page = key / static_cast<int>(page_size);
+            slot = key - page * static_cast<int>(page_size);
+            number = table == nullptr ? batch : table[batch * table_row + page];
+        };
+        if (rounds > 0) find(0);
 #pragma unroll 1
-        for (int n = begin; n < end; ++n) {
-            pipe.acquire(state);
+        for (int i = 0; i < 2 * rounds; ++i) {
+            const Pipe::State state{i % 2, static_cast<u32>(i) / 2 % 2};
             const ptx::SharedAddress to = tiles + state.stage * Tile::kBytes;
-            const int exist = min(sequence.keys - n * kKeys, kKeys);  // keys of the tile
-            const int parts_here = (exist + static_cast<int>(box_rows) - 1) / static_cast<int>(box_rows);
+            auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives, int parts, int row, int page) {
+                if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts * part_bytes * boxes);
+                __syncwarp();
+                if (lane < parts)
+                    for (int b = box; b < box + boxes; ++b)
+                        ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, row, page);
+            };
+            // In the order in which consumers are done with what was there before.
+            const Pipe first = half_pipe(state.stage), second = half_pipe(1 - state.stage);
+            const int first_box = state.stage * kHalfBoxes, second_box = kHalfBoxes - first_box;
+            last_pipe.acquire(state);
+            if (exist == kKeys) {
+                fetch(2 * kHalfBoxes, 1, last_pipe.full(state), parts_here, slot, number);
+                first.acquire(state);
+                fetch(first_box, kHalfBoxes, first.full(state), parts_here, slot, number);
+                const int parts_of_tile = parts_here, slot_of_tile = slot, number_of_tile = number;
+                find(i + 1);  // while this warp would wait; behind the last tile: one that is not asked for
+                second.acquire(state);
+                fetch(second_box, kHalfBoxes, second.full(state), parts_of_tile, slot_of_tile, number_of_tile);
+                continue;
+            }
             // Behind the last key lie rows of nobody, which may be NaN; this warp overwrites them before consumers see the tile.
-            const bool whole = exist == kKeys;
-            const ptx::SharedAddress arrives = whole ? pipe.full(state) : patch;
-            if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts_here * static_cast<u32>(box_rows) * kTileRow * Tile::kBoxes);
-            __syncwarp();
-            if (lane < parts_here) {  // a lane for each box of rows
-                const int key = n * kKeys + lane * static_cast<int>(box_rows), page = key / static_cast<int>(page_size);
-                const int number = table == nullptr ? batch : table[batch * table_row + page];
-                for (int i = 0; i < Tile::kBoxes; ++i)
-                    ptx::tma_load_3d(to + i * Tile::kBoxBytes + lane * static_cast<u32>(box_rows) * kTileRow, cache_map, arrives, 64 * i,
-                                     key - page * static_cast<int>(page_size), number);
-            }
-            if (!whole) {
-                ptx::mbarrier_wait(patch, patched);
-                patched ^= 1u;
-                for (u32 at = exist * kTileRow + lane * 16; at < Tile::kBoxBytes; at += kWarp * 16)
-                    for (int i = 0; i < Tile::kBoxes; ++i) ptx::st_shared_16(to + i * Tile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
-                ptx::fence_async_shared();
-                pipe.commit_warp(state);
-            }
-            __syncwarp();
-            state.advance();
+            first.acquire(state), second.acquire(state);
+            fetch(0, Tile::kBoxes, patch, parts_here, slot, number);
+            ptx::mbarrier_wait(patch, patched);
+            patched ^= 1u;
+            for (u32 at = exist * kTileRow + lane * 16; at < Tile::kBoxBytes; at += kWarp * 16)
+                for (int b = 0; b < Tile::kBoxes; ++b) ptx::st_shared_16(to + b * Tile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
+            ptx::fence_async_shared();
+            last_pipe.commit_warp(state), first.commit_warp(state), second.commit_warp(state);
+            find(i + 1);
         }
         return;
     }
 
     ptx::registers_take<232>();
     const int group = warp / 4, own_row = warp % 4 * 16 + lane / 4, t = lane % 4;
+    const Pipe own_half = half_pipe(group), other_half = half_pipe(1 - group);
+    const u32 half_at = group * kHalf, other_at = kHalf - half_at;
     const float factor = static_cast<float>(scale) * kLog2e;
     const int all_end = mask.keys_all(first_token, last_token + 1).end;
+    const ptx::SharedAddress vectors = powers + threadIdx.x % 128 * 16, pair = powers + 128 * 64 + threadIdx.x % 128 * 8;
     SoftmaxState softmax;
-    float o[kColumns / 2];
+    float o[kColumns / 2], s[kKeys / 2], correction[2] = {1.0f, 1.0f};
 #pragma unroll
     for (float& x : o) x = 0.0f;
-    PipelineState<kStages> state;
-#pragma unroll 1
-    for (int n = begin; n < end; ++n) {
-        const ptx::SharedAddress keys = tiles + state.stage * Tile::kBytes;
-        float s[kKeys / 2], correction[2];
-        pipe.wait(state);
+
+    auto make_scores = [&](const Pipe::State& state) {
+        u32 keys_at = group * Tile::kBytes, queries_at = 0;
+        ptx::forget(keys_at), ptx::forget(queries_at);  // 72 descriptors are the same in all rounds, and would be kept in registers
+        const ptx::SharedAddress keys = tiles + keys_at, queries = q_tile + queries_at;
+        last_pipe.wait(state);
         ptx::wgmma_fence();
-        multiply_rows<T, kRows, kKeys, kWidth>(s, q_tile, keys);
+        multiply_rows<T, kRows, kKeys, 64>(s, queries + 2 * kHalf, keys + 2 * kHalf);
+        own_half.wait(state);
+        ptx::wgmma_fence();
+        multiply_rows<T, kRows, kKeys, kColumns>(s, queries + half_at, keys + half_at, true);
+        other_half.wait(state);
+        ptx::wgmma_fence();
+        multiply_rows<T, kRows, kKeys, kColumns>(s, queries + other_at, keys + other_at, true);
         ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        if (n * kKeys + kKeys > all_end) {
+    };
+    auto scale_sums = [&] {
+        if (!__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) return;
+#pragma unroll
+        for (int j = 0; j < kColumns / 2; ++j) o[j] *= correction[j / 2 % 2];
+    };
+    // Powers of the tile from s, packed, for both warpgroups.
+    auto make_powers = [&](u32(&p)[kKeys / 16][4], int round) {
+        const int key0 = (begin + 2 * round + group) * kKeys;
+        if (key0 + kKeys > all_end) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int token = min(row0 + own_row + 8 * r, rows - 1) / heads_here;
-                mask_row(s, r, 0, mask.hi(token) - n * kKeys - 2 * t);
+                mask_row(s, r, 0, mask.hi(token) - key0 - 2 * t);
             }
         }
-        softmax.add(s, factor, correction);
-        if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-            for (int j = 0; j < kColumns / 2; ++j) o[j] *= correction[j / 2 % 2];
-        }
-        u32 p[kKeys / 16][4];
+        softmax.add<8>(s, factor, correction);
         pack_rows<T>(p, s);
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k)
+            ptx::st_shared_16(vectors + k * (128 * 16), Raw<16>{{p[k][0], p[k][1], p[k][2], p[k][3]}});
+        ptx::st_shared_8(pair, Raw<8>{{__float_as_uint(softmax.top[0]), __float_as_uint(softmax.top[1])}});
+    };
+    // Those of the other warpgroup, whose maxima become this one's.
+    auto take_powers = [&](u32(&p)[kKeys / 16][4]) {
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k) {
+            const Raw<16> raw = ptx::ld_shared_16(vectors + k * (128 * 16));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[k][i] = raw.w[i];
+        }
+        const Raw<8> tops = ptx::ld_shared_8(pair);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float top = __uint_as_float(tops.w[r]);
+            correction[r] = ptx::ex2(softmax.top[r] * factor - (top == negative_infinity() ? 0.0f : top * factor));
+            softmax.top[r] = top;
+            softmax.sum[r] *= correction[r];
+        }
+    };
+    auto add_values = [&](const u32(&p)[kKeys / 16][4], int tile) {
+        u32 values_at = tile * Tile::kBytes + half_at;
+        ptx::forget(values_at);
         ptx::wgmma_fence();
-        multiply_packed<T, kKeys>(o, p, keys + group * (kColumns / 64) * Tile::kBoxBytes, true);
+        multiply_packed<T, kKeys>(o, p, tiles + values_at, true);
         ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        if (lane == 0) pipe.release(state);
-        state.advance();
+    };
+    // Warp w of one warpgroup has the rows of warp w of the other.
+    const int from_0 = 1 + warp % 4, from_1 = 5 + warp % 4, both = 9 + warp % 4;
+    if (group == 0) {
+#pragma unroll 1
+        for (int round = 0; round < rounds; ++round) {
+            const Pipe::State first{0, static_cast<u32>(round) % 2}, second{1, static_cast<u32>(round) % 2};
+            u32 p[kKeys / 16][4];
+            make_scores(first);
+            ptx::wgmma_wait<0>();
+            if (lane == 0) last_pipe.release(first);
+            make_powers(p, round);
+            ptx::named_barrier_arrive(from_0, 64);
+            scale_sums();
+            add_values(p, 0);
+            ptx::wgmma_wait<0>();
+            if (lane == 0) own_half.release(first);
+            ptx::named_barrier_sync(from_1, 64);
+            take_powers(p);
+            scale_sums();
+            own_half.wait(second);
+            add_values(p, 1);
+            ptx::wgmma_wait<0>();
+            if (lane == 0) own_half.release(second);
+        }
+    } else {
+#pragma unroll 1
+        for (int round = 0; round < rounds; ++round) {
+            const Pipe::State first{0, static_cast<u32>(round) % 2}, second{1, static_cast<u32>(round) % 2};
+            u32 p[kKeys / 16][4], own_p[kKeys / 16][4];
+            make_scores(second);
+            ptx::named_barrier_sync(from_0, 64);
+            take_powers(p);
+            scale_sums();
+            own_half.wait(first);
+            add_values(p, 0);
+            ptx::wgmma_wait<1>();
+            if (lane == 0) last_pipe.release(second);
+            make_powers(own_p, round);
+            ptx::named_barrier_arrive(from_1, 64);
+            ptx::wgmma_wait<0>();
+            if (lane == 0) own_half.release(first);
+            scale_sums();
+            add_values(own_p, 1);
+            ptx::wgmma_wait<0>();
+            if (lane == 0) own_half.release(second);
+        }
     }
     ptx::launch_dependents();
+    // Each warpgroup has the sums of its own tiles' powers.
+    ptx::named_barrier_sync(both, 64);  // the last powers are read
+    const Raw<8> own_sums{{__float_as_uint(softmax.sum[0]), __float_as_uint(softmax.sum[1])}};
+    ptx::st_shared_8(vectors + group * (128 * 16), own_sums);
+    ptx::named_barrier_sync(both, 64);
+    const Raw<8> other_sums = ptx::ld_shared_8(vectors + (1 - group) * (128 * 16));
     float times[2], logs[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.sum[r] += __uint_as_float(other_sums.w[r]);
     softmax.finish(factor, negative_infinity(), times, logs);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -189,4 +189,15 @@ struct QueryTile {
     }
 };
 
+// What a tile of `rows` queries from row0 on sees: keys that any of them sees, and keys that all 64 of warpgroup `group` see.
+struct WarpgroupRows {
+    Mask mask;
+    int row0;
+    Interval any, all;
+
+    RTK_DEVICE WarpgroupRows(const Mask& of, int first, int rows, int group)
+        : mask(of), row0(first), any(of.keys_any(first, first + rows)),
+          all(of.keys_all(first + group * 64, first + group * 64 + 64)) {}
+};
+
 }  // namespace rtk

@@ -51,14 +51,15 @@ struct SoftmaxState {
     }
 
     // Replaces scores by their powers relative to the maximum so far; what was summed before, here and in the output,
-    // is to be multiplied by correction[r]. All lanes of a warp call.
-    template <int N>
+    // is to be multiplied by correction[r]. All lanes of a warp call. LAG: powers are relative to an earlier maximum while none of them
+    // is larger than 2^LAG.
+    template <int LAG = 0, int N>
     RTK_DEVICE void add(float (&s)[N], float factor, float (&correction)[2]) {
         const float both[2] = {factor, factor};
-        add(s, both, correction);
+        add<LAG>(s, both, correction);
     }
     // The same with a factor for each row.
-    template <int N>
+    template <int LAG = 0, int N>
     RTK_DEVICE void add(float (&s)[N], const float (&factor)[2], float (&correction)[2]) {
         static_assert(N % 4 == 0, "two rows of pairs");
 #pragma unroll
@@ -66,7 +67,8 @@ struct SoftmaxState {
             float largest = fmaxf(s[2 * r], s[2 * r + 1]);
 #pragma unroll
             for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-            const float now = fmaxf(top[r], quad_max(largest));
+            float now = fmaxf(top[r], quad_max(largest));
+            if constexpr (LAG > 0) now = (now - top[r]) * factor[r] > LAG ? now : top[r];
             const float from = now == negative_infinity() ? 0.0f : now * factor[r];
             correction[r] = ptx::ex2(top[r] * factor[r] - from);
             top[r] = now;

@@ -27,6 +27,13 @@
 #define RTK_HAS_WGMMA 0
 #endif
 
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#define RTK_HAS_FP4_CVT 1
+#else
+#define RTK_HAS_FP4_CVT 0
+#endif
+
 namespace rtk {
 
 using u8 = unsigned char;

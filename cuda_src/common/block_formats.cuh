@@ -8,22 +8,45 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/fp8_scale.cuh"
+#include "ptx/cvt_fp4.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/packed.cuh"
 
 namespace rtk {
 
 inline constexpr int kTiesNearest = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
 inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scale_rule
 
-// The magnitude as a subnormal or small normal fp32 number has the code in its upper bits: rounding is an addition there.
+// A code is a concave function of the magnitude q, made of three straight lines: min(2 q, q + 2, q / 2 + 4), at most 7. Added to
+// 1.5 * 2^23, whose neighbours are integers, a line comes rounded one time, to nearest even, in the low bits of a float.
+inline constexpr float kMagic = 12582912.0f;
+
+// One code by any rule. What rounding took away is exact, so it shows what was a tie.
 RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
-    const u32 bits = __float_as_uint(fminf(fabsf(quotient), 6.0f) * 0x1p-126f);
-    const u32 half = ties == kTiesAway ? 0x200000u : 0x1fffffu + (ties == kTiesNearest ? bits >> 22 & 1u : 0u);
-    return (bits + half) >> 22 | (__float_as_uint(v) >> 28 & 8u);
+    const float q = fminf(fabsf(quotient), 6.0f);
+    const float slope = q < 2.0f ? 2.0f : q < 4.0f ? 1.0f : 0.5f, offset = q < 2.0f ? 0.0f : q < 4.0f ? 2.0f : 4.0f;
+    float code = fmaf(q, slope, kMagic + offset) - kMagic;
+    const float off = fmaf(q, slope, offset - code);
+    if (ties == kTiesAway && off == 0.5f) code += 1.0f;
+    if (ties == kTiesZero && off == -0.5f) code -= 1.0f;
+    return (__float_as_uint(code + kMagic) & 7u) | (__float_as_uint(v) >> 28 & 8u);
 }
 
 RTK_DEVICE float e2m1_value(u32 code) {
     const float magnitude = __uint_as_float((code & 7u) << 22) * 0x1p126f;
     return code & 8u ? -magnitude : magnitude;
+}
+
+// Those of eight codes in a word. The codes i and i + 4 are two fp16 numbers, subnormal ones, 16384 times too small.
+RTK_DEVICE void e2m1_values(u32 word, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 magnitudes = i < 3 ? word << (9 - 4 * i) : word >> 3, signs = word << (12 - 4 * i);
+        const u32 both = (magnitudes & 0x0e000e00u) | (signs & 0x80008000u);
+        const u32 exact = ptx::fma_f16x2(both, 0x74007400u, 0x80008000u);  // times 2^14, plus -0
+        v[i] = ptx::cvt_f16_to_f32(static_cast<u16>(exact));
+        v[i + 4] = ptx::cvt_f16_to_f32(static_cast<u16>(exact >> 16));
+    }
 }
 
 RTK_DEVICE u32 e4m3_nearest(float magnitude) { return to_fp8x2<e4m3>(magnitude, 0.0f) & 0x7fu; }
@@ -44,23 +67,87 @@ struct Quotient {
         : factor(step_ < 0x1p-60f ? 0x1p100f : step_ > 0x1p60f ? 0x1p-100f : 1.0f),
           step(step_ * factor),
           inverse(inverse_scale(step)) {}
-    RTK_DEVICE float of(float v) const {
-        const float scaled = v * factor, near = scaled * inverse;
+    RTK_DEVICE float of(float v) const { return of_scaled(v * factor); }
+    RTK_DEVICE float of_scaled(float scaled) const {
+        const float near = scaled * inverse;
         return fmaf(fmaf(-near, step, scaled), inverse, near);
     }
 };
 
-// 16 codes, two in a byte, the first in the lowest bits.
+#if !RTK_HAS_FP4_CVT
+// Eight codes of magnitudes, rounded to nearest even, in a word: the smallest of the three lines, and sums that are exact put four
+// codes together. NaN becomes 7.
+RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
+    float rounded[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float lines = fminf(fminf(fmaf(q[i], 2.0f, kMagic), q[i] + (kMagic + 2.0f)), fmaf(q[i], 0.5f, kMagic + 4.0f));
+        rounded[i] = fminf(lines, kMagic + 7.0f);
+    }
+    u32 halves[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float* const of = rounded + 4 * h;
+        const float low = fmaf(of[1] - kMagic, 16.0f, of[0]), high = fmaf(of[3] - kMagic, 16.0f, of[2]);
+        halves[h] = __float_as_uint(fmaf(high - kMagic, 256.0f, low));
+    }
+    return __byte_perm(halves[0], halves[1], 0x5410);
+}
+
+// Their signs, in the upper bits of the codes.
+RTK_DEVICE u32 e2m1_signs(const float (&v)[8]) {
+    u32 tops[2];  // upper bytes of values 0, 2, 4 and 6, and of the others
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const u32 first = __byte_perm(__float_as_uint(v[odd]), __float_as_uint(v[odd + 2]), 0x0073);
+        const u32 then = __byte_perm(__float_as_uint(v[odd + 4]), __float_as_uint(v[odd + 6]), 0x0073);
+        tops[odd] = __byte_perm(first, then, 0x5410);
+    }
+    return (tops[1] & 0x80808080u) | (tops[0] >> 4 & 0x08080808u);
+}
+#endif
+
+// Codes of values, two in a byte, the first in the lowest bits, rounded to nearest even. over(v): the quotient of v.
+template <int N, typename Over>
+RTK_DEVICE void e2m1_words(const float (&v)[N], Over over, u32 (&words)[N / 8]) {
+#pragma unroll
+    for (int w = 0; w < N / 8; ++w) {
+        float q[8], own[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i] = v[w * 8 + i], q[i] = over(fabsf(own[i]));
+#if RTK_HAS_FP4_CVT
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] = copysignf(fminf(q[i], 6.0f), own[i]);  // of NaN the instruction ignores the sign
+        words[w] = ptx::cvt_e2m1x8(q);
+#else
+        words[w] = e2m1_magnitudes(q) | e2m1_signs(own);
+#endif
+    }
+}
+
+// The same for a step: zeros if it is 0.
 template <int N>
 RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words)[N / 8]) {
     const Quotient over(step);
+    if (ties != kTiesNearest) {
 #pragma unroll
-    for (int w = 0; w < N / 8; ++w) {
-        u32 word = 0;
+        for (int w = 0; w < N / 8; ++w) {
+            words[w] = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) word |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
-        words[w] = step > 0.0f ? word : 0u;
+            for (int i = 0; i < 8; ++i) words[w] |= e2m1_rounded(v[w * 8 + i], over.of(v[w * 8 + i]), ties) << (4 * i);
+        }
+    } else {
+        float scaled[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) scaled[i] = v[i];
+        if (over.factor != 1.0f) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) scaled[i] *= over.factor;
+        }
+        e2m1_words<N>(scaled, [&](float m) { return over.of_scaled(m); }, words);
     }
+#pragma unroll
+    for (int w = 0; w < N / 8; ++w) words[w] = step > 0.0f ? words[w] : 0u;
 }
 
 // The squared error that a scale leaves, of finite values.
@@ -76,10 +163,11 @@ RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
     return sum;
 }
 
-// The scale of 16 values; with SEARCH the one of nine candidates that leaves the smallest error, the first of equal ones.
+// The scale of 16 values with this amax; with SEARCH the one of nine candidates that leaves the smallest error, the first of
+// equal ones.
 template <bool SEARCH>
-RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float g, int rule, int ties) {
-    const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(finite_amax(v));
+RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float amax, float g, int rule, int ties) {
+    const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(amax);
     if (SEARCH && rule == kScaleSearch) {
         u32 best = 0;
         float smallest = 0.0f;

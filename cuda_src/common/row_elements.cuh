@@ -2,7 +2,9 @@
 // (`aligned16`: address, row stride and row length are multiples of 16 bytes), else one element at a time. Elements from
 // `valid` on do not exist: they are zeros, and are not stored.
 #pragma once
+#include "common/amax.cuh"
 #include "common/vec.cuh"
+#include "ptx/forget.cuh"
 
 namespace rtk {
 
@@ -50,6 +52,59 @@ RTK_DEVICE void store_elements(T* p, int valid, bool aligned16, const float (&v)
         if (i < valid) store<T, 1>(p + i, f);
     }
 }
+
+// N elements of T in accesses of 16 bytes, asked for first and unpacked where they are needed: loads of all operands are under
+// way before the first of them has come. Zeros for what does not exist. No branch around a load: where two ways meet, the
+// compiler copies what was loaded, and waits for it.
+template <typename T, int N>
+struct Asked {
+    static constexpr int kEach = 16 / sizeof(T), kLoads = N / kEach;
+    Raw<16> raw[kLoads];
+
+    RTK_DEVICE void ask(bool exists, const T* p, int valid, u64 policy) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            clear(raw[i]);
+            ptx::ld_stream_16_if(exists && i * kEach < valid, raw[i], p + i * kEach, policy);
+        }
+    }
+    RTK_DEVICE void get(float (&v)[N]) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            float part[kEach];
+            unpack<T, kEach>(raw[i], part);
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) v[i * kEach + k] = part[k];
+        }
+    }
+    // The largest finite magnitude, 0 if there is none.
+    RTK_DEVICE float amax() const {
+        u32 largest = 0u;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) largest = with_larger<T>(largest, raw[i]);
+        return WordMax<T>::largest(largest);
+    }
+    // From here on, they are unpacked anew where they are used: values that were unpacked before take no registers until then.
+    RTK_DEVICE void forget() {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) ptx::forget(raw[i]);
+    }
+    // The values of v as T holds them.
+    RTK_DEVICE void round(const float (&v)[N]) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            float part[kEach];
+#pragma unroll
+            for (int k = 0; k < kEach; ++k) part[k] = v[i * kEach + k];
+            raw[i] = pack<T, kEach>(part);
+        }
+    }
+    RTK_DEVICE void store(T* p, int valid) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+            if (i * kEach < valid) ptx::st<16>(p + i * kEach, raw[i]);
+    }
+};
 
 // An operand of T, or of fp32 if `fp32`.
 template <typename T, int N>

@@ -15,6 +15,7 @@ namespace rtk {
 inline constexpr int kPlainOutput = 0, kByteOutput = 1, kFp4Output = 2;  // FORMAT
 inline constexpr int kByTensor = 0, kByRow = 1, kByBlock = 2;            // bits 0 and 1 of `quant`
 inline constexpr int kToE4m3 = 0, kToE5m2 = 1, kToInt8 = 2;              // bits 2 and 3
+inline constexpr int kInBursts = 0, kNoLoop = 1, kPipelined = 2;         // how a row is walked through
 inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromAmax = 128;
 
 template <typename T, int FORMAT>
@@ -68,35 +69,35 @@ template <typename T, int FORMAT, bool aligned16>
 struct RowOutput {
     static constexpr int N = kPerThread<T, FORMAT>;
     void *out, *kept, *scales;
+    float* global_out;
     i64 cols, quant;
-    float floor, scale, inverse;  // of the tensor: or g of NVFP4
+    float floor, inverse;  // the latter: of the scale of a row
+    u32 word;  // the scale of the tensor, or its amax: asked for at the start, and first used when values are there
 
     // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
-    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out, const float* given, const u32* amax,
+    RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out_, const float* given, const u32* amax,
                          i64 cols_, i64 quant_, double number, double floor_)
         : out(out_),
           kept(kept_),
           scales(scales_),
+          global_out(global_out_),
           cols(cols_),
           quant(quant_),
           floor(static_cast<float>(floor_)),
-          scale(static_cast<float>(number)),
-          inverse(1.0f) {
-        if constexpr (FORMAT == kPlainOutput) return;
-        const bool first = blockIdx.x == 0 && threadIdx.x == 0;
-        const bool from_amax = (quant & kFromAmax) != 0;
-        if (given != nullptr) scale = *given;
-        if constexpr (FORMAT == kByteOutput) {
-            if (from_amax) scale = over_limit(__uint_as_float(*amax), limit());
-            scale = fmaxf(scale, floor);
-            if (from_amax && first) *static_cast<float*>(scales) = scale;
-            inverse = reciprocal_of(scale);
-        } else if (from_amax) {
-            scale = *amax == 0u ? 1.0f : over_limit(__uint_as_float(*amax), 2688.0f);
-            if (first) *global_out = scale;
-        }
+          inverse(0.0f),
+          word(__float_as_uint(static_cast<float>(number))) {
+        const void* const from = from_amax() ? static_cast<const void*>(amax) : given;
+        if constexpr (FORMAT != kPlainOutput) ptx::ld_keep_if<4>(from != nullptr, word, from);
     }
 
+    // Of the whole tensor; of NVFP4: that on top of those of blocks.
+    RTK_DEVICE float tensor_scale() const {
+        const float own = __uint_as_float(word);
+        if constexpr (FORMAT == kByteOutput) return fmaxf(from_amax() ? over_limit(own, limit()) : own, floor);
+        return !from_amax() ? own : own == 0.0f ? 1.0f : over_limit(own, 2688.0f);
+    }
+
+    RTK_DEVICE bool from_amax() const { return (quant & kFromAmax) != 0; }
     RTK_DEVICE int granularity() const { return FORMAT == kByteOutput ? static_cast<int>(quant & 3) : kByTensor; }
     RTK_DEVICE int kind() const { return static_cast<int>(quant >> 2 & 3); }
     RTK_DEVICE float limit() const { return kind() == kToE4m3 ? 448.0f : kind() == kToE5m2 ? 57344.0f : 127.0f; }
@@ -105,7 +106,7 @@ struct RowOutput {
 
     // The scale of a row from its amax; `writes`: by one thread of the row.
     RTK_DEVICE void take_row_scale(float amax, i64 row, bool writes) {
-        scale = fmaxf(over_limit(amax, limit()), floor);
+        const float scale = fmaxf(over_limit(amax, limit()), floor);
         inverse = reciprocal_of(scale);
         if (writes) static_cast<float*>(scales)[row] = scale;
     }
@@ -117,47 +118,84 @@ struct RowOutput {
         if constexpr (FORMAT == kPlainOutput) {
             if (valid > 0) store_either<T, N>(out, at, quant & kOutFp32, valid, aligned16, v);
         } else if constexpr (FORMAT == kByteOutput) {
-            if (granularity() == kByBlock) {
+            float factor = inverse;
+            if (granularity() == kByTensor) {
+                factor = reciprocal_of(tensor_scale());
+            } else if (granularity() == kByBlock) {
                 constexpr int kLanes = 128 / N;
                 const float amax = warp_reduce<MaxNumber>(finite_amax(v), min(kLanes, lanes));
-                scale = fmaxf(over_limit(amax, limit()), floor);
-                inverse = reciprocal_of(scale);
-                if (valid > 0 && column % 128 == 0)
-                    static_cast<float*>(scales)[row * ((cols + 127) / 128) + column / 128] = scale;
+                const float scale = fmaxf(over_limit(amax, limit()), floor);
+                factor = reciprocal_of(scale);
+                if (valid > 0 && (column & 127) == 0) static_cast<float*>(scales)[row * (cols + 127 >> 7) + (column >> 7)] = scale;
             }
-            if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, inverse);
+            if (valid > 0) store_bytes<N>(static_cast<u8*>(out) + at, valid, aligned16, kind(), v, factor);
         } else {
             store_fp4(row, column, valid, v);
         }
     }
 
     // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
-    // of the tensor depends on it, and one that stores. make_y(column, valid, y) gives N values; `slot` of the scratch is free.
+    // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
+    // all of them before the first make_y(v, asked, column, valid, y), which gives N values, zeros behind
+    // `valid`. `slot` of the scratch is free.
+    // WALK: kNoLoop, these are all columns of the thread; kPipelined, those that come next are asked for before one is made.
+    template <int V, int WALK, typename Scratch, typename Ask, typename MakeY>
+    RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
+                           i64 stop, u32* amax, Ask ask, MakeY make_y) {
+        const i64 pitch = static_cast<i64>(group.threads) * N;
+        auto for_all = [&](auto use) {
+            if constexpr (WALK == kPipelined) {
+                i64 column = begin + group.thread * N;
+                auto asked = ask(0, column, count_at<N>(column, end));
+#pragma unroll 1
+                for (i64 first = begin; first < stop; first += pitch, column += pitch) {
+                    const auto own = asked;
+                    asked = ask(0, column + pitch, first + pitch < stop ? count_at<N>(column + pitch, end) : 0);
+                    float y[N];
+                    make_y(0, own, column, count_at<N>(column, end), y);
+                    use(column, count_at<N>(column, end), y);
+                }
+                return;
+            }
+#pragma unroll 1
+            for (i64 column = begin + group.thread * N, first = begin; first < stop; first += V * pitch, column += V * pitch) {
+                decltype(ask(0, column, 0)) asked[V];
+#pragma unroll
+                for (int v = 0; v < V; ++v) asked[v] = ask(v, column + v * pitch, count_at<N>(column + v * pitch, end));
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    if (first + v * pitch >= stop) break;
+                    const int valid = count_at<N>(column + v * pitch, end);
+                    float y[N];
+                    make_y(v, asked[v], column + v * pitch, valid, y);
+                    use(column + v * pitch, valid, y);
+                }
+                if constexpr (WALK == kNoLoop) break;
+            }
+        };
+        if (reads_twice() || amax_only()) {
+            float row_amax = 0.0f;
+            for_all([&](i64, int, const float(&y)[N]) { row_amax = fmaxf(row_amax, finite_amax(y)); });
+            row_amax = group_reduce<MaxNumber, false>(row_amax, group, scratch, slot);
+            if (amax_only()) {
+                if (group.thread == 0 && row_amax > 0.0f) atomicMax(amax, __float_as_uint(row_amax));
+                return;
+            }
+            take_row_scale(row_amax, row, group.thread == 0 && exists);
+        }
+        for_all([&](i64 column, int valid, const float(&y)[N]) { store(row, column, valid, group.threads, y); });
+        if constexpr (FORMAT != kPlainOutput) {
+            if (from_amax() && blockIdx.x == 0 && threadIdx.x == 0)
+                *(FORMAT == kByteOutput ? static_cast<float*>(scales) : global_out) = tensor_scale();
+        }
+    }
+
+    // The same for kernels that load what they need in make_y(column, valid, y).
     template <typename Scratch, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, MakeY make_y) {
-#pragma unroll 1
-        for (int pass = reads_twice() || amax_only() ? 0 : 1; pass < 2; ++pass) {
-            float largest = 0.0f;
-            for (i64 first = begin; first < stop; first += static_cast<i64>(group.threads) * N) {
-                const i64 column = first + group.thread * N;
-                const int valid = count_at<N>(column, end);
-                float y[N];
-                make_y(column, valid, y);
-                if (pass == 0) {
-                    largest = fmaxf(largest, finite_amax(y));
-                } else {
-                    store(row, column, valid, group.threads, y);
-                }
-            }
-            if (pass == 1) return;
-            largest = group_reduce<MaxNumber, false>(largest, group, scratch, slot);
-            if (amax_only()) {
-                if (group.thread == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
-                return;
-            }
-            take_row_scale(largest, row, group.thread == 0 && exists);
-        }
+        finish<1, kInBursts>(group, scratch, slot, row, exists, end, begin, stop, amax, [](int, i64, int) { return 0; },
+                  [&](int, int, i64 column, int valid, float(&y)[N]) { make_y(column, valid, y); });
     }
 
     // Columns that a kernel has to walk through: with swizzled scales all that the last tile has scales for, and rows
@@ -171,9 +209,10 @@ struct RowOutput {
                     static_cast<u8*>(scales)[swizzled_place(row, column / 16, (cols + 15) / 16)] = 0;
                 return;
             }
-            const u32 code = nvfp4_scale_of<false>(v, scale, kScaleNearest, kTiesNearest);
+            const float g = tensor_scale();
+            const u32 code = nvfp4_scale_of<false>(v, finite_amax(v), g, kScaleNearest, kTiesNearest);
             u32 words[2];
-            e2m1_pack<16>(v, scale * e4m3_value(code), kTiesNearest, words);
+            e2m1_pack<16>(v, g * e4m3_value(code), kTiesNearest, words);
             u8* const to = static_cast<u8*>(out) + (row * cols + column) / 2;
             if (valid == 16 && aligned16 && cols % 16 == 0) {
                 Raw<8> raw;

@@ -88,7 +88,8 @@ RTK_DEVICE void add_numbers_of(u32 kind, float (&v)[N], const void* matrix, i64 
     }
 }
 
-// Boxes of one warpgroup, SLOTS of them, written in batches. All 128 threads call; `barrier` is their own.
+// Boxes of one warpgroup, SLOTS of them, written in batches. All 128 threads call; `barrier` is their own. The boxes of a batch
+// are sent by the first lanes of the four warps, each of which counts its own groups of stores: one for every batch.
 template <int SLOTS>
 struct BoxRing {
     static constexpr u32 kBytes = 64 * 128;
@@ -101,7 +102,7 @@ struct BoxRing {
     template <int BOXES>
     RTK_DEVICE u8* open(bool sends) {
         static_assert(SLOTS % BOXES == 0, "whole batches");
-        if (threadIdx.x % 128 == 0) {
+        if (threadIdx.x % kWarp == 0) {
             if (sends) {
                 ptx::bulk_store_wait_read_but<SLOTS / BOXES - 1>();
             } else {
@@ -118,13 +119,14 @@ struct BoxRing {
     RTK_DEVICE void send(const ptx::TensorMap& map, u8* box, int boxes, int columns, i32 n, i32 row, i32 group, bool adds) const {
         ptx::fence_async_shared();
         ptx::named_barrier_sync(barrier, 128);
-        if (threadIdx.x % 128 == 0) {
+        if (threadIdx.x % kWarp == 0) {
 #pragma unroll 1
-            for (int i = 0; i < boxes; ++i, n += columns, box += kBytes) {
+            for (int i = static_cast<int>(threadIdx.x) / kWarp % 4; i < boxes; i += 4) {
+                const ptx::SharedAddress from = ptx::shared_address(box + i * kBytes);
                 if (adds) {
-                    ptx::tma_add_3d(map, ptx::shared_address(box), n, row, group);
+                    ptx::tma_add_3d(map, from, n + i * columns, row, group);
                 } else {
-                    ptx::tma_store_3d(map, ptx::shared_address(box), n, row, group);
+                    ptx::tma_store_3d(map, from, n + i * columns, row, group);
                 }
             }
             ptx::bulk_store_commit();
@@ -132,7 +134,7 @@ struct BoxRing {
     }
 
     RTK_DEVICE void close() const {
-        if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
+        if (threadIdx.x % kWarp == 0) ptx::bulk_store_wait_read();
     }
 };
 

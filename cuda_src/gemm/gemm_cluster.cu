@@ -154,12 +154,13 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
 
     const i64 column = first_column + lane % columns, row = column + (lane >= columns ? n : 0);
     const bool exists = column < n;
-    const int out_type = static_cast<int>(types >> 8 & 15), act = static_cast<int>(types >> 12 & 15);
+    auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
+    const SkinnyStore results = {add, out, out_pitch, add_pitch, type(1), type(2), type(3), (flags & kAccumulate) != 0, gated};
     float times = 1.0f, plus = 0.0f;
     if (exists) {
         if (scale_b != nullptr) times *= scale_b[row * scale_b_step];
         if (global_scale != nullptr) times *= global_scale[lane >= columns ? global_step : 0];
-        if (bias != nullptr) plus = skinny_load(bias, row, static_cast<int>(types & 15));
+        if (bias != nullptr) plus = skinny_load(bias, row, type(0));
     }
     for (int own = warp; rank + own * parts < tokens; own += kClusterWarps) {
         const int token = rank + own * parts;
@@ -169,22 +170,9 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
         } else {
             for (int p = 0; p < parts; ++p) sum += block_sums[(p * own_tokens + own) * kClusterRows + lane];
         }
-        float v = sum * times * (scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step]) + plus;
+        const float v = sum * times * (scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step]) + plus;
         const float up = __shfl_down_sync(0xffffffffu, v, 16);
-        if (!exists || lane >= columns) continue;
-        if (add != nullptr) v += skinny_load(add, token * add_pitch + column, static_cast<int>(types >> 4 & 15));
-        v = skinny_activation(v, act);
-        if (gated) v *= up;
-        const i64 at = token * out_pitch + column;
-        if (flags & kAccumulate) v += skinny_load(out, at, out_type);
-        const float one[1] = {v};
-        if (out_type == kTypeFp32) {
-            static_cast<float*>(out)[at] = v;
-        } else if (out_type == kTypeBf16) {
-            store<bf16, 1>(static_cast<bf16*>(out) + at, one);
-        } else {
-            store<fp16, 1>(static_cast<fp16*>(out) + at, one);
-        }
+        if (exists && lane < columns) results.put(token, column, v, up);
     }
 }
 

@@ -31,6 +31,7 @@ struct SkinnyWarp {
     using Product = SkinnyProduct<Weights::kBits, TILES>;
     static constexpr int kSteps = Product::kDepth / 64;  // of 32, in half a stage
     static constexpr int kPair = TILES > 1 ? 2 : 1;
+    static constexpr int kUnroll = Weights::kBits == 8 ? 2 : 1;  // what was faster; others have more steps, or more registers
 
     int lane, rows, half;  // the first of its rows in the tile, its half of the stages
     int tiles;             // of tokens that exist
@@ -56,7 +57,7 @@ struct SkinnyWarp {
                          const u8* scales, int group_shift, int period, bool integer) {
         const u8* own_rows = stage + (rows + lane / 4) * kSkinnyRowBytes + lane % 4 * Weights::kBits;
         const u8* own_fragments = fragments + half * (kSteps * TILES * 512) + lane * 16;
-#pragma unroll 1
+#pragma unroll kUnroll
         for (int i = 0; i < kSteps; ++i) {
             const u8* codes = own_rows + Product::step_place(lane / 4, half * kSteps + i);
             u32 left[2][2][4];  // [16 rows][product]
@@ -222,7 +223,7 @@ RTK_DEVICE void skinny_add_parts(float* sums, const float* partial, int m, int f
 // accumulate, (nothing), scale_a by row, scale_b by row. `types`: four bits each of bias, add, out, activation,
 // activations of a, scales of b. Scales along k: `words` of a stage's row, 0 if a scale serves all of k.
 template <typename Codes, typename Math, int TILES>
-__global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kSkinnyThreads, TILES <= 2 ? 2 : 1)
     gemm_skinny(const u8* a, const u8* b, const u8* scale_a, const u8* scale_b, const float* global_scale, const void* bias,
                 const void* add, void* out, float* partial, u32* tickets, i64 m, i64 n, i64 k, i64 a_pitch, i64 b_pitch,
                 i64 out_pitch, i64 add_pitch, i64 scale_a_row, i64 scale_a_word, i64 scale_b_row, i64 scale_b_word,
@@ -248,8 +249,8 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES == 1 ? 2 : 1)
     const SkinnyResult result = {
         global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
         words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row / 4 : 0,
-        flag(10) ? scale_b_row / 4 : 0, bias, add, out, n, out_pitch, add_pitch, Warp::Weights::kFactor,
-        static_cast<int>(global_step), type(0), type(1), type(2), type(3), flag(7), flag(6), integer};
+        flag(10) ? scale_b_row / 4 : 0, bias, n, Warp::Weights::kFactor, static_cast<int>(global_step), type(0), integer,
+        {add, out, out_pitch, add_pitch, type(1), type(2), type(3), flag(7), flag(6)}};
     const CodeOptions options = {flag(4)};
 
     const int k_stages = product.k_stages(), ring = static_cast<int>(stages);

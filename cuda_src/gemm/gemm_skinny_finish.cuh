@@ -25,6 +25,32 @@ RTK_DEVICE float skinny_activation(float x, int act) {
     return x;
 }
 
+// Where results go, and what happens to one between its scaled sum and memory; gemm_cluster.cu ends with it, too.
+struct SkinnyStore {
+    const void* add;
+    void* out;
+    i64 out_pitch, add_pitch;
+    int add_type, out_type, act;
+    bool accumulate, gated;
+
+    // `up`: what a gated result is multiplied by.
+    RTK_DEVICE void put(i64 token, i64 column, float v, float up) const {
+        if (add != nullptr) v += skinny_load(add, token * add_pitch + column, add_type);
+        v = skinny_activation(v, act);
+        if (gated) v *= up;
+        const i64 at = token * out_pitch + column;
+        if (accumulate) v += skinny_load(out, at, out_type);
+        const float one[1] = {v};
+        if (out_type == kTypeFp32) {
+            static_cast<float*>(out)[at] = v;
+        } else if (out_type == kTypeBf16) {
+            store<bf16, 1>(static_cast<bf16*>(out) + at, one);
+        } else {
+            store<fp16, 1>(static_cast<fp16*>(out) + at, one);
+        }
+    }
+};
+
 // From the sums of a tile, [token][kSkinnySumPitch] in shared memory (fp32, or int32 of integers), to results. A thread has one
 // column, whose scale and bias it loads one time.
 struct SkinnyResult {
@@ -34,13 +60,12 @@ struct SkinnyResult {
     i64 a_step;                 // from scale to scale of tokens, 0 if one serves all
     i64 b_step;
     const void* bias;
-    const void* add;
-    void* out;
-    i64 n, out_pitch, add_pitch;
+    i64 n;
     float factor;
     int global_step;  // 1 if the second half of a gated product has a scale of its own
-    int bias_type, add_type, out_type, act;
-    bool accumulate, gated, integer;
+    int bias_type;
+    bool integer;
+    SkinnyStore results;
 
     // What all sums of a weight row (of 2n, if gated) are multiplied by, and what is added.
     struct OfRow {
@@ -59,6 +84,7 @@ struct SkinnyResult {
     }
 
     RTK_DEVICE void finish(const float* sums, int m, int tile) const {
+        const bool gated = results.gated;
         const int columns = gated ? 64 : 128, own = static_cast<int>(threadIdx.x) % columns;
         const i64 column = static_cast<i64>(tile) * columns + own;
         if (column >= n) return;
@@ -67,25 +93,13 @@ struct SkinnyResult {
 #pragma unroll 1
         for (int token = threadIdx.x / columns; token < m; token += static_cast<int>(blockDim.x) / columns) {
             const float sum = sums[token * kSkinnySumPitch + row];
-            const i64 at = token * out_pitch + column;
-            if (out_type == kTypeInt32) {
-                static_cast<i32*>(out)[at] = __float_as_int(sum);
+            if (results.out_type == kTypeInt32) {
+                static_cast<i32*>(results.out)[token * results.out_pitch + column] = __float_as_int(sum);
                 continue;
             }
             const float of_token = scale_a == nullptr ? 1.0f : scale_a[token * a_step];
-            float v = value(sum, first, of_token);
-            if (add != nullptr) v += skinny_load(add, token * add_pitch + column, add_type);
-            v = skinny_activation(v, act);
-            if (gated) v *= value(sums[token * kSkinnySumPitch + row + 16], second, of_token);
-            if (accumulate) v += skinny_load(out, at, out_type);
-            const float one[1] = {v};
-            if (out_type == kTypeFp32) {
-                static_cast<float*>(out)[at] = v;
-            } else if (out_type == kTypeBf16) {
-                store<bf16, 1>(static_cast<bf16*>(out) + at, one);
-            } else {
-                store<fp16, 1>(static_cast<fp16*>(out) + at, one);
-            }
+            const float up = gated ? value(sums[token * kSkinnySumPitch + row + 16], second, of_token) : 1.0f;
+            results.put(token, column, value(sum, first, of_token), up);
         }
     }
 };

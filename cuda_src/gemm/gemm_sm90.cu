@@ -133,6 +133,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ptx::tma_prefetch_map(a_map);
         ptx::tma_prefetch_map(b_map);
+        ptx::tma_prefetch_map(scale_a_map);
+        ptx::tma_prefetch_map(scale_b_map);
+        ptx::tma_prefetch_map(out_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
     }
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
-        u32 row_bits[WAVES][2], factor_bits[kColumnsEach], bias_bits[kColumnsEach];
+        u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
         auto load_factors = [&] {  // without branches, which take the compiler seconds
             const bool of_rows = scale_a != nullptr && !flags.loop_scales_a();
             const bool of_columns = scale_b != nullptr && !flags.loop_scales_b();
@@ -262,23 +265,31 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
-            for (int i = 0; i < blocks; ++i, state.advance()) {
+            // What a stage needs before its products: done for the next one while the last part of this one is promoted.
+            auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
+                if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if constexpr (kLeftInRegisters)
+                    Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
+            };
+            if (blocks != 0) {
                 pipeline.wait(state);
-                if (tail != 0 && i == blocks - 1)
-                    Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                const float* of_stage = scales + kScaleFloats * state.stage;
+                begin_stage(state, blocks == 1);
+            }
+            for (int i = 0; i < blocks; ++i) {
+                const PipelineState<STAGES> here = state;
+                state.advance();
+                const float* of_stage = scales + kScaleFloats * here.stage;
                 float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
                 for (int unit = 0; unit < WAVES * kHalves; ++unit) {
                     const int w = unit / kHalves, half = unit % kHalves;
-                    if (kLeftInRegisters && half == 0)
-                        Operands::load_left(left, base + state.stage * Operands::kStageBytes,
-                                            static_cast<u32>(w * CONSUMERS + consumer));
+                    constexpr int kLastUnit = WAVES * kHalves - 1;
                     ptx::wgmma_fence();
                     if constexpr (kLeftInRegisters) {
-                        Operands::multiply_left(part, left, stages + state.stage * Operands::kStageBytes, kUnitCols * half);
+                        static_assert(WAVES == 1, "one set of rows in registers");
+                        Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
                     } else {
-                        Operands::multiply(part, stages + state.stage * Operands::kStageBytes,
+                        Operands::multiply(part, stages + here.stage * Operands::kStageBytes,
                                            static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
                     }
                     ptx::wgmma_commit();
@@ -295,8 +306,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                                    ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
+                    if (unit == kLastUnit && i + 1 < blocks) pipeline.wait(state);
                     ptx::wgmma_wait<0>();
-                    if (SCALES == kRowScales && unit == WAVES * kHalves - 1) pipeline.release_warp(state);
+                    if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
+                    if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
                     const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
 #pragma unroll
                     for (int j = 0; j < kUnitCols / 8; ++j) {
@@ -313,14 +326,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         }
                     }
                 }
-                if (SCALES == kColumnScales) pipeline.release_warp(state);
+                if (SCALES == kColumnScales) pipeline.release_warp(here);
             }
         }
 
-        if (SCALES != kNoScales) load_factors();
+        const bool has_factors = SCALES == kNoScales || FINISH != kPlainFinish || flags.factors();
+        if (SCALES != kNoScales && has_factors) load_factors();
 #pragma unroll
         for (int i = 0; i < kColumnsEach; ++i) {
-            if (COLS % 128 != 0 && thread + 128 * i >= COLS) break;
+            if (!has_factors || (COLS % 128 != 0 && thread + 128 * i >= COLS)) break;
             float plus[1] = {__uint_as_float(bias_bits[i])};
             if (flags.bias() == kBf16) unpack<bf16, 1>(Raw<2>{{bias_bits[i]}}, plus);
             if (flags.bias() == kFp16) unpack<fp16, 1>(Raw<2>{{bias_bits[i]}}, plus);

@@ -11,8 +11,8 @@ namespace rtk {
 template <int BYTES>
 __global__ void __launch_bounds__(256)
     gather_units(const u8* x, const void* index, u8* out, i64 units, i64 n, i64 x_dim, i64 index_int64, i64 from_end,
-                 i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 x0, i64 x1, i64 x2, i64 x3, i64 index0,
-                 i64 index1, i64 index2, i64 index3) {
+                 i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 x0, i64 x1, i64 x2,
+                 i64 x3, i64 index0, i64 index1, i64 index2, i64 index3) {
     const i64 at = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at >= units) return;
     i64 c0, c1, c2, c3;

@@ -77,8 +77,8 @@ template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
                             const float* factor, i64* report, i64 rows, i64 cols, i64 x_stride, i64 dx_stride,
-                            i64 labels_int64, i64 ignore_index, u32* drawn, i64 slots, i64 prefetch_switch, i64 blocks, i64 cluster_threads,
-                            i64 clusters, double smoothing, double z_loss, double per_column) {
+                            i64 labels_int64, i64 ignore_index, u32* drawn, i64 slots, i64 prefetch_switch, i64 blocks,
+                            i64 cluster_threads, i64 clusters, double smoothing, double z_loss, double per_column) {
     constexpr int VEC = 16 / sizeof(T), kInRegisters = kLongInRegisters, kLag = 1, kBeyond = 3, kPrefetchVectors = 2;
     static_assert(kInRegisters % 3 == 0, "summed three at a time");
     extern __shared__ __align__(16) u8 memory[];

@@ -94,7 +94,7 @@ struct BlockColumns {
 
     u32 word[kVectors][16];
     u32 lane, warp, column;
-    u32 rows;   // of the block, up to the next 16; 0 if there are no such columns
+    u32 rows;    // of the block, up to the next 16; 0 if there are no such columns
     u32 vector;  // the lane's first
 
     RTK_DEVICE BlockColumns(const RowBlock& block, const u8* tile, u32 consumer_warp, const StretchOutput& out)
@@ -274,16 +274,16 @@ struct RowFetch {
 template <typename F8>
 __global__ void __launch_bounds__(kStretchThreads, 1)
     moe_permute_fp8_stretches(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts,
-                         F8* q, float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
-                         i64 divisor, i64 rows, i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks,
-                         i64 column_tiles, i64 prob_kind, i64 prob_columns, i64 pow2) {
+                              F8* q, float* scale, F8* q_t, float* scale_t, u8* probs_out, i64 choices, i64 top_k,
+                              i64 divisor, i64 rows, i64 cols, i64 x_stride, i64 expert_count, i64 row_blocks,
+                              i64 column_tiles, i64 prob_kind, i64 prob_columns, i64 pow2) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ StretchShared shared;
     u8* const stages = memory + kSlots * kSlotBytes;
     shared.init();
     const Units units(memory + kStretchMemory, offsets, expert_count, rows, static_cast<u32>(column_tiles));
-    const StretchOutput out = {reinterpret_cast<u8*>(q), scale, reinterpret_cast<u8*>(q_t), scale_t, static_cast<u32>(cols),
-                           units.strips, pow2 != 0};
+    const StretchOutput out = {reinterpret_cast<u8*>(q), scale, reinterpret_cast<u8*>(q_t), scale_t,
+                               static_cast<u32>(cols), units.strips, pow2 != 0};
     const u32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     if (warp < kWorkWarps) {

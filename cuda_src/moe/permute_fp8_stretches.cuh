@@ -9,8 +9,8 @@ namespace rtk {
 
 inline constexpr u32 kMaxUnitRows = 320;
 inline constexpr u32 kCutRows = 256;  // of a unit, if its expert has more than kMaxUnitRows rows
-inline constexpr u32 kUnitBlocks = 3;    // of 128 rows: the most of a unit
-inline constexpr u32 kSlots = 4;         // of blocks of rows on their way
+inline constexpr u32 kUnitBlocks = 3;  // of 128 rows: the most of a unit
+inline constexpr u32 kSlots = 4;       // of blocks of rows on their way
 inline constexpr u32 kKeptUnits = 8, kPlanned = 8;
 inline constexpr u32 kRowBytes = kTileSide * 2, kSlotBytes = kTileSide * kRowBytes;
 inline constexpr u32 kStageBytes = kTileSide * kMaxUnitRows;
@@ -38,7 +38,7 @@ struct Unit {
 struct RowBlock {
     Unit unit;
     u32 unit_nth;  // number of the unit among those of the block
-    u32 down;  // rows of the unit above
+    u32 down;      // rows of the unit above
 
     // No rows: there are no more blocks.
     RTK_DEVICE u32 rows() const { return unit.rows == 0 ? 0 : min(unit.rows - down, static_cast<u32>(kTileSide)); }
@@ -140,13 +140,13 @@ struct Units {
 // What the warps share. Blocks of rows are numbered in their order; a slot has every kSlots'th.
 struct StretchShared {
     RowBlock blocks[kSlots];
-    Unit units[kKeptUnits];                       // that have been asked for lately
-    RowBlock plan[kPlanned];                      // blocks that come next
-    u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];       // maxima of columns, two in a word: of this and of the next block
-    u64 full[kSlots], empty[kSlots];              // barriers, a phase for each block in the slot
-    u64 added[kConsumers];                            // a phase for each block of the consumer
-    u64 staged[2], freed[2];                      // a phase for each unit in the buffer
-    u64 planned[kPlanned], taken[kPlanned];       // a phase for each block in the plan
+    Unit units[kKeptUnits];                             // that have been asked for lately
+    RowBlock plan[kPlanned];                            // blocks that come next
+    u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];  // maxima of columns, two in a word: this and the next block
+    u64 full[kSlots], empty[kSlots];                    // barriers, a phase for each block in the slot
+    u64 added[kConsumers];                              // a phase for each block of the consumer
+    u64 staged[2], freed[2];                            // a phase for each unit in the buffer
+    u64 planned[kPlanned], taken[kPlanned];             // a phase for each block in the plan
 
     // The whole block calls, and then meets.
     RTK_DEVICE void init() {

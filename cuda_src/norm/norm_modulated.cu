@@ -10,43 +10,86 @@
 //
 // A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row stays in
 // shared memory between the passes (`kInShared`), where each thread finds what it has put there; a longer row is made once
-// more from the inputs, or read from residual_out. A row of one stretch whose operands are all of T stays in registers, and
-// everything it needs is asked for at the start: what is loaded behind the statistics costs a second wait for memory. Grid: rows / groups of a block. In-place results are safe: a thread has
-// read what it overwrites.
-#include "common/row_output.cuh"
-#include "norm/common.cuh"
+// more from the inputs, or read from residual_out. Grid: rows / groups of a block. In-place results are safe: a thread has read
+// what it overwrites. Nearly all calls go to norm/norm_in_registers.cu; this is for what has more operands, operands of mixed
+// types, longer rows, or rows that are no multiple of 16 bytes.
+#include "norm/norm_modulated.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 
 namespace rtk {
 
-// Flags.
-inline constexpr i64 kCentred = 2, kInShared = 4, kWeightFp32 = 8, kNormBiasFp32 = 16, kBiasFp32 = 32,
-                     kGateFp32 = 64, kScaleFp32 = 128, kShiftFp32 = 256, kChannelFp32 = 512;
-inline constexpr i64 kAnyFp32 = kWeightFp32 | kNormBiasFp32 | kBiasFp32 | kGateFp32 | kScaleFp32 | kShiftFp32 | kChannelFp32;
+// Flags. Bits from kFp32 on: operand number 2 (the gate) and those behind it are of fp32.
+inline constexpr i64 kCentred = 2, kInShared = 4, kFp32 = 32;
 
-// One row of an operand that has a row for every `each` rows of x.
-struct Modulation {
-    const void* p;
-    i64 first;
+inline constexpr int kX = 0, kResidual = 1, kGate = 2, kBias = 3, kWeight = 4, kNormBias = 5, kScale = 6, kShift = 7,
+                     kChannel = 8, kOperands = 9;
 
-    RTK_DEVICE Modulation(const void* p_, i64 row, i64 stride, i64 each)
-        : p(p_), first(stride == 0 ? 0 : (each == 1 ? row : static_cast<u32>(row) / static_cast<u32>(each)) * stride) {}
+// Where a row has its operands. What is optional is a null pointer.
+struct NormOperands {
+    const void* p[kOperands];
+    i64 first[kOperands];  // element of the row in each
+    float offset;          // of the weight
+
+    RTK_DEVICE bool has(int which) const { return p[which] != nullptr; }
 };
 
-// N elements of an operand of T, asked for without a branch and unpacked when they are needed: loads of all operands are under
-// way before the first of them has come. Zeros without an operand.
-template <typename T>
-struct Asked {
-    static constexpr int N = 16 / sizeof(T);
-    Raw<16> raw;
-
-    RTK_DEVICE Asked(const void* p, i64 at, int valid, u64 policy) {
-        clear(raw);
-        ptx::ld_stream_16_if(p != nullptr && valid > 0, raw, static_cast<const T*>(p) + at, policy);
+// h = residual + gate * (x + bias), not yet rounded.
+template <int N, typename Get>
+RTK_DEVICE void residual_sum(const NormOperands& in, Get get, float (&h)[N]) {
+    float v[N];
+    get(kX, h);
+    if (in.has(kBias)) {
+        get(kBias, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) h[i] += v[i];
     }
-    RTK_DEVICE void get(float (&v)[N]) const { unpack<T, N>(raw, v); }
-};
+    if (in.has(kGate)) {
+        get(kGate, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) h[i] *= v[i];
+    }
+    if (in.has(kResidual)) {
+        get(kResidual, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) h[i] += v[i];
+    }
+}
+
+// h becomes y = ((n * (offset + weight) + norm_bias) * (1 + scale) + shift) * channel_scale; zeros where there is no column.
+template <int N, typename Get>
+RTK_DEVICE void modulated(const NormOperands& in, RowStatistics of_row, int valid, Get get, float (&y)[N]) {
+    float v[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = (y[i] - of_row.mean) * of_row.rstd;
+    if (in.has(kWeight)) {
+        get(kWeight, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] *= v[i] + in.offset;
+    }
+    if (in.has(kNormBias)) {
+        get(kNormBias, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] += v[i];
+    }
+    if (in.has(kScale)) {
+        get(kScale, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] *= 1.0f + v[i];
+    }
+    if (in.has(kShift)) {
+        get(kShift, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] += v[i];
+    }
+    if (in.has(kChannel)) {
+        get(kChannel, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] *= v[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
+}
 
 // What a thread may have: two blocks of 512, or four of 256, share a multiprocessor unless results are NVFP4.
 constexpr int norm_registers(int format, bool aligned) {
@@ -76,101 +119,23 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
     const bool in_shared = flags & kInShared;
     RowOutput<T, FORMAT, ALIGNED> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
     const bool stores_h = residual_out != nullptr && !output.amax_only();
-    const Modulation gates(gate, row, gate_stride, gate_each), scales(scale, row, scale_stride, scale_each),
-        shifts(shift, row, shift_stride, shift_each);
+    NormOperands in{{x, residual, gate, bias, weight, norm_bias, scale, shift, channel_scale},
+                    {row * x_stride, row * residual_stride, modulation_row(row, gate_stride, gate_each), 0, 0, 0,
+                     modulation_row(row, scale_stride, scale_each), modulation_row(row, shift_stride, shift_each), 0},
+                    static_cast<float>(offset)};
+    const bool centred = flags & kCentred;
     const i64 span = output.span(), stretches = (span + pitch - 1) / pitch;
     const ptx::SharedAddress row_memory =
         ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
-
-    if constexpr (ALIGNED && FORMAT != kFp4Output) {
-        if (span <= pitch && (sizeof(T) == 4 || (flags & kAnyFp32) == 0)) {
-            const i64 column = group.thread * N;
-            const int valid = count_at<N>(column, end);
-            const u64 policy = ptx::l2_last();
-            const Asked<T> own(x, row * x_stride + column, valid, policy),
-                rest(residual, row * residual_stride + column, valid, policy),
-                of_gate(gate, gates.first + column, valid, policy), of_bias(bias, column, valid, policy),
-                of_weight(weight, column, valid, policy), of_norm_bias(norm_bias, column, valid, policy),
-                of_scale(scale, scales.first + column, valid, policy), of_shift(shift, shifts.first + column, valid, policy),
-                of_channel(channel_scale, column, valid, policy);
-            float h[N], v[N], sum = 0.0f;
-            own.get(h);
-            of_bias.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] += v[i];
-            of_gate.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] *= gate != nullptr ? v[i] : 1.0f;
-            rest.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] += v[i];
-            unpack<T, N>(pack<T, N>(h), h);
-            if (stores_h && valid > 0) store_elements<T, N>(residual_out + row * cols + column, valid, true, h);
-            const bool centre = flags & kCentred;
-#pragma unroll
-            for (int i = 0; i < N; ++i) sum += centre ? h[i] * kSmallPart : h[i] * h[i];
-            sum = group_reduce<Sum, false>(sum, group, scratch, 0);
-            RowStatistics of_row{0.0f, 0.0f};
-            if (centre) {
-                const float rough = mean_of_parts(sum, static_cast<float>(cols));
-                float differences = 0.0f, squares = 0.0f;
-#pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    const float off = i < valid ? h[i] - rough : 0.0f;
-                    differences += off, squares += off * off;
-                }
-                group_reduce_pair<Sum, false>(differences, squares, group, pair_scratch, 0);
-                of_row = statistics_of(rough, differences, squares, static_cast<float>(cols), static_cast<float>(eps));
-            } else {
-                of_row.rstd = rstd_of(sum, static_cast<float>(cols), static_cast<float>(eps));
-            }
-            float made[N];
-            of_weight.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i)
-                made[i] = (h[i] - of_row.mean) * of_row.rstd * (weight != nullptr ? v[i] + static_cast<float>(offset) : 1.0f);
-            of_norm_bias.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) made[i] += v[i];
-            of_scale.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) made[i] *= 1.0f + v[i];
-            of_shift.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) made[i] += v[i];
-            of_channel.get(v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                made[i] *= channel_scale != nullptr ? v[i] : 1.0f;
-                made[i] = i < valid ? made[i] : 0.0f;  // no shift where there is no column
-            }
-            output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, [&](i64, int, float(&y)[N]) {
-#pragma unroll
-                for (int i = 0; i < N; ++i) y[i] = made[i];
-            });
-            return;
-        }
-    }
-
+    auto get_at = [&](i64 column, int valid) {
+        return [&, column, valid](int which, float(&to)[N]) {
+            load_either<T, N>(in.p[which], in.first[which] + column, which >= kGate && (flags & kFp32 << (which - kGate)), valid,
+                              aligned16, to);
+        };
+    };
     auto valid_at = [&](i64 column) { return count_at<N>(column, end); };
     auto make_h = [&](i64 column, int valid, float(&h)[N]) {
-        float v[N];
-        load_elements<T, N>(x + row * x_stride + column, valid, aligned16, h);
-        if (bias != nullptr) {
-            load_either<T, N>(bias, column, flags & kBiasFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] += v[i];
-        }
-        if (gate != nullptr) {
-            load_either<T, N>(gates.p, gates.first + column, flags & kGateFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] *= v[i];
-        }
-        if (residual != nullptr) {
-            load_elements<T, N>(residual + row * residual_stride + column, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) h[i] += v[i];
-        }
+        residual_sum<N>(in, get_at(column, valid), h);
 #pragma unroll
         for (int i = 0; i < N; i += kEach) {
             float part[kEach];
@@ -215,73 +180,21 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
         }
     };
 
-    // Statistics.
-    float sum = 0.0f;
-    const bool centred = flags & kCentred;
-    for (i64 first = 0; first < span; first += pitch) {
-        const i64 column = first + group.thread * N;
-        float h[N];
-        make_h(column, valid_at(column), h);
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum += centred ? h[i] * kSmallPart : h[i] * h[i];
-    }
-    sum = group_reduce<Sum, false>(sum, group, scratch, 0);
-    RowStatistics statistics{0.0f, 0.0f};
-    if (centred) {
-        const float rough = mean_of_parts(sum, static_cast<float>(cols));
-        float differences = 0.0f, squares = 0.0f;
+    auto for_all = [&](auto find, auto use) {
         for (i64 first = 0; first < span; first += pitch) {
             const i64 column = first + group.thread * N;
-            const int valid = valid_at(column);
             float h[N];
-            find_h(column, valid, h);
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const float off = i < valid ? h[i] - rough : 0.0f;
-                differences += off, squares += off * off;
-            }
+            find(column, valid_at(column), h);
+            use(h, valid_at(column));
         }
-        group_reduce_pair<Sum, false>(differences, squares, group, pair_scratch, 0);
-        statistics = statistics_of(rough, differences, squares, static_cast<float>(cols), static_cast<float>(eps));
-    } else {
-        statistics.rstd = rstd_of(sum, static_cast<float>(cols), static_cast<float>(eps));
-    }
-
-    auto make_y = [&](i64 column, int valid, float(&y)[N]) {
-        float v[N];
-        find_h(column, valid, y);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = (y[i] - statistics.mean) * statistics.rstd;
-        if (weight != nullptr) {
-            load_either<T, N>(weight, column, flags & kWeightFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= v[i] + static_cast<float>(offset);
-        }
-        if (norm_bias != nullptr) {
-            load_either<T, N>(norm_bias, column, flags & kNormBiasFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] += v[i];
-        }
-        if (scale != nullptr) {
-            load_either<T, N>(scales.p, scales.first + column, flags & kScaleFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= 1.0f + v[i];
-        }
-        if (shift != nullptr) {
-            load_either<T, N>(shifts.p, shifts.first + column, flags & kShiftFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] += v[i];
-        }
-        if (channel_scale != nullptr) {
-            load_either<T, N>(channel_scale, column, flags & kChannelFp32, valid, aligned16, v);
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= v[i];
-        }
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // no shift where there is no column
     };
-
-    output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, make_y);
+    const RowStatistics of_row = row_statistics<N>(
+        centred, cols, eps, group, scratch, pair_scratch, [&](auto use) { for_all(make_h, use); },
+        [&](auto use) { for_all(find_h, use); });
+    output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, [&](i64 column, int valid, float(&y)[N]) {
+        find_h(column, valid, y);
+        modulated<N>(in, of_row, valid, get_at(column, valid), y);
+    });
 }
 
 }  // namespace rtk

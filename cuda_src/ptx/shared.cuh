@@ -24,6 +24,13 @@ RTK_DEVICE Raw<16> ld_shared_16(SharedAddress address) {
     return r;
 }
 
+// 8 bytes, 8-byte aligned.
+RTK_DEVICE Raw<8> ld_shared_8(SharedAddress address) {
+    Raw<8> r;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.w[0]), "=r"(r.w[1]) : "r"(address) : "memory");
+    return r;
+}
+
 // 2 bytes, 2-byte aligned.
 RTK_DEVICE void st_shared_2(SharedAddress address, u32 half) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(half)) : "memory");

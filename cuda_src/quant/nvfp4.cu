@@ -1,40 +1,57 @@
 // NVFP4 and MX formats (common/block_formats.cuh): quantise rows, find the amax of a tensor, and give values back.
 //
-// A thread owns 16 consecutive columns of a row: a block of NVFP4, or half a block of MX, whose other half has the next
-// lane. Threads are numbered along rows, `blocks` of them in each; grid: as many as it takes. With swizzled scales there
-// are threads for the rows and blocks that fill up the last tile of 128 x 4, which write zeros.
+// A thread owns 16 consecutive columns of a row at a time: a block of NVFP4, or half a block of MX, whose other half has the
+// next lane. Threads are numbered along rows, `blocks` of them in each; a grid may have fewer, which then work on several and ask
+// for the next values before they work on those that have come. With swizzled scales there are numbers for the rows and
+// blocks that fill up the last tile of 128 x 4, for which zeros are written.
 #include "common/block_formats.cuh"
 #include "common/reduce.cuh"
 #include "common/row_elements.cuh"
 
 namespace rtk {
 
-inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2;                                        // FORMAT
+inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2, kNvfp4Rules = 3;                       // FORMAT
 inline constexpr i64 kAligned16 = 1, kSwizzled = 2, kChannelFp32 = 4, kE5m2 = 8, kRoundUp = 16;  // flags
+inline constexpr i64 kWholeCodes = 32;
 
-// The 16 values of a thread: its row, its first column, and x times the scale of its column.
-template <typename T>
-struct Sixteen {
+// Where 16 values are.
+struct Place {
     i64 row, column;
     int valid;
-    float v[16];
 
     // `number`: of the thread; `blocks` threads in a row. `divisor`: runtime/layout.py, or 0 for numbers of 2^31 and more.
-    RTK_DEVICE Sixteen(i64 number, i64 rows, i64 cols, i64 blocks, i64 divisor) {
+    RTK_DEVICE Place(i64 number, i64 rows, i64 cols, i64 blocks, i64 divisor) {
         row = divisor != 0 ? divided(static_cast<u32>(number), divisor) : number / blocks;
         column = (number - row * blocks) * 16;
         valid = row < rows ? static_cast<int>(min(max(cols - column, static_cast<i64>(0)), static_cast<i64>(16))) : 0;
     }
-    RTK_DEVICE void load(const T* x, const void* channel_scale, i64 x_stride, i64 flags) {
-        const bool aligned16 = flags & kAligned16;
-        load_elements<T, 16>(x + row * x_stride + column, valid, aligned16, v);
-        if (channel_scale == nullptr) return;
+};
+
+// Asked for, in rows of 16-byte units.
+template <typename T>
+RTK_DEVICE void ask_sixteen(Asked<T, 16>& asked, const Place& own, const T* x, i64 x_stride, i64 flags, u64 policy) {
+    asked.ask((flags & kAligned16) != 0, x + own.row * x_stride + own.column, own.valid, policy);
+}
+
+// The values, times the scale of their column, and the largest finite magnitude.
+template <typename T>
+RTK_DEVICE float take_sixteen(const Asked<T, 16>& asked, const Place& own, const T* x, const void* channel_scale, i64 x_stride,
+                              i64 flags, float (&v)[16]) {
+    const bool aligned16 = flags & kAligned16;
+    if (aligned16) {
+        asked.get(v);
+        if (channel_scale == nullptr) return asked.amax();
+    } else {
+        load_elements<T, 16>(x + own.row * x_stride + own.column, own.valid, false, v);
+    }
+    if (channel_scale != nullptr) {
         float factor[16];
-        load_either<T, 16>(channel_scale, column, flags & kChannelFp32, valid, aligned16, factor);
+        load_either<T, 16>(channel_scale, own.column, flags & kChannelFp32, own.valid, aligned16, factor);
 #pragma unroll
         for (int i = 0; i < 16; ++i) v[i] *= factor[i];
     }
-};
+    return finite_amax(v);
+}
 
 RTK_DEVICE i64 own_number() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
@@ -45,9 +62,11 @@ __global__ void __launch_bounds__(256) tensor_amax(const T* x, const void* chann
     __shared__ GroupScratch<1> scratch;
     float largest = 0.0f;
     for (i64 number = own_number(); number < rows * blocks; number += static_cast<i64>(gridDim.x) * blockDim.x) {
-        Sixteen<T> own(number, rows, cols, blocks, divisor);
-        own.load(x, channel_scale, x_stride, flags);
-        largest = fmaxf(largest, finite_amax(own.v));
+        const Place own(number, rows, cols, blocks, divisor);
+        Asked<T, 16> asked;
+        float v[16];
+        ask_sixteen(asked, own, x, x_stride, flags, ptx::l2_last());
+        largest = fmaxf(largest, take_sixteen(asked, own, x, channel_scale, x_stride, flags, v));
     }
     largest = block_reduce<MaxNumber>(largest, scratch);
     if (threadIdx.x == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
@@ -62,62 +81,83 @@ RTK_DEVICE void store_codes(u8* out, const float (&v)[16], float inverse, int va
     store_elements<F8, 16>(reinterpret_cast<F8*>(out), valid, aligned16 && valid == 16, scaled);
 }
 
-// g: *global_scale, or from *amax (then written to global_out), or the number.
+// 16 codes, aligned to 8 bytes if `aligned8`.
+RTK_DEVICE void store_fp4(u8* out, const u32 (&words)[2], int valid, bool aligned8) {
+    if (aligned8 && valid == 16) {
+        Raw<8> raw;
+        raw.w[0] = words[0], raw.w[1] = words[1];
+        ptx::st<8>(out, raw);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i += 2)
+        if (i < valid) out[i / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
+}
+
+// g: *global_scale, or from *amax (then written to global_out), or the number. kNvfp4 rounds codes to nearest even, by a scale
+// that is rounded to nearest or up; kNvfp4Rules has all rules.
 template <typename T, int FORMAT>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4Rules ? 3 : 4)
     quantize_blocks(const T* x, const void* channel_scale, const float* global_scale, const u32* amax, u8* out, u8* scales,
                     float* global_out, i64 rows, i64 cols, i64 blocks, i64 threads, i64 x_stride, i64 divisor, i64 flags,
                     i64 scale_rule, i64 elem_rule, double number) {
-    const i64 own_thread = own_number();
-    const bool there = own_thread < threads;
-    Sixteen<T> own(there ? own_thread : 0, there ? rows : 0, cols, blocks, divisor);
-    own.load(x, channel_scale, x_stride, flags);
-    const i64 at = own.row * cols + own.column;  // elements before this thread's
-    u32 scale = 0u;
-    if constexpr (FORMAT == kNvfp4) {
-        float g = static_cast<float>(number);
+    constexpr bool kNv = FORMAT == kNvfp4 || FORMAT == kNvfp4Rules;
+    constexpr int kThreads = kNv ? 1 : 2;  // for a scale
+    auto place_of = [&](i64 thread) {
+        const bool there = thread < threads;
+        return Place(there ? thread : 0, there ? rows : 0, cols, blocks, divisor);
+    };
+    const u64 policy = ptx::l2_last();
+    Asked<T, 16> next;
+    ask_sixteen(next, place_of(own_number()), x, x_stride, flags, policy);
+    float g = static_cast<float>(number);
+    if constexpr (kNv) {
         if (global_scale != nullptr) g = *global_scale;
         if (amax != nullptr) {
             g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
-            if (own_thread == 0) *global_out = g;
-        }
-        const int ties = static_cast<int>(elem_rule);
-        scale = nvfp4_scale_of<true>(own.v, g, static_cast<int>(scale_rule), ties);
-        u32 words[2];
-        e2m1_pack<16>(own.v, g * e4m3_value(scale), ties, words);
-        if (own.valid == 16 && (cols & 15) == 0) {
-            Raw<8> raw;
-            raw.w[0] = words[0], raw.w[1] = words[1];
-            ptx::st<8>(out + at / 2, raw);
-        } else {
-            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
-        }
-    } else {
-        constexpr bool kFp4 = FORMAT == kMxfp4;
-        const bool e5 = flags & kE5m2;
-        const float half = finite_amax(own.v);
-        const float amax32 = fmaxf(half, __shfl_xor_sync(0xffffffffu, half, 1));
-        const int exponent = kFp4 ? 2 : e5 ? 15 : 8;
-        scale = mx_scale(amax32, exponent, kFp4 ? 6.0f : e5 ? 57344.0f : 448.0f, flags & kRoundUp);
-        const float inverse = e8m0_inverse(scale);
-        if constexpr (kFp4) {
-            u32 words[2] = {0u, 0u};
-#pragma unroll
-            for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_rounded(own.v[i], own.v[i] * inverse, kTiesNearest) << (i % 8 * 4);
-            for (int i = 0; i < own.valid; i += 2) out[(at + i) / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
-        } else if (e5) {
-            store_codes<e5m2>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);
-        } else {
-            store_codes<e4m3>(out + at, own.v, inverse, own.valid, (cols & 15) == 0);
+            if (own_number() == 0) *global_out = g;
         }
     }
-    constexpr int kThreads = FORMAT == kNvfp4 ? 1 : 2;  // for a scale
-    const i64 block = own.column / (16 * kThreads), scales_of_row = ceil_div(cols, 16 * kThreads);
-    if (!there || (kThreads == 2 && (own.column & 16) != 0)) return;
-    if (flags & kSwizzled) {
-        scales[swizzled_place(own.row, block, scales_of_row)] = own.valid > 0 ? static_cast<u8>(scale) : 0;
-    } else if (own.valid > 0) {
-        scales[own.row * scales_of_row + block] = static_cast<u8>(scale);
+    const i64 scales_of_row = ceil_div(cols, 16 * kThreads), step = static_cast<i64>(gridDim.x) * blockDim.x;
+    const bool whole_rows = (cols & 15) == 0;
+    for (i64 thread = own_number(); thread - threadIdx.x < threads; thread += step) {  // all lanes, for the exchange below
+        const Place own = place_of(thread);
+        float v[16];
+        const float largest = take_sixteen(next, own, x, channel_scale, x_stride, flags, v);
+        ask_sixteen(next, place_of(thread + step), x, x_stride, flags, policy);  // nothing behind the last
+        const i64 at = own.row * cols + own.column;  // elements before this thread's
+        u32 scale = 0u;
+        if constexpr (kNv) {
+            constexpr bool kRules = FORMAT == kNvfp4Rules;
+            const int ties = kRules ? static_cast<int>(elem_rule) : kTiesNearest;
+            scale = nvfp4_scale_of<kRules>(v, largest, g, static_cast<int>(scale_rule), ties);
+            u32 words[2];
+            e2m1_pack<16>(v, g * e4m3_value(scale), ties, words);
+            store_fp4(out + at / 2, words, own.valid, whole_rows);
+        } else {
+            constexpr bool kFp4 = FORMAT == kMxfp4;
+            const bool e5 = flags & kE5m2;
+            const float amax32 = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+            const int exponent = kFp4 ? 2 : e5 ? 15 : 8;
+            scale = mx_scale(amax32, exponent, kFp4 ? 6.0f : e5 ? 57344.0f : 448.0f, flags & kRoundUp);
+            const float inverse = e8m0_inverse(scale);
+            if constexpr (kFp4) {
+                u32 words[2];
+                e2m1_words<16>(v, [&](float one) { return one * inverse; }, words);
+                store_fp4(out + at / 2, words, own.valid, whole_rows);
+            } else if (e5) {
+                store_codes<e5m2>(out + at, v, inverse, own.valid, whole_rows);
+            } else {
+                store_codes<e4m3>(out + at, v, inverse, own.valid, whole_rows);
+            }
+        }
+        const i64 block = own.column / (16 * kThreads);
+        if (thread >= threads || (kThreads == 2 && (own.column & 16) != 0)) continue;
+        if (flags & kSwizzled) {
+            scales[swizzled_place(own.row, block, scales_of_row)] = own.valid > 0 ? static_cast<u8>(scale) : 0;
+        } else if (own.valid > 0) {
+            scales[own.row * scales_of_row + block] = static_cast<u8>(scale);
+        }
     }
 }
 
@@ -128,7 +168,8 @@ __global__ void __launch_bounds__(256)
                       i64 codes_stride, i64 divisor, i64 flags, i64 format) {
     const i64 number = own_number();
     if (number >= rows * blocks) return;
-    Sixteen<T> own(number, rows, cols, blocks, divisor);
+    const Place own(number, rows, cols, blocks, divisor);
+    float v[16];
     const bool mx = format != kNvfp4, fp4 = format != kMxfp8;
     const i64 block = own.column / (mx ? 32 : 16), scales_of_row = ceil_div(cols, mx ? 32 : 16);
     const u32 byte = scales[flags & kSwizzled ? swizzled_place(own.row, block, scales_of_row)
@@ -137,23 +178,35 @@ __global__ void __launch_bounds__(256)
     if (global_scale != nullptr) step *= *global_scale;
     const u8* const from = codes + own.row * codes_stride + (fp4 ? own.column / 2 : own.column);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) own.v[i] = 0.0f;
+    for (int i = 0; i < 16; ++i) v[i] = 0.0f;
+    const bool whole = (flags & kWholeCodes) && own.valid == 16;  // one access for the codes of a thread
     if (fp4) {
+        Raw<8> raw;
+        clear(raw);
+        if (whole) {
+            raw = ptx::ld_stream<8>(from);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 16; i += 2) {
-            const u32 pair = i < own.valid ? from[i / 2] : 0u;
-            own.v[i] = e2m1_value(pair) * step, own.v[i + 1] = e2m1_value(pair >> 4) * step;
+            for (int i = 0; i < 16; i += 2)
+                if (i < own.valid) raw.w[i / 8] |= static_cast<u32>(from[i / 2]) << (i % 8 * 4);
+        }
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            float part[8];
+            e2m1_values(raw.w[w], part);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[8 * w + i] = part[i] * step;
         }
     } else if (flags & kE5m2) {
-        load_elements<e5m2, 16>(reinterpret_cast<const e5m2*>(from), own.valid, false, own.v);
+        load_elements<e5m2, 16>(reinterpret_cast<const e5m2*>(from), own.valid, whole, v);
     } else {
-        load_elements<e4m3, 16>(reinterpret_cast<const e4m3*>(from), own.valid, false, own.v);
+        load_elements<e4m3, 16>(reinterpret_cast<const e4m3*>(from), own.valid, whole, v);
     }
     if (!fp4) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) own.v[i] *= step;
+        for (int i = 0; i < 16; ++i) v[i] *= step;
     }
-    store_elements<T, 16>(out + own.row * cols + own.column, own.valid, flags & kAligned16, own.v);
+    store_elements<T, 16>(out + own.row * cols + own.column, own.valid, flags & kAligned16, v);
 }
 
 }  // namespace rtk

@@ -125,8 +125,8 @@ RTK_DEVICE void finish_chunk_rotation(const Angles& angles, int column, bool adj
     }
 }
 
-// Whether load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before finish_chunk_rotation,
-// and its few bytes do not queue up behind the heads. fp32 tables and rows without an index.
+// Whether load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before
+// finish_chunk_rotation, and its few bytes do not queue up behind the heads. fp32 tables and rows without an index.
 template <typename T>
 RTK_DEVICE bool tables_first(const Angles& angles) {
     return angles.is_direct() && (sizeof(T) == 4 || (angles.flags & kTableFp32));

@@ -2,9 +2,10 @@
 //
 // A persistent block walks over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
 // of all heads, in the order q, k, v, then x of those that need it: x_stretches stretches of x_stretch_heads heads,
-// kv_step heads apart in qkv. In a consumer (several warps with one token), each group of head_lanes lanes, kWarp / head_lanes of which are in a warp, has one slot
-// (HeadSlot) of at most `max_heads` heads, and a lane two chunks of each: as HeadChunks has them, or with
-// kByElement its own and the one head_lanes further on, if there is one. partial: [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+// kv_step heads apart in qkv. In a consumer (several warps with one token), each group of head_lanes lanes, kWarp /
+// head_lanes of which are in a warp, has one slot (HeadSlot) of at most `max_heads` heads, and a lane two chunks of each:
+// as HeadChunks has them, or with kByElement its own and the one head_lanes further on, if there is one. partial:
+// [blocks, 2, head_dim], q's sums and k's; null when not wanted.
 //
 // The first HEAD_WARPS warps work on heads, as many of them as the consumers have. Of the others, which help, the second and
 // further ones, rotating_warps in all, make rotations of tokens_together tokens at a time, each warp always of the same
@@ -51,7 +52,7 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
 }
 
 template <typename T, int PAIRS, bool SILU, int HEAD_WARPS>
-__global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps          ? kStartRegisters
+__global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                             : SILU || PAIRS == kByElement ? kBulkMoreRegisters
                                                           : kBulkRegisters)
     qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,

@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
 #pragma unroll
         for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
         const bool rotates = makes_rotation && begin < 2 * half, tables_known = tables_first<T>(angles);
-        if (rotates && tables_known) load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+        if (rotates && tables_known)
+            load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
         fetch_heads(x, to_next_x, left, step, own, pitch);
         if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
         if (makes_rotation) {

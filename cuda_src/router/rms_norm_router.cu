@@ -31,7 +31,7 @@ inline constexpr int kMakers = 3, kMakerThreads = 128, kMakerWarps = kMakerThrea
 inline constexpr int kAllMakerWarps = kMakers * kMakerWarps;
 inline constexpr int kMakerRows = kMakerThreads / 16;  // at a time, 16 bytes a thread
 inline constexpr int kBatch = 4;                     // 16-byte vectors of a thread that are quantised together
-static_assert(kSlots % kMakers == 0, "a slot belongs to one team, which then sees all phases of its barriers");
+static_assert(kSlots % kMakers == 0, "a slot belongs to one maker, which then sees all phases of its barriers");
 
 // Where things are in shared memory, and which slab is where.
 struct NormRouterShared {

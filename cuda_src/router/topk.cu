@@ -58,8 +58,9 @@ inline constexpr int kOctetThreads = 128;
 
 // k up to 8 of up to 256 columns, whole groups of numbers of SIZE bytes: four rows of a warp at a time (top8.cuh).
 template <int SIZE>
-__global__ void __launch_bounds__(kOctetThreads, 4) topk_fwd_octets(const void* x, void* values, void* indices, i64 rows, i64 cols,
-                                                           i64 x_stride, i64 k, i64 kind, i64, i64 indices_int64) {
+__global__ void __launch_bounds__(kOctetThreads, 4)
+    topk_fwd_octets(const void* x, void* values, void* indices, i64 rows, i64 cols, i64 x_stride, i64 k, i64 kind, i64,
+                    i64 indices_int64) {
     __shared__ Choice chosen[kOctetThreads / kWarp][kOctet];
     const int wanted = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
     const i64 row = (static_cast<i64>(blockIdx.x) * kOctetThreads + threadIdx.x) / kOctet;

@@ -4,9 +4,9 @@
 // chosen, are scores (score first) or logits, plus a bias; without bias and groups the logits, whose order the scores
 // have too. Probabilities are scores of the chosen experts, divided by their sum + eps (renormalize), times scale.
 //
-// Rows of up to 32 * V experts: a warp per row. Longer ones (INT64): a block per row, 32 * V experts per warp, whose
-// choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written once,
-// whole. Tokens are counted in shared memory, then in `counts`, which must be zeros.
+// Rows of up to 32 * V experts: a warp per row. Longer ones (BLOCK_PER_ROW): a block per row, 32 * V experts per warp,
+// whose choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written
+// once, whole. Tokens are counted in shared memory, then in `counts`, which must be zeros.
 #include "ptx/shared.cuh"
 #include "router/groups.cuh"
 #include "router/scores.cuh"
@@ -36,14 +36,14 @@ RTK_DEVICE void copy_out(void* to, const void* from) {
 
 RTK_DEVICE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-template <int V, bool INT64>
-__global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
+template <int V, bool BLOCK_PER_ROW>
+__global__ void __launch_bounds__(BLOCK_PER_ROW ? 512 : 1024, 1)
     router_fwd(const void* x, const float* bias, float* probs, i32* indices, float* dense, u8* map, u32* counts,
                i64 rows, i64 experts, i64 x_stride, i64 top_k, i64 number_kind, i64 whole_vectors, i64 modes,
                i64 number_of_groups, i64 top_groups, i64 of_group, i64 lanes_of_group, double scaling, double epsilon) {
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ Choice chosen[INT64 ? 16 : 32][kMaxChosen];
-    __shared__ Choice merged[INT64 ? kMaxChosen : 1];
+    __shared__ Choice chosen[BLOCK_PER_ROW ? 16 : 32][kMaxChosen];
+    __shared__ Choice merged[BLOCK_PER_ROW ? kMaxChosen : 1];
     __shared__ float parts[2][16];
     const int cols = static_cast<int>(experts), k = static_cast<int>(top_k), kind = static_cast<int>(number_kind);
     const int groups = static_cast<int>(number_of_groups), lanes = static_cast<int>(lanes_of_group);
@@ -51,12 +51,12 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
     const bool by_logits = bias == nullptr && groups == 1;
     const float scale = static_cast<float>(scaling), eps = static_cast<float>(epsilon);
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    const int column = (INT64 ? static_cast<int>(threadIdx.x) : lane) * V;  // the first one of this thread
+    const int column = (BLOCK_PER_ROW ? static_cast<int>(threadIdx.x) : lane) * V;  // the first one of this thread
     const int valid = cols - column;
-    const int thread = INT64 ? static_cast<int>(threadIdx.x) : lane;
-    const int threads = INT64 ? static_cast<int>(blockDim.x) : kWarp;
+    const int thread = BLOCK_PER_ROW ? static_cast<int>(threadIdx.x) : lane;
+    const int threads = BLOCK_PER_ROW ? static_cast<int>(blockDim.x) : kWarp;
     auto sync = [] {
-        if constexpr (INT64) {
+        if constexpr (BLOCK_PER_ROW) {
             __syncthreads();
         } else {
             __syncwarp();
@@ -67,14 +67,14 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
     u32* tokens = reinterpret_cast<u32*>(memory);
     const int dense_bytes = dense != nullptr || map != nullptr ? round_up(5 * cols, 16) : 0;
     const int group_bytes = groups > 1 && lanes == 0 ? round_up(4 * (cols + groups) + groups, 16) : 0;
-    u8* mine = memory + round_up(4 * cols, 16) + (INT64 ? 0 : warp) * (dense_bytes + group_bytes);
+    u8* mine = memory + round_up(4 * cols, 16) + (BLOCK_PER_ROW ? 0 : warp) * (dense_bytes + group_bytes);
     float* row_probs = reinterpret_cast<float*>(mine);
     u8* row_map = mine + 4 * cols;
     const GroupMemory group_memory{reinterpret_cast<u32*>(mine + dense_bytes),
                                    reinterpret_cast<u32*>(mine + dense_bytes) + cols,
                                    mine + dense_bytes + 4 * (cols + groups)};
-    const i64 step = INT64 ? gridDim.x : static_cast<i64>(gridDim.x) * warps;
-    const i64 first_row = INT64 ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp;
+    const i64 step = BLOCK_PER_ROW ? gridDim.x : static_cast<i64>(gridDim.x) * warps;
+    const i64 first_row = BLOCK_PER_ROW ? blockIdx.x : static_cast<i64>(blockIdx.x) * warps + warp;
     float next_row[V];  // the next row
     load_some<V>(x, first_row * x_stride + column, kind, whole, first_row < rows ? valid : 0, next_row);
     for (int e = threadIdx.x; e < cols; e += blockDim.x) tokens[e] = 0u;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
 #pragma unroll
             for (int v = 0; v < V; ++v) top = fmaxf(top, v < valid ? value[v] : kMinusInfinity);
             top = warp_reduce<Largest>(top);
-            if constexpr (INT64) {
+            if constexpr (BLOCK_PER_ROW) {
                 if (lane == 0) parts[0][warp] = top;
                 __syncthreads();
                 top = warp_reduce<Largest>(lane < warps ? parts[0][lane] : kMinusInfinity);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
                 if (!by_logits) value[v] = e;
             }
             sum = warp_reduce<Sum>(sum);
-            if constexpr (INT64) {
+            if constexpr (BLOCK_PER_ROW) {
                 if (lane == 0) parts[1][warp] = sum;
                 __syncthreads();
                 sum = warp_reduce<Sum>(lane < warps ? parts[1][lane] : 0.0f);
@@ -131,13 +131,13 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
         }
         u32 key[V];
         keys_of<V>(value, valid, key);
-        if (!INT64 && by_logits && kind != kFloat32) tell_apart<V>(key, column);
+        if (!BLOCK_PER_ROW && by_logits && kind != kFloat32) tell_apart<V>(key, column);
 
         // ---- choices
-        const Choice* choices = INT64 ? merged : chosen[warp];
+        const Choice* choices = BLOCK_PER_ROW ? merged : chosen[warp];
         bool found = false;
         if (groups > 1 && lanes != 0) {
-            if constexpr (V == 8 && !INT64) {
+            if constexpr (V == 8 && !BLOCK_PER_ROW) {
                 const u32 allowed = best_lanes<V>(key, lanes, static_cast<int>(of_group), static_cast<int>(top_groups));
                 const bool in = (allowed >> lane & 1u) != 0u;
                 if (__popc(allowed) * V <= kWarp) {  // one key for each lane
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
             for (int v = 0; v < V; ++v)
                 if (v < valid && group_memory.allowed[(column + v) / size] == 0) key[v] = 0u;
         }
-        if constexpr (INT64) {
+        if constexpr (BLOCK_PER_ROW) {
             for (int i = lane; i < k; i += kWarp) chosen[0][warp * k + i] = {0u, 0};
             __syncwarp();
             choose<V>(key, k, column, &chosen[0][warp * k], lane);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
 
         // ---- probabilities
         int expert[2] = {0, 0};
-        if (!INT64 || warp == 0) {
+        if (!BLOCK_PER_ROW || warp == 0) {
             float score[2];
             float best = kMinusInfinity;
 #pragma unroll
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(INT64 ? 512 : 1024, 1)
                     }
             }
             sync();
-            if (!INT64 || warp == 0) {
+            if (!BLOCK_PER_ROW || warp == 0) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (lane + j * kWarp < k) row_probs[expert[j]] = 0.0f, row_map[expert[j]] = 0;

@@ -1,5 +1,5 @@
-// Gradients of pooling and nearest upsampling, over dense (planes, height, width). A thread owns one element of dx and adds up, in order,
-// what comes from the windows that have it: no atomics. fp32, one rounding. Grid: elements of dx / 256.
+// Gradients of pooling and nearest upsampling, over dense (planes, height, width). A thread owns one element of dx and
+// adds up, in order, what comes from the windows that have it: no atomics. fp32, one rounding. Grid: elements of dx / 256.
 #include "window/places.cuh"
 
 namespace rtk {

@@ -28,6 +28,7 @@ from rtkernels.runtime.build.locks import key_lock
 _HERE = Path(__file__).resolve().parent
 INCLUDE = _HERE / "include"
 RUNTIME = _HERE / "runtime"
+_OWN_HEADERS = os.sep + os.path.join("emulator", "include", "")  # in the path of INCLUDE, in whichever checkout
 DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the most any target has
 
 _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -360,6 +361,8 @@ def _build_kernel(
         "files": _hashes(sources),
         "runtime": soname,
     }
+    if debug:  # debuggers look for sources where they were
+        content["directory"] = str(path.parent)
 
     def make(output: Path) -> None:
         source = output.with_suffix(".cpp")
@@ -383,14 +386,20 @@ def locate(library: Path, pc: int) -> str:
     places = []
     for line in done.stdout.splitlines():
         name = line.split(" ")[0]
-        if str(INCLUDE) in name or not name.rpartition(":")[0].endswith((".cu", ".cuh")):
+        if _OWN_HEADERS in name or not name.rpartition(":")[0].endswith((".cu", ".cuh")):
             continue
         places.append(_shorten(name))
     return ", from ".join(dict.fromkeys(places))
 
 
 def _shorten(place: str) -> str:
-    """Return a path as it is written in ``#include``."""
-    full = os.path.normpath(place)
-    root = str(sources_module.root())
-    return full[len(root) + 1 :] if full.startswith(root + os.sep) else os.path.basename(full)
+    """Return a path as it is written in ``#include``.
+
+    It may be one of another checkout: cache entries are found by the contents of sources, and know the paths under
+    which they were compiled. So the longest end of the path that names a file of ``cuda_src`` is what counts.
+    """
+    path, _, line = place.rpartition(":")
+    parts = os.path.normpath(path).split(os.sep)
+    root = sources_module.root()
+    ends = (os.path.join(*parts[i:]) for i in range(1, len(parts)))
+    return f"{next((end for end in ends if (root / end).is_file()), parts[-1])}:{line}"

@@ -5,21 +5,37 @@ model. Masks: where transformers needs none (causal, without padding) ours is by
 booleans or numbers, it is added to the scores. A single new token per sequence, as in ``generate``, reads the cache by
 ``attention_decode``; in place of a mask it gets the number of keys, int32 ``[batch, 1, 1, 1]``, which may be known on
 the device only, as with a static cache.
+
+For a batch without padding transformers finds out whether its positions are those of packed sequences, on the device,
+and waits for the answer: every forward begins with a device that has nothing to do. Where positions are the model's own
+there is nothing to find out, and :func:`_before` says so by a mask of four dimensions, which transformers hands on.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rtkernels
+from rtkernels.models.fused_layers import form_of
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 NAME = "rtkernels"
 _BEFORE = "_rtkernels_attention_before"
+_HOOK = "_rtkernels_attention_hook"
+# Hashes of the forwards of models that use attention_mask for nothing but a causal mask, and whether they choose by the
+# type of each layer if it has a window, or by the window that the configuration has.
+_MODELS = {
+    "7d6ea2c2b23e0906": None,  # Llama, GLM, GLM4, OLMo, OLMo2, DeepSeek-V3, Ernie 4.5: none has a window
+    "a4e04405d94dd416": "layer_types",  # Qwen2, Qwen3, SmolLM3
+    "a20c59e141641c74": "sliding_window",  # Mistral, Phi-3
+    "e6823f08e7c2e423": "sliding_window",  # Mixtral, Qwen3-MoE
+}
 
 
 def attention_mask(**options: Any) -> Tensor | None:
@@ -56,7 +72,7 @@ def attention_forward(
     """Return ``[batch, queries, heads, width]`` of q, k and v ``[batch, heads, length, width]``, and None."""
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
-        lengths, attention_mask = attention_mask.view(-1), None
+        lengths, attention_mask = attention_mask.view(-1) if attention_mask.numel() else None, None
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and queries > 1
@@ -89,6 +105,47 @@ def attention_forward(
     return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
 
 
+# ---- batches without padding ----------------------------------------------------------------------------------------
+
+
+@cache
+def _no_mask(device: torch.device) -> Tensor:
+    """Return what stands for no mask: empty, with four dimensions."""
+    return torch.empty(0, 0, 0, 0, dtype=torch.int32, device=device)
+
+
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Pass :func:`_no_mask` to a model whose mask would be None; where it may be another, nothing changes."""
+    if is_dynamo_compiling():  # which asks nothing of the device
+        return None
+    config, tokens = model.config, kwargs.get("input_ids") if not args else args[0]
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
+    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
+    if given or len(args) > 1 or not isinstance(tokens, Tensor):
+        return None
+    options = ((kwargs.get(name), getattr(config, name, False)) for name in ("use_cache", "output_attentions"))
+    if any(default if value is None else value for value, default in options):
+        return None
+    if config._attn_implementation != NAME or not getattr(config, "is_causal", True) or _has_window(config, model):
+        return None
+    return args, {**kwargs, "attention_mask": _no_mask(tokens.device)}
+
+
+def _form(model: nn.Module) -> str:
+    return form_of(inspect.unwrap(type(model).forward))
+
+
+def _has_window(config: Any, model: nn.Module) -> bool:
+    """Return True if a layer may have a window, or if the model's forward is no longer one of those known here."""
+    where = _MODELS.get(_form(model), "unknown")
+    if where == "unknown":
+        return True
+    if where == "layer_types":
+        return any(kind != "full_attention" for kind in config.layer_types)
+    return where is not None and getattr(config, where, None) is not None
+
+
 def replace_attention(model: nn.Module) -> None:
     """Let a model's attention be ours.
 
@@ -106,10 +163,17 @@ def replace_attention(model: nn.Module) -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     model.set_attn_implementation(NAME)
     model.__dict__[_BEFORE] = before
+    model.__dict__[_HOOK] = [
+        module.register_forward_pre_hook(_before, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "rotary_emb") and hasattr(module, "layers") and _form(module) in _MODELS
+    ]
 
 
 def restore_attention(model: nn.Module) -> None:
     """Undo :func:`replace_attention`."""
+    for handle in model.__dict__.pop(_HOOK, ()):
+        handle.remove()
     before = model.__dict__.pop(_BEFORE, None)
     if before is not None:
         model.set_attn_implementation(before)

@@ -58,6 +58,9 @@ class Recipe(NamedTuple):
         save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
         save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
             norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
+        parts: In how many parts a gated MLP takes its rows, with `fused_layers`: what is saved of a part is freed as
+            soon as it has its gradient. With `save_weight`, two take an eighth off a layer's peak, and they cost time:
+            gradients of weights are sums of products.
         skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
     """
 
@@ -66,6 +69,7 @@ class Recipe(NamedTuple):
     pow2_scale: bool = False
     save_weight: bool = False
     save: str = "codes"
+    parts: int = 1
     skip: tuple[str, ...] = ()
 
     @property
@@ -85,6 +89,8 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
         raise ArgumentError(f"fp8 has wgrad {recipe.wgrad!r}; expected 'fp8' or 'bf16'")
     if recipe.save not in ("codes", "input"):
         raise ArgumentError(f"fp8 has save {recipe.save!r}; expected 'codes' or 'input'")
+    if not isinstance(recipe.parts, int) or recipe.parts < 1:
+        raise ArgumentError(f"fp8 has parts {recipe.parts!r}; expected a positive integer")
     return recipe._replace(skip=tuple(recipe.skip))
 
 
@@ -282,7 +288,7 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
     down_codes = down.codes_of("weight", down.weight, _weight_codes(recipe))
     return GatedMlp.apply(
         codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight,
-        residual, act, recipe.save_weight and made.codes is None, recipe.save == "input",
+        residual, act, recipe.save_weight and made.codes is None, recipe.save == "input", recipe.parts,
         x.source() if isinstance(x, LazyNorm) else None, made.codes, down_codes,
     )  # fmt: skip
 

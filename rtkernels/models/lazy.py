@@ -6,24 +6,26 @@ get the tensor by ``__torch_function__``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Lazy:
+class Lazy(ABC):
     """Stands for ``tensor()``, which subclasses compute one time and keep as ``_made``."""
 
     _made: Tensor | None = None
 
+    @abstractmethod
     def tensor(self) -> Tensor:
         """Return the tensor itself; computed at the first call."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def shape(self) -> torch.Size:
-        raise NotImplementedError
+        """The shape that the tensor has, known before it is computed."""
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

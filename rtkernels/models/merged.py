@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from rtkernels.models.recognize import apply_rope, autocasts
+from rtkernels.ops.rope import angles, qk_norm_rope
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
@@ -171,6 +172,36 @@ class RotatedHeads(torch.autograd.Function):
         q, k, _ = _heads(dqkv, ctx.heads)
         _rotate(q, k, cos, sin, ctx.form, inverse=True)
         return dqkv, None, None, None, None
+
+
+class NormedHeads(torch.autograd.Function):
+    """Heads of q, k and v of a merged product, q and k normalised and rotated; v stays where it lies.
+
+    The gradient needs the product's result, which is saved and has v: a copy of v would be kept next to it until then.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, q_weight, k_weight, cos, sin, heads, rotary, interleaved, eps, offset):
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        pairs = angles.ADJACENT if interleaved else angles.HALVES
+        ctx.options = *heads, False, "bshd", rotary or 0, pairs, False, eps, offset
+        q, k, _ = qk_norm_rope.FORWARD.call(qkv, q_weight, k_weight, *ctx.options, cos, sin, *_NO_POSITIONS)
+        return q, k, _heads(qkv.detach(), heads)[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        need_qkv, need_q, need_k = ctx.needs_input_grad[:3]
+        dqkv, dweights = qk_norm_rope.BACKWARD.call(
+            dq, dk, dv, qkv, q_weight, k_weight, *ctx.options, need_q or need_k, cos, sin, *_NO_POSITIONS
+        )
+        dq_weight, dk_weight = (dweights[i] if need else None for i, need in enumerate((need_q, need_k)))
+        return dqkv if need_qkv else None, dq_weight, dk_weight, *(None,) * 7
+
+
+# positions, cu_seqlens, sections, cp_rank, cp_size, mscale: tables have a row for every token.
+_NO_POSITIONS = (None, None, "", 0, 1, 1.0)
 
 
 def _heads(qkv: Tensor, heads: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -12,26 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import DTYPE_TOKEN as DTYPE_TOKEN
+from rtkernels.runtime.checks import FLOAT_DTYPES as FLOAT_DTYPES
+from rtkernels.runtime.checks import check_same as check_same
+from rtkernels.runtime.checks import token as token
 
-DTYPE_TOKEN = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
-
-
-def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT_DTYPES) -> str:
-    """Return the template token of a dtype, or raise an ArgumentError that names the argument."""
-    if dtype not in accepted:
-        wanted = ", ".join(str(a).removeprefix("torch.") for a in accepted)
-        raise ArgumentError(f"{name} has dtype {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
-    return DTYPE_TOKEN[dtype]
 
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
@@ -111,6 +98,12 @@ def block_of(threads_per_row: int) -> int:
     return threads_per_row if threads_per_row > 32 else 128
 
 
+def row_blocks(rows: int, threads_per_row: int) -> tuple[int, int]:
+    """Return grid and block that give every row its group of threads; blocks walk on where the grid is too large."""
+    block = block_of(threads_per_row)
+    return min(-(-rows // (block // threads_per_row)), GRID_LIMIT), block
+
+
 class RowSlices(NamedTuple):
     """How kernels built on RowSlices (common/row_slices.cuh) cut a matrix, and the launch that covers it."""
 
@@ -123,8 +116,8 @@ class RowSlices(NamedTuple):
 def row_slices(rows: int, cols: int, per_thread: int, limit: int = 256) -> RowSlices:
     """Cut `rows` rows of `cols` columns into slices of `per_thread` columns for each of up to `limit` threads."""
     threads = group_threads(-(-cols // per_thread), limit)
-    per_row, block = -(-cols // (threads * per_thread)), block_of(threads)
-    return RowSlices(threads, per_row, min(-(-rows * per_row // (block // threads)), GRID_LIMIT), block)
+    per_row = -(-cols // (threads * per_thread))
+    return RowSlices(threads, per_row, *row_blocks(rows * per_row, threads))
 
 
 _EVICT_FIRST_BYTES = 300 << 20
@@ -175,13 +168,3 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
 def nothing(like: Tensor) -> Tensor:
     """Stand for an output nobody asked for: operators cannot return None."""
     return torch.empty(0, dtype=torch.float32, device=like.device)
-
-
-def check_same(name: str, got: Any, wanted: Any, what: str, of: str = "x") -> None:
-    """Raise an ArgumentError unless an argument has the dtype, shape or device index of another one."""
-    if got != wanted:
-        raise ArgumentError(f"{name} has {what} {_spell(got)}; expected {_spell(wanted)}, that of {of}")
-
-
-def _spell(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

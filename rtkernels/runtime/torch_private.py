@@ -9,6 +9,7 @@ functorch transform on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,16 +75,27 @@ def never(*tensors: Any) -> bool:
     return False
 
 
-def same_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that says whether it is given tensors just like these: one comparison in C++.
+def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
+    """Return a function that says whether it is given tensors just like these, and None for None.
 
-    It compares type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect, which a
-    functorch transform changes. Without the private class of torch that it needs it never matches.
+    One comparison in C++ tells type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect,
+    which a functorch transform changes. Without the private class of torch that it needs it never matches.
     """
     if TensorGuards is None:
         return never
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    there = [t for t in tensors if t is not None]
+    sizes, strides = [list(t.shape) for t in there], [list(t.stride()) for t in there]
+    check = TensorGuards(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check if len(there) == len(tensors) else _with_absent(tuple(t is None for t in tensors))(check)
+
+
+@functools.cache
+def _with_absent(absent: tuple[bool, ...]) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Return what makes a comparison of all tensors of one that wants None in the places that are `absent`."""
+    names = [f"t{i}" for i in range(len(absent))]
+    none = [f"{name} is None" for name, missing in zip(names, absent, strict=True) if missing]
+    there = ", ".join(name for name, missing in zip(names, absent, strict=True) if not missing)
+    return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(none)} and check({there})")
 
 
 def refuse_lazy(name: str, tensor: Tensor) -> None:

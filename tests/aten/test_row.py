@@ -1,4 +1,4 @@
-"""softmax and log_softmax of aten on our kernels, with their gradients; rows of nothing but -inf as torch has them."""
+"""Softmax, norms and losses of aten on our kernels, with gradients; rows of nothing but -inf as torch has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 from support.overrides import compare, device_of, taken
 from support.places import at, emulated
 
+import rtkernels
 from rtkernels.aten import row
+from rtkernels.emulator import EmulatorError
+from rtkernels.ops.reduce import nll_loss
 
 PLACES = ("sm_90", "cuda")
 
@@ -32,7 +35,7 @@ def test_softmax(place: str, dtype: torch.dtype, function) -> None:
 
 @emulated
 @at(*PLACES)
-@pytest.mark.parametrize("function", [torch.softmax, pytest.param(torch.log_softmax, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
 def test_softmax_of_other_dimensions(place: str, function) -> None:
     def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         made = []
@@ -98,7 +101,8 @@ def test_layer_norm_of_halves_keeps_fp32_statistics(dtype: torch.dtype) -> None:
 @at(*PLACES)
 @pytest.mark.parametrize(
     ("shape", "groups"),
-    [((2, 6, 4, 4), 3), ((3, 4), 2), ((1, 8, 5, 7), 8), pytest.param((1, 4, 60, 70), 2, marks=pytest.mark.slow)],
+    # Channels that end inside of a vector; one element each; rows in two slices.
+    [((2, 6, 3, 2), 3), ((3, 4), 2), ((1, 3, 19, 29), 1), pytest.param((1, 4, 60, 70), 2, marks=pytest.mark.slow)],
     ids=str,
 )
 @pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -135,7 +139,33 @@ def test_nll_loss(place: str, reduction: str, weighted: bool) -> None:
     compare(place, "row", both, torch.randn(3, 4), ignored, *([torch.rand(4)] if weighted else []))
 
 
-@pytest.mark.slow
+@emulated
+@at(*PLACES)
+def test_nll_loss_of_other_strides(place: str) -> None:
+    for x in (torch.randn(2, 3, 5, 4).permute(0, 3, 1, 2), torch.randn(6, 5).t(), torch.randn(4, 6)[:, ::2]):
+        target = torch.randint(0, x.shape[1], x.shape[:1] + x.shape[2:])
+        compare(place, "row", torch.nn.functional.nll_loss, x, target, rtol=1e-5, atol=1e-5)
+
+
+@emulated
+def test_a_target_outside_of_the_classes_stops_the_kernel() -> None:
+    with rtkernels.emulate("sm_90"), pytest.raises(EmulatorError) as raised:
+        nll_loss.nll_loss(torch.randn(3, 4, 1), torch.tensor([[0], [4], [1]]), None, -100, 1)
+    assert raised.value.kind == "trap"
+
+
+@emulated
+def test_the_gradient_of_nll_loss_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel divides for 2^31 elements and more."""
+    monkeypatch.setattr(nll_loss, "divisor", lambda n: 0)
+    x, target = torch.randn(3, 5, 7, requires_grad=True), torch.randint(0, 5, (3, 7))
+    dy = torch.randn(3, 7)
+    torch.nn.functional.nll_loss(x, target, reduction="none").backward(dy)
+    with rtkernels.emulate("sm_90"):
+        dx = nll_loss.nll_loss_grad(dy, target, None, torch.zeros(()), 5, 7, -100, 0)
+    torch.testing.assert_close(dx, x.grad)
+
+
 @emulated
 @at(*PLACES)
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)

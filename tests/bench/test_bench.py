@@ -246,7 +246,7 @@ def test_bad_result_files(
 
 
 HOST = {
-    "us_per_call": {"torch x*2": 5.0, "rms_norm no_grad": 4.0, "glu": {"error": "broken"}},
+    "us_per_call": {"torch x*2": 5.0, "rms_norm no_grad": 4.0, "rope no_grad": 8.0, "glu": {"error": "broken"}},
     "first_use": {
         "rms_norm": {
             "cold": {"first_call_ms": 250.0, "second_call_ms": 0.1, "import_cupy_ms": 300.0},
@@ -268,8 +268,9 @@ def test_report_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| row | shape | dtype | MB | ours |" in text
     line = next(line for line in text.splitlines() if line.startswith("| scale_fwd"))
     assert "| 10.0 | 10.0-10.0 | 8.0 |" in line and "| 0.80 |" in line and "| 4.00 | torch 40.0 |" in line
-    assert "| rms_norm no_grad | 4.00 | 0.80 |" in text
-    assert "| glu | broken | - |" in text
+    assert "| rms_norm no_grad | 4.00 | 0.80 | 1.0 |" in text and "| torch x*2 | 5.00 | 1.00 | - |" in text
+    assert "| rope no_grad | 8.00 | 1.60 | 1.5, over |" in text
+    assert "| glu | broken | - | - |" in text
     assert "| rms_norm | cold | 250.0 | 0.1 | 300.0 |" in text
     assert "| rms_norm | warm | no such op | - | - |" in text
     assert "beyond `import torch`: 12.5 ms" in text
@@ -409,6 +410,12 @@ def test_a_measurement_is_recorded_unless_it_leaves_out_the_fastest_peer(tmp_pat
     (tmp_path / "other.json").write_text('{"schema": 1}')
     with pytest.raises(meta.ResultError, match="schema 1; expected 2"):
         accepted.load(tmp_path / "other.json")
+
+
+def test_a_result_that_cannot_be_compared_is_not_recorded() -> None:
+    numbers, other = accepted.empty(), _measured(18.0, "2026-01-03")
+    other["rows"][0]["error_ours"] = {"error": "ValueError: shape (2, 2), the reference has (2, 4)"}
+    assert accepted.record(numbers, other) == ["rms_norm_fwd 8192x2048"] and numbers["rows"] == []
 
 
 def test_sweeps_and_layers_are_recorded_as_a_whole() -> None:

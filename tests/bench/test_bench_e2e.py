@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from bench.e2e import gates, infer, plot, train
+from bench.e2e import gates, infer, parity, plot, train
+from bench.e2e import record as recording
 from rtkernels.models import fp8
+from rtkernels.nn import fp8_experts
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -66,17 +68,74 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
 
 def test_gates_of_training() -> None:
     hf = {"tokens_per_s": 100, "peak_mib": 1000, "losses": [3.0] * 10, "first_step_s": 9.0}
-    ours = {"tokens_per_s": 160, "peak_mib": 600, "losses": [3.0] * 9 + [3.02], "first_step_s": 10.0}
+    ours = {"tokens_per_s": 160, "peak_mib": 600, "losses": [3.02] + [3.0] * 9, "first_step_s": 10.0}
+    ours["first_step_itself_s"] = 3.0
     found = {
         g["gate"]: g["passed"] for g in gates.gates("dense", {"hf": hf, "ours_fused": ours, "liger": {"absent": ""}})
     }
     assert found == {
-        "tokens/s, ours_fused : hf": True, "peak memory, ours_fused : hf": False, "loss, ours_fused : hf": False,
-        "first step, ours_fused - hf, s": True,
+        "tokens/s, ours_fused : hf": True, "peak memory, ours_fused : hf": False, "first loss, ours_fused : hf": False,
+        "first step, ours_fused, warm, s": False, "first step, ours_fused - hf, s": True,
     }  # fmt: skip
+    cold = gates.gates("dense", {"ours_fused": ours}, cold=True)
+    assert cold == [{"gate": "first step, ours_fused, cold, s", "value": 3.0, "must": 15.0, "passed": True}]
     assert "MISSED: peak memory, ours_fused : hf: 0.6 (must 0.5)" in gates.text(
         gates.gates("dense", {"hf": hf, "ours_fused": ours})
     )
+
+
+PARITY = "--tiny --vocab 500 --tokens 64 --seq 32 --steps 2 --seeds 2".split()
+
+
+def test_arms_of_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rtkernels.models import fp8_mlp
+    from rtkernels.ops.gemm import fp8_linear
+
+    monkeypatch.setattr(fp8, "_SMALLEST_GAIN", 0)
+    args = parity.parser().parse_args(PARITY)
+    arms = {arm: parity.run_arm(arm, args) for arm in ("hf", "hf_perturbed", "ours_fused", "fp8")}
+    for module in (fp8_linear, fp8_mlp):  # what the arm with a mistake changes for its process
+        monkeypatch.setattr(module, "scaled_mm", module.scaled_mm)
+    for name in ("grouped_mm", "grouped_wgrad"):
+        monkeypatch.setattr(fp8_experts, name, getattr(fp8_experts, name))
+    arms["fp8_saturated"] = parity.run_arm("fp8_saturated", args)
+    found = {gate["gate"]: gate["passed"] for gate in gates.parity_gates(arms)}
+    assert not found.pop("loss, hf, last : first")  # in two steps
+    assert len(found) == 6 and all(found.values()), gates.text(gates.parity_gates(arms))
+    first, second = arms["fp8"]["runs"]
+    assert first["losses"][0] != second["losses"][0] and len(first["gradients"]) == 2
+    assert arms["hf"]["runs"][0]["losses"] != arms["hf_perturbed"]["runs"][0]["losses"]
+    worst = min(g["cosine"] for g in arms["fp8_saturated"]["runs"][0]["gradients"])
+    assert worst < min(g["cosine"] for run in arms["fp8"]["runs"] for g in run["gradients"])
+
+
+def test_gates_of_parity() -> None:
+    def run(last: float, held_out: float, cosine: float = 0.99, norm: float = 1.0) -> dict[str, Any]:
+        gradients = [{"step": 0, "cosine": cosine, "norm": norm}]
+        return {"losses": [10.0] * 8 + [last] * 2, "held_out": held_out, "gradients": gradients, "seed": 0}
+
+    arms = {
+        "hf": {"runs": [run(4.0, 5.0)]}, "hf_perturbed": {"runs": [run(4.04, 5.0)]},
+        "ours_fused": {"runs": [run(4.06, 5.0), run(4.0, 5.02)]}, "fp8": {"runs": [run(4.0, 5.03), run(4.0, 5.0)]},
+        "fp8_saturated": {"runs": [run(4.0, 5.01)]},
+    }  # fmt: skip
+    assert [gate["passed"] for gate in gates.parity_gates(arms)] == [True] * 6 + [False]
+    arms |= {
+        "hf_perturbed": {"runs": [run(4.01, 5.0)]}, "fp8": {"runs": [run(4.0, 5.1, 0.9, 1.1), run(4.0, 5.0)]},
+        "fp8_saturated": {"runs": [run(4.0, 5.03)]}, "liger": {"absent": ""},
+    }  # fmt: skip
+    assert [gate["passed"] for gate in gates.parity_gates(arms)] == [True] + [False] * 5 + [True]
+
+
+def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, file = tmp_path / "h200.json", tmp_path / "result.json"
+    for more in ({}, {"layers": 4}, {"cold": True, "layers": None}):
+        file.write_text(json.dumps({"kind": "train", "model": "dense", "arms": {"hf": {"step_ms": 1}}, **more}))
+        assert recording.main([str(file), "--to", str(kept)]) == 0
+    names = ["train dense", "train dense, 4 layers", "train dense, cold"]
+    assert list(json.loads(kept.read_text())["results"]) == names
+    file.write_text(json.dumps({"kind": "infer", "model": "moe", "arms": {"hf": {"failed": "out of memory"}}}))
+    assert recording.main([str(file), "--to", str(kept)]) == 2 and "hf failed" in capsys.readouterr().err
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,5 +146,8 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.json").write_text(json.dumps({"model": "dense", "arms": {"hf": arm, "liger": {"absent": "x"}}}))
     arms = {"hf": {"prefill": {"1": rate}, "decode": {"1": rate}}, "ours": {"failed": "x"}}
     (tmp_path / "infer.json").write_text(json.dumps({"kind": "infer", "model": "moe", "arms": arms}))
+    run = {"losses": [3.0, 2.0], "held_out": 2.0, "gradients": [{"cosine": 0.99}]}
+    arms = {"hf": {"runs": [run]}, "fp8": {"runs": [run, run]}}
+    (tmp_path / "parity.json").write_text(json.dumps({"kind": "parity", "model": "dense", "arms": arms}))
     (tmp_path / "other.json").write_text("{}")
     assert plot.main([str(tmp_path)]) == 0 and (tmp_path / "plot.png").stat().st_size > 1000

@@ -78,10 +78,11 @@ def test_there_are_not_too_many_variants() -> None:
         products = str(kernel.unit).startswith(("gemm/", "attention/"))
         count["aten" if kernel.tier == "aten" else products] += len(kernel.variants(targets.parse("sm_90a")))
     assert count["aten"] <= 400, f"{count['aten']} variants of aten's operators on sm_90a"
-    # 70 of them are the kernels behind the inference ops, instead of one for each of their 80 names.
-    assert count[False] <= 722, f"{count[False]} variants on sm_90a besides products and attention"
-    # 22 of them are 8-bit attention by wgmma (1.6 x what mma.sync takes) and products of few rows by clusters (1.5 x).
-    assert count[True] <= 342, f"{count[True]} variants of products and attention on sm_90a"
+    # 91 of them are the kernels behind the inference ops, instead of one for each of their 80 names.
+    assert count[False] <= 743, f"{count[False]} variants on sm_90a besides products and attention"
+    # 22 of them are 8-bit attention by wgmma (1.6 x what mma.sync takes) and products of few rows by clusters (1.5 x),
+    # 24 gradients of heads of more than 128 elements (3.5 x), 10 products of 9 to 16 rows (1.2 to 1.35 x).
+    assert count[True] <= 377, f"{count[True]} variants of products and attention on sm_90a"
 
 
 @pytest.mark.parametrize("name", KERNELS)

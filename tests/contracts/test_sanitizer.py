@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import sanitizer
 
+from rtkernels.errors import KernelCompileError
 from rtkernels.runtime.operator import registry
 
 OPS = [op.name for op in registry.ops()]
@@ -66,6 +67,17 @@ for name in names:
         ends = [found[tool, name].end.startswith(f"{sanitizer.END}passed") for name in ("first", "second", "third")]
         assert ends == [True, False, True]
         assert [r.kernel for r in found[tool, "third"].found] == ["rms_norm_fwd"] and not found[tool, "first"].found
+
+
+def test_only_errors_that_torch_raises_by_itself_are_its_own() -> None:
+    def refuse() -> None:
+        raise NotImplementedError('"histc" not implemented for BFloat16')
+
+    assert sanitizer.is_torchs_own(NotImplementedError('"histc" not implemented for BFloat16'), refuse)
+    assert not sanitizer.is_torchs_own(NotImplementedError("of a handler"), refuse)
+    assert not sanitizer.is_torchs_own(RuntimeError('"histc" not implemented for BFloat16'), lambda: None)
+    for error in (KernelCompileError("no such variant"), RuntimeError("CUDA error: an illegal memory access")):
+        assert not sanitizer.is_torchs_own(error, refuse)
 
 
 def test_files_of_an_op() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,15 @@ def test_wrapper_access_past_the_end_is_reported(kernel: str) -> None:
     assert (error.kind, error.offset, error.size, error.thread) == ("out_of_bounds", 112, 16, (7, 0, 0))
     assert error.buffer == ("x" if "read" in kernel else "y")
     assert "it runs past the end" in str(error) and error.place.startswith("bugs.cu:")
+
+
+def test_places_of_an_entry_that_another_checkout_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "/other/rtkernels/emulator/include/ptx/mma.cuh:12\n/other/cuda_src/norm/../norm/rms_norm.cu:5 (inlined)\n"
+    lines += "/other/tests/emulator/bugs.cu:7\n??:0\n"
+    answer = subprocess.CompletedProcess([], 0, stdout=lines)
+    monkeypatch.setattr(_build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(_build.subprocess, "run", lambda *args, **more: answer)
+    assert _build.locate(Path("kernel.so"), 16) == "norm/rms_norm.cu:5, from bugs.cu:7"
 
 
 @needs_compiler

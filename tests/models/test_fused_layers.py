@@ -51,6 +51,20 @@ def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == [layer.self_attn.o_proj for layer in model.model.layers]  # down_proj is part of the MLP
 
 
+def test_v_is_kept_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.patched(lambda: build("qwen3"), fused_layers=True)
+    own, found = merged.NormedHeads.apply, []
+
+    def apply(qkv, *args):
+        heads = own(qkv, *args)
+        found.extend(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in heads)
+        return heads
+
+    monkeypatch.setattr(merged.NormedHeads, "apply", apply)
+    loss_and_gradients(model)
+    assert found == [False, False, True] * 2
+
+
 def test_weights_that_are_not_adjacent_give_the_same() -> None:
     model = models.patched(lambda: build("qwen2"), fused_layers=True)  # with biases
     loss, gradients = loss_and_gradients(model)

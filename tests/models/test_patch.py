@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 
 import pytest
 import torch
@@ -248,6 +249,20 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = build("qwen3")
     assert models.patch(model).replaced["norm"] == 9
+
+
+def test_patching_is_quick() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=36, head_dim=128, vocab_size=151936, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) > 8e9
+    started = time.process_time()  # other processes do not count
+    report = models.patch(model, fused_layers=True, attention=True, fp8=True)
+    assert time.process_time() - started < 2
+    assert report.replaced["fused"] == 3 * 36 and report.replaced["fp8"] == 7 * 36 and not report.left_alone
 
 
 class _Buffered(nn.Module):

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from rtkernels import models
+from rtkernels.errors import ArgumentError
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import reuse
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from support.tiny_models import build, largest_error, tokens
+from support.tiny_models import build, largest_error, loss_and_gradients, tokens
 
 
 def _gradients(model: nn.Module, passes: int = 1) -> dict[str, torch.Tensor]:
@@ -56,6 +57,25 @@ def test_a_gated_mlp_of_codes_is_one_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert largest_error(steps, one) > 0.0  # gradients of gate and up were rounded to bf16 first
     errors = [sum(float((g[name] - t).square().sum()) for name, t in exact.items()) for g in (one, steps)]
     assert errors[0] <= 1.1 * errors[1], errors
+
+
+@pytest.mark.parametrize("more", [{}, {"save_weight": True, "save": "input"}], ids=["codes", "input"])
+def test_a_gated_mlp_in_parts(more: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+
+    def made(parts: int) -> tuple[float, dict[str, torch.Tensor]]:
+        model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()
+        recipe = models.Fp8Recipe(parts=parts, **more)
+        models.patch(model, loss=False, fp8=recipe, fused_layers=True)
+        return loss_and_gradients(model, tokens(2, 152))  # 304 rows: parts of 256 and 48, of 128, 128 and 48
+
+    loss, gradients = made(1)
+    for parts in (2, 3):
+        found, others = made(parts)
+        assert found == loss  # the same products of rows
+        assert 0 < largest_error(others, gradients) <= 1e-2  # but sums of weights' gradients
+    with pytest.raises(ArgumentError, match="fp8 has parts 0; expected a positive integer"):
+        made(0)
 
 
 def test_gradients_are_written_over_what_the_layer_made_itself() -> None:

@@ -163,11 +163,31 @@ def _member(rank: int, port: int) -> None:
     shard.grad = None
     rtkernels.embedding(own, shard, **call, same_ids=False).sum().backward()
     assert torch.equal(shard.grad, counts[5 * rank : 5 * rank + 5, None].expand(5, 4))
+    _lightning_member(rank)
     torch.distributed.destroy_process_group()
 
 
+def _lightning_member(rank: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 12, 2, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
+    decay, dy = torch.tensor([0.1, 0.5]), torch.randn(1, 12, 2, 16, generator=g).bfloat16()
+    wanted, last = rtkernels.lightning_attention(*whole, decay, return_state=True)
+    wanted.backward(dy)
+    own = [t.detach().chunk(2, 1)[rank].clone().requires_grad_() for t in whole]
+    call = {"group": torch.distributed.group.WORLD, "return_state": True}
+    got, state = rtkernels.lightning_attention(*own, decay, **call)
+    got.backward(dy.chunk(2, 1)[rank])
+    torch.testing.assert_close(got, wanted.chunk(2, 1)[rank], rtol=0.02, atol=0.02)
+    if rank == 1:
+        torch.testing.assert_close(state, last, rtol=1e-3, atol=1e-3)
+    for mine, all_ in zip(own, whole, strict=True):
+        torch.testing.assert_close(mine.grad, all_.grad.chunk(2, 1)[rank], rtol=0.03, atol=0.03)
+    with pytest.raises(ArgumentError, match="group is given; expected neither initial_state nor cu_seqlens"):
+        rtkernels.lightning_attention(*own, decay, initial_state=state, **call)
+
+
 @pytest.mark.slow
-def test_embedding_over_processes() -> None:
+def test_embedding_and_linear_attention_over_processes() -> None:
     spawn(_member, 29000 + os.getpid() % 1000)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import random
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +23,16 @@ from rtkernels.errors import NotWarmError, ResidencyError, ToolkitError
 from rtkernels.ops.norm import rms_norm
 from rtkernels.ops.norm import rms_norm_plan as plans
 from rtkernels.ops.shared import column_sum
+from rtkernels.runtime import targets
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.launch import driver
+from rtkernels.runtime.launch import kernel as kernel_module
 from rtkernels.runtime.launch import plans as plans_module
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.tensor_map import TensorMap
 from rtkernels.runtime.operator import operator as operator_module
+from rtkernels.runtime.operator import plan as plan_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -257,3 +268,82 @@ def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch: pytest
     for _ in range(2):  # the second time everything is there
         kernel_module.build_together(0, *wanted)
         assert build_cache.stats.compiles == before + 2
+
+
+class _Driver:
+    """In the place of CUDA's: notes configuration and arguments of every launch, read where a GPU would read them."""
+
+    CUDADriverError = RuntimeError
+
+    def __init__(self, kinds: str, maps: int) -> None:
+        self.kinds, self.maps, self.stream, self.seen = kinds, maps, 0, []
+
+    def _read(self, table: int) -> list[float]:
+        words = ctypes.cast(table, ctypes.POINTER(ctypes.c_uint64))
+        places = [words[self.maps + i] for i in range(len(self.kinds))]
+        values = [struct.unpack("=" + k, ctypes.string_at(p, 8))[0] for k, p in zip(self.kinds, places, strict=True)]
+        return [*(words[i] for i in range(self.maps)), *values]
+
+    def launchKernel(self, function, x, y, z, block, _y, _z, shared, stream, table, _extra) -> None:
+        self.seen.append(((x, y, z, block, shared, stream), self._read(table)))
+
+    def launch_kernel_ex(self, config: int, function: int, table: int, extra: int) -> int:
+        x, y, z, block, _, _, shared, stream, _, _ = driver._CONFIG.unpack(
+            ctypes.string_at(config, driver._CONFIG.size)
+        )
+        self.seen.append(((x, y, z, block, shared, stream), self._read(table)))
+        return 0
+
+
+@pytest.fixture
+def on_a_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], _Driver]:
+    def start(kinds: str, maps: int = 0) -> _Driver:
+        made = _Driver(kinds, maps)
+        monkeypatch.setattr(driver, "_driver", lambda: made)
+        monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: made.launch_kernel_ex)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: made.stream, raising=False)
+        return made
+
+    return start
+
+
+@pytest.mark.parametrize("overlap", (False, True))
+@pytest.mark.parametrize("maps", (0, 2))
+def test_the_driver_gets_fixed_and_other_arguments_in_their_places(on_a_driver, overlap: bool, maps: int) -> None:
+    g = random.Random(maps)
+    for count in (1, 3, 12, 40):
+        for share in (0.0, 0.3, 0.8, 1.0):
+            kinds = "".join(g.choice("Qqd") for _ in range(count))
+            made = on_a_driver(kinds, maps)
+            fixed = {i: g.randrange(1000) for i in range(count) if g.random() < share}
+            arguments = driver.Arguments(maps, kinds, fixed)
+            launch = driver.launcher(7, arguments, 0, (5, 2, 1), 64, 128, overlap=overlap, cluster=1)
+            tensor_maps = [TensorMap() for _ in range(maps)]
+            for nth in range(3):  # the second launch has the slot of the first, the third another stream
+                made.stream = 11 * (nth == 2)
+                given = {i: g.randrange(1 << 40) for i in range(count) if i not in fixed}
+                launch(*tensor_maps, *given.values())
+                wanted = [(fixed | given)[i] for i in range(count)]
+                assert made.seen[-1] == ((5, 2, 1, 64, 128, made.stream), [*(m.address for m in tensor_maps), *wanted])
+
+
+def test_a_plan_packs_what_it_knows_one_time(on_a_driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(
+        "x.cu", "x", template="T", max_registers=1, variants=[],
+        args="x:ptr up:ptr out:ptr rows:i64 eps:f64 weight:ptr more:ptr scale:f64 last:i64",
+    )  # fmt: skip
+    made = on_a_driver("QQQqdQQdq")
+    monkeypatch.setattr(Kernel, "_load", lambda self, variant, device: 7)
+    monkeypatch.setattr(kernel_module, "device_info", lambda device: SimpleNamespace(target=targets.parse("sm_90a")))
+    monkeypatch.setattr(plan_module, "allocator", lambda device: lambda shape, strides, dtype: torch.empty(shape))
+    for overlap in (False, True):
+        launch = kernel.bind(("bf16",), 0, 3, 32, overlap=overlap)
+        step = plan_module.Step(launch, "x", "up", "out", 6, 0.5, "weight", plan_module.Offset("x", 16), "scale", 9)
+        outputs = {"out": plan_module.Memory((2,), torch.float32)}
+        names = ["x", "up", "weight"]
+        plan = plan_module.StepPlan("x", names, ["scale"], outputs, "single", plan_module.Steps(step), 0, ["up"])
+        for x in (1 << 35, 1 << 36):
+            out = plan.run(x, 0, 77, 2.5)
+            assert made.seen[-1][1] == [x, 0, out.data_ptr(), 6, 0.5, 77, x + 16, 2.5, 9]

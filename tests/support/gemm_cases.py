@@ -96,6 +96,7 @@ def operand(
     else:
         step = pitch
     memory = torch.empty(max(groups, 1) * outer * step + 1, dtype=elements.dtype)
+    memory.view(torch.uint8).fill_(0xFF)  # NaN, or a code that is not 0, between rows
     tensor = memory.as_strided((max(groups, 1), outer, inner), (outer * step, step, 1), offset)
     tensor.copy_(elements)
     matrix = Matrix(token, pitch, across, aligned, outer * pitch if groups else 0)

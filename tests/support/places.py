@@ -12,6 +12,7 @@ from rtkernels import emulate, emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import targets
 from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.operator.declared import Meta
 from support.compare import poisoned
 from support.ways import assert_equal_bits
 
@@ -47,6 +48,11 @@ def allowed_spills() -> int:
     array that lands in local memory by mistake takes more than is allowed here.
     """
     return 0 if nvrtc.version() == CEILINGS_ARE_FOR else 64
+
+
+def meta_on(device: int, t: torch.Tensor) -> Meta:
+    """Return what the checks of an operator would see of a tensor if it were on this device."""
+    return Meta(t.dtype, t.shape, t.stride(), device, 0)
 
 
 def error_tests(bad: dict[str, tuple[Callable[[], Any], str]]) -> tuple[Callable[[str], None], Callable[[str], None]]:

@@ -51,8 +51,9 @@ def rows() -> Iterator[Row]:
             ),
             make=make,
             ours=ours,
-            torch=lambda q, k, v, lengths, table, scale: _dense(
-                q, k, v, table, 1.0 if k.dtype == q.dtype else 1.0 / 16
+            # Of the row's dtype, not of k's: the reference gets all of them in float64.
+            torch=lambda q, k, v, lengths, table, scale, factor=1.0 if dtype == torch.bfloat16 else 1.0 / 16: _dense(
+                q, k, v, table, factor
             ),
             bytes=2 * batch * length * _HEADS_KV * _WIDTH * dtype.itemsize + 4 * batch * _HEADS * _WIDTH,
         )

@@ -58,7 +58,8 @@ def rows() -> Iterator[Row]:
 
         def make_bwd(device: str, generator: torch.Generator, make=make) -> dict[str, Any]:
             given = make(device, generator)
-            return {"dy": torch.randn_like(given["q"]), **given}
+            dy = torch.randn(given["q"].shape, device=device, generator=generator).to(given["q"].dtype)
+            return {"dy": dy, **given}
 
         yield Row(
             name="lightning_attention_bwd",

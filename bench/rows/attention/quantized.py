@@ -52,8 +52,11 @@ def rows() -> Iterator[Row]:
 
     def plain_codes(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k = k - k.mean(1, keepdim=True)
-        scales = [t.abs().amax(-1, keepdim=True).float() / 127 for t in (q, k)]
-        return *((t / s).round().to(torch.int8) for t, s in zip((q, k), scales, strict=True)), *scales
+        made = []
+        for t in (q, k):
+            scale = t.abs().amax(-1, keepdim=True).float() / 127
+            made += [(t / scale).round().to(torch.int8), scale.squeeze(-1).transpose(1, 2)]
+        return tuple(made)
 
     yield Row(
         name="quantize_qk",

@@ -12,6 +12,7 @@ from torch import Tensor
 from bench.rows.row import Row
 from rtkernels.ops.norm.layer_norm import layer_norm
 from rtkernels.ops.norm.rms_norm import rms_norm
+from rtkernels.ops.shared.block_formats import encode_nvfp4
 from rtkernels.ops.shared.row_quant import Quant
 
 E4M3 = torch.float8_e4m3fn
@@ -31,6 +32,16 @@ def _torch(x: Tensor, residual: Tensor, style: Tensor, scale: Tensor) -> tuple[T
 def _ours(x: Tensor, residual: Tensor, style: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     made = rms_norm(x, residual=residual, style=style, quant=Quant(E4M3, scale))
     return made.out, made.residual
+
+
+def _torch_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.rms_norm(x.float(), (x.shape[-1],), None, 1e-6)
+    return encode_nvfp4(y, torch.ones((), device=x.device), "rne", "rne")
+
+
+def _ours_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = rms_norm(x, quant=Quant("nvfp4", 1.0))
+    return made.out, made.scale
 
 
 def rows() -> Iterator[Row]:
@@ -57,8 +68,7 @@ def rows() -> Iterator[Row]:
         yield Row(
             name="rms_norm_nvfp4", shape=f"{count}x{cols}",
             make=lambda device, g, make=make: {"x": make(device, g)["x"]},
-            ours=lambda x: rms_norm(x, quant=Quant("nvfp4", 1.0))[:1],
-            torch=lambda x: _codes(F.rms_norm(x.float(), (x.shape[-1],), None, 1e-6), torch.ones((), device=x.device)),
+            ours=_ours_nvfp4, torch=_torch_nvfp4,
             bytes=n * 2 + n * 9 // 16,
         )  # fmt: skip
     yield Row(

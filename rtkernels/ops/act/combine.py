@@ -16,9 +16,19 @@ from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
-from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
+from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, check_same, group_threads, row_count, row_stride, token
+from rtkernels.runtime.layout import (
+    DTYPE_TOKEN,
+    block_of,
+    check_same,
+    divisor,
+    group_threads,
+    row_count,
+    row_stride,
+    token,
+)
 from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -26,7 +36,8 @@ from rtkernels.runtime.operator.registry import Op
 OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
 LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
-_MAX_THREADS, _PER_THREAD = 256, 2
+_MAX_THREADS, _PER_THREAD = (256, 128), 2  # of a block, of combine and combine_three; vectors of a thread of the former
+_WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
 _KERNEL = Kernel(
     "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
     args="x:ptr add0:ptr add1:ptr mul0:ptr mul1:ptr base0:ptr base1:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr "
@@ -35,8 +46,17 @@ _KERNEL = Kernel(
     + " threads_per_row:i64 slices:i64 slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
     variants=row_variants(),
 )  # fmt: skip
+_THREE = Kernel(
+    "act/combine.cu", "combine_three", template="T FORMAT", max_registers=136,
+    args="x:ptr p:ptr q:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 "
+    "cols:i64 x_stride:i64 p_stride:i64 p_each:i64 q_stride:i64 q_each:i64 threads_per_row:i64 slices:i64 "
+    "slice_divisor:i64 slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
+    variants=[(t, f) for t, f, aligned in row_variants() if aligned],
+)  # fmt: skip
 # Flags of act/combine.cu.
 _SLOPE, _SUBTRACT, _INTERLEAVED = 2, 4, 8
+_ROLES = {"add0": 1, "add1": 1, "mul0": 3, "mul1": 4, "base0": 5, "base1": 5}  # of p and q of combine_three
+_SUBTRACTED = 2
 _FP32 = {"x": 16, "add0": 32, "add1": 64, "mul0": 128, "mul1": 256, "base0": 512, "base1": 1024}
 
 
@@ -112,21 +132,39 @@ def _plan(x: Meta, *values: Any) -> Steps:
     flags |= _INTERLEAVED * (layout == "interleaved")
     per_thread = 16 if quant == "nvfp4" else 16 // dtype.itemsize
     span = -(-cols // 64) * 64 if swizzled else cols
-    threads = group_threads(-(-span // per_thread), _MAX_THREADS)
-    groups, slice_cols = block_of(threads) // threads, threads * per_thread * _PER_THREAD
-    slices = -(-span // slice_cols) if threads == _MAX_THREADS and quant != "row" else 1
     padded = -(-rows // 128) * 128 if swizzled else rows
-    first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
-    launch = _KERNEL.bind(
-        (DTYPE_TOKEN[dtype], FORMATS[quant], unfit % 16 == 0), device, -(-padded // groups) * slices, block_of(threads),
-        overlap=True,
+    present = [name for name in OPERANDS if name in strides]
+    three = (
+        unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved"
+        and (dtype.itemsize == 4 or not flags & sum(_FP32.values()))
     )  # fmt: skip
-    tensors = ("x", *names.values(), "quant_scale", 0 if first is None else "amax", "factor", "out", "kept")
-    steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
-    numbers = (rows, cols, strides["x"], *steps_of, threads, slices, slice_cols, flags)
+    # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
+    waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
+    walk = 1 if waves <= 1 or quant == "nvfp4" else 2 if waves <= 2 else 4 if waves <= 8 else 8
+    threads = group_threads(-(-span // (per_thread * (walk if three else 1))), _MAX_THREADS[three])
+    if quant == "block128":  # what shares a scale is one vector in each of these lanes
+        threads = max(threads, BLOCK // per_thread)
+    groups, slice_cols = block_of(threads) // threads, threads * per_thread * (walk if three else _PER_THREAD)
+    slices = -(-span // slice_cols) if threads == _MAX_THREADS[three] and quant != "row" else 1
+    first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
+    grid, token_of = -(-padded // groups) * slices, DTYPE_TOKEN[dtype]
+    written = "quant_scale", 0 if first is None else "amax", "factor", "out", "kept", "scale_out", "global_out"
     ending = _ACTS.index(act), float(static), float(floor), "alpha"
+    if three and grid < 2**31:
+        launch = _THREE.bind((token_of, FORMATS[quant]), device, grid, block_of(threads), overlap=True)
+        tensors = "x", *(names[name] for name in present), *(0,) * (2 - len(present))
+        steps_of = [value for name in present for value in (strides[name], each[name])] + [0, 1] * (2 - len(present))
+        roles = [_SUBTRACTED if subtract and name == "add0" else _ROLES[name] for name in present] + [0, 0]
+        flags = _SLOPE * slope | roles[0] << 8 | roles[1] << 11
+        split = threads, slices, divisor(slices), slice_cols, flags
+    else:
+        variant = token_of, FORMATS[quant], unfit % 16 == 0
+        launch = _KERNEL.bind(variant, device, grid, block_of(threads), overlap=True)
+        tensors = "x", *names.values()
+        steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
+        split = threads, slices, slice_cols, flags
     steps = [
-        Step(launch, *tensors, "scale_out", "global_out", *numbers, mode, *ending)
+        Step(launch, *tensors, *written, rows, cols, strides["x"], *steps_of, *split, mode, *ending)
         for mode in (first, then)
         if mode is not None
     ]
@@ -201,11 +239,11 @@ def combine(
 
     Operands are as ``by_rows`` gives them; those named in `cyclic` come over and over.
     """
-    COMBINE(
+    COMBINE.call(
         x, add0, add1, mul0, mul1, base0, base1, None, factor, out, None, None, None, act, slope, subtract, "plain",
         cyclic, "none", False, 0.0, 0.0, float(alpha),
     )  # fmt: skip
     return out
 
 
-OP = Op("combine", public=(), kernels=(_KERNEL,), torch_ops=(COMBINE,))
+OP = Op("combine", public=(), kernels=(_KERNEL, _THREE), torch_ops=(COMBINE,))

@@ -13,10 +13,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_bwd_over, plan_fwd
 from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
-from rtkernels.runtime.layout import (
-    may_overlap,
-    nothing,
-)
+from rtkernels.runtime.layout import may_overlap, nothing
 from rtkernels.runtime.operator.autograd import (
     check_overwrite,
     detached,
@@ -225,9 +222,5 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
 
 
 OP = Op(
-    "glu",
-    public=("glu",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER),
-    uses=("combine", "nvfp4"),
-)
+    "glu", public=("glu",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, BACKWARD_OVER), uses=("combine", "nvfp4"),
+)  # fmt: skip

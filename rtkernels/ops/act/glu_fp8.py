@@ -111,8 +111,7 @@ def glu_fp8(
         scale_layout: "row" or "column", how the scales of rows lie.
         check_counts: Stop with an error on the device (which ends all work on it, as a failed assertion there does) if
             counts are negative or do not add up to m. For debugging.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
@@ -156,8 +155,7 @@ def glu_fp8_backward(
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
             ``4 * m * ceil(d / 128)`` bytes is used.
         check_counts: As for :func:`glu_fp8`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
@@ -179,9 +177,7 @@ def glu_fp8_backward(
 
 
 OP = Op(
-    "glu_fp8",
-    public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
+    "glu_fp8", public=("glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"),
     kernels=(FWD, BWD, FWD_STREAM, BWD_STREAM, ANY, smooth_quant.SMOOTH),
-    torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD),
-    uses=("column_sum",),
-)
+    torch_ops=(FORWARD, BACKWARD, smooth_quant.FORWARD, smooth_quant.BACKWARD), uses=("column_sum",),
+)  # fmt: skip

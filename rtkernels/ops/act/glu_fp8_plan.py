@@ -21,8 +21,9 @@ from rtkernels.ops.shared.fp8_layout import (
     row_blocks_of,
 )
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
+from rtkernels.runtime.checks import check_dtype, check_same
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
-from rtkernels.runtime.layout import check_same, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -62,19 +63,17 @@ def check_options(layout: str, scale_layout: str) -> None:
         raise ArgumentError("scale_layout 'column' is for the scales of rows, which layout 'transposed' does not have")
 
 
-def check_counts(counts: Meta | None, rows: int, device: int) -> None:
+def check_counts(counts: Meta | None, rows: int) -> None:
     """Raise an ArgumentError unless counts can be the rows of each expert (their values are never looked at)."""
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     if counts is None:
         return
-    if counts[0] not in (torch.int32, torch.int64):
-        raise ArgumentError(f"counts has dtype {str(counts[0]).removeprefix('torch.')}; expected one of int32, int64")
+    check_dtype("counts", counts[0])
     if len(counts[1]) != 1:
         raise ArgumentError(f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of each expert")
     if not 1 <= counts[1][0] <= MAX_EXPERTS:
         raise ArgumentError(f"counts has {counts[1][0]} elements; expected the rows of 1 to {MAX_EXPERTS} experts")
-    check_same("counts", counts[3], device, "device index")
 
 
 def check_forward(
@@ -84,7 +83,7 @@ def check_forward(
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
     check_options(layout, scales)
     shape = check_inputs(x, up, weight, act)
-    check_counts(counts, row_count(shape), x[3])
+    check_counts(counts, row_count(shape))
     if shape[-1] >= 2**30:
         raise ArgumentError(f"gate has {shape[-1]} columns; expected fewer than 2**30")
     return shape
@@ -99,7 +98,6 @@ def check_backward(
     check_option("keep", keep, KEEPS)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", tuple(dy[1]), shape, "shape", of="the result")
-    check_same("dy", dy[3], x[3], "device index")
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
     return (*shape[:-1], 2 * shape[-1])
@@ -168,7 +166,7 @@ def _steps(given: Inputs, dy: Meta | None, mixed: bool, transposed: bool, weight
     rows, cols = row_count(x.shape), (x.shape[-1] // 2 if up is None else x.shape[-1])
     blocks = row_blocks_of(rows, experts_of(counts))
     sources = given.sources(dy)
-    strides = [row_stride(meta.shape, meta.stride) for meta in sources]
+    strides = [meta.row_stride for meta in sources]
     info, table = device_info(device), 16 * ((experts_of(counts) or 0) // 2 + 1)
     tiles, size = blocks * groups_of(cols), x.dtype.itemsize
     after, scratch, gradients = [], {}, () if dy is None else ("dx", "partial" if weight_grad else 0)
@@ -215,7 +213,7 @@ def generic_step(
     x, _, weight, counts = given[:4]
     sources = given.sources(dy)
     rows, cols = row_count(x.shape), x.shape[-1] // (2 if given.up is None else 1)
-    strides, size = [row_stride(meta.shape, meta.stride) for meta in sources], x.dtype.itemsize
+    strides, size = [meta.row_stride for meta in sources], x.dtype.itemsize
     experts, info = experts_of(counts) or 0, device_info(device)
     tiles = blocks * groups_of(2 * cols if mixed else cols)
     shared = 4 * GROUP * GROUP + 16 * (experts // 2 + 1)

@@ -7,19 +7,9 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    check_same,
-    group_threads,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import GRID_LIMIT, WIDTH, block_of, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -88,7 +78,7 @@ KERNELS = (_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC)
 
 def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    dtype, shape, _, device = x[:4]
+    dtype, shape = x[:2]
     if act not in ACT_TYPES:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     token("x", dtype)
@@ -101,14 +91,9 @@ def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tup
     else:
         check_same("up", up[0], dtype, "dtype")
         check_same("up", up[1], shape, "shape")
-        check_same("up", up[3], device, "device index")
     if weight is not None:
         token("weight", weight[0], (dtype, torch.float32))
-        if tuple(weight[1]) != tuple(shape[:-1]):
-            raise ArgumentError(
-                f"weight has shape {tuple(weight[1])}; expected {tuple(shape[:-1])}, one number for each row of x"
-            )
-        check_same("weight", weight[3], device, "device index")
+        check_shape("weight", weight[1], shape[:-1], "one number for each row of x")
     return tuple(shape)
 
 
@@ -116,7 +101,6 @@ def check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str,
     shape = check_inputs(x, up, weight, act)
     check_same("dy", dy.dtype, x.dtype, "dtype")
     check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
-    check_same("dy", dy.device, x.device, "device index")
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
 
@@ -152,10 +136,10 @@ def _generic_types(t: str, act: str) -> tuple[int, int]:
 
 
 def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: int) -> Steps:
-    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
-    rows, cols = row_count(x.shape), x.shape[-1] // (2 if up is None else 1)
-    gate_stride = row_stride(x.shape, x.stride)
-    up_stride = gate_stride if up is None else row_stride(up.shape, up.stride)
+    t, size = x.token, x.dtype.itemsize
+    rows, cols = x.rows, x.shape[-1] // (2 if up is None else 1)
+    gate_stride = x.row_stride
+    up_stride = gate_stride if up is None else up.row_stride
     sizes = rows, cols, gate_stride, up_stride, weight_fp32(weight)
     if vector_bytes(misaligned(x, up), cols * size, gate_stride * size, up_stride * size) < 16:
         grid, block, threads = _rows_of_threads(rows, cols, _GENERIC_ELEMENTS)
@@ -172,8 +156,8 @@ def plan_bwd(
     results: tuple[str, ...] = ("dx", "dup"),
 ) -> Steps:  # fmt: skip
     """Return what writes the gradients to `results`, x and up themselves perhaps: each thread writes what it read."""
-    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), dy.shape[-1]
-    strides = [row_stride(meta.shape, meta.stride) for meta in (dy, x, x if up is None else up)]
+    t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, dy.shape[-1]
+    strides = [meta.row_stride for meta in (dy, x, x if up is None else up)]
     vec = WIDTH[t]
     sizes = rows, cols, *strides, x.shape[-1], weight_fp32(weight)
     dweight = ("dweight",)

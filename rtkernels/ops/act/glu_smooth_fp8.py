@@ -15,9 +15,10 @@ from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, gene
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, asked, row_blocks_of
+from rtkernels.runtime.checks import check_same, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import check_same, nothing, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import nothing, row_count, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, misaligned
 from rtkernels.runtime.operator.into import into
@@ -38,13 +39,11 @@ SMOOTH = Kernel(
 # ---- checks and planning --------------------------------------------------------------------------------------------
 
 
-def _check_fp32(name: str, m: Meta | None, shape: Sequence[int], device: int) -> None:
+def _check_fp32(name: str, m: Meta | None, shape: Sequence[int]) -> None:
     if m is None:
         return
     check_same(name, m[0], torch.float32, "dtype", of="float32")
-    if tuple(m[1]) != tuple(shape):
-        raise ArgumentError(f"{name} has shape {tuple(m[1])}; expected {tuple(shape)}")
-    check_same(name, m[3], device, "device index")
+    check_shape(name, m[1], shape)
 
 
 def _line(counts: Any, cols: int) -> tuple[int, ...]:
@@ -54,15 +53,15 @@ def _line(counts: Any, cols: int) -> tuple[int, ...]:
 
 def _check_fwd(x, up, smooth, weight, counts, act, *options) -> None:
     shape = plans.check_forward(x, up, weight, counts, act, "row", False)
-    _check_fp32("smooth", smooth, _line(counts, shape[-1]), x[3])
+    _check_fp32("smooth", smooth, _line(counts, shape[-1]))
 
 
 def _check_bwd(
     dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad
 ) -> None:
     shape = plans.check_backward(dy, x, up, weight, counts, act, layout, False, "row", False, keep, weight_grad)
-    _check_fp32("smooth", smooth, _line(counts, shape[-1]), x[3])
-    _check_fp32("row_factor", factor, shape[:-1], x[3])
+    _check_fp32("smooth", smooth, _line(counts, shape[-1]))
+    _check_fp32("row_factor", factor, shape[:-1])
     if factor is not None and (layout == "row" or keep == "dense"):
         raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
 
@@ -87,7 +86,7 @@ def _step(given: Inputs, dy: Meta | None, cols: int, results: Sequence[str | int
     """Return the launch for rows. `results`: from smooth and factor on, all that follows the inputs."""
     x, _, weight, counts = given[:4]
     strides, size, rows = (
-        [row_stride(m.shape, m.stride) for m in given.sources(dy)],
+        [m.row_stride for m in given.sources(dy)],
         x.dtype.itemsize,
         row_count(x.shape),
     )
@@ -235,8 +234,7 @@ def glu_smooth_fp8(
         with_maxima: Also return the largest finite ``|act(gate) * up|`` of each column, for calibration.
         check_counts: As for :func:`glu_fp8`.
         divide: False multiplies by smooth instead.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
@@ -284,8 +282,7 @@ def glu_smooth_fp8_backward(
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight.
         check_counts: As for :func:`glu_fp8`.
         divide: Divide by smooth and row_factor instead.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for what was not asked for. `q` and `dx` are

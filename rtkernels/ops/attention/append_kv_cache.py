@@ -13,6 +13,8 @@ from rtkernels.ops.attention.checks import HALVES, Heads, strides
 from rtkernels.ops.attention.decode import Cache, check_cache, check_scale
 from rtkernels.ops.attention.decode_plan import CODES
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
+from rtkernels.ops.shared.positions import check_indices, check_positions
+from rtkernels.runtime import env
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -197,7 +199,7 @@ def append_kv_cache(
     """Write new keys and values into a cache; keys are rotated and both are quantised on the way.
 
     Computed in fp32 and rounded once. Where tokens go is known on the device only; those that do not fit are left out.
-    Not differentiable.
+    With ``RTKERNELS_DEBUG=1`` they are an error, for which each call waits for the device. Not differentiable.
 
     Args:
         k: bfloat16 or float16 [batch, tokens, heads, width], or [batch, heads, width] for one token each.
@@ -227,9 +229,27 @@ def append_kv_cache(
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
         slots, positions = (_column(t) for t in (slots, positions))
+    if env.get("DEBUG"):
+        _check_places(k, k_cache, seqlens, page_table, slots, positions, cos)
     APPEND.call(k, v, k_cache, v_cache, seqlens, page_table, slots, positions, cos, sin, _flat(k_scale), _flat(v_scale),
                 interleaved)  # fmt: skip
     return None
+
+
+def _check_places(
+    k: Tensor, k_cache: Tensor, seqlens: Tensor | None, page_table: Tensor | None, slots: Tensor | None,
+    positions: Tensor | None, cos: Tensor | None,
+) -> None:  # fmt: skip
+    """Look at what only the device knows; what does not fit together is left to the operator."""
+    if k.dim() != 4 or k_cache.dim() != 4:
+        return
+    pages, size = k_cache.shape[:2]
+    if slots is not None:
+        check_indices("slots", slots, pages * size, "those of the cache, or below 0", lowest=-(2**31))
+    elif seqlens is not None and k.shape[1]:
+        check_positions("seqlens", seqlens, 0, k.shape[1], size * (1 if page_table is None else page_table.shape[1]))
+    if cos is not None and positions is not None:
+        check_indices("positions", positions, cos.shape[0], "rows of cos")
 
 
 def _column(t: Tensor | None) -> Tensor | None:

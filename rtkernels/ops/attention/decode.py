@@ -14,6 +14,8 @@ from rtkernels.ops.attention.attention import default_scale, window_sides
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_shared_heads, strides
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
+from rtkernels.ops.shared.positions import check_indices
+from rtkernels.runtime import env
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -169,7 +171,8 @@ def attention_decode(
             float8_e4m3fn or int8. Neighbouring elements of a head; other strides multiples of 16 bytes. Width up to
             256.
         v_cache: The same; its heads may have a width of their own.
-        seqlens: int32 [batch]: keys of each sequence, new tokens included.
+        seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
+            the cache, and waits for the device.
         page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page
             that `seqlens` needs are not read.
         scale: Factor of the products; ``1 / sqrt(width)`` if None.
@@ -191,14 +194,20 @@ def attention_decode(
         return interop.call_with(attention_decode, locals())
     if out is not None:
         return into(attention_decode, locals())
-    refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
     single = q.dim() == 3
-    left, right = window_sides(window, causal)
-    out, lse = FORWARD.call(
+    if env.get("DEBUG"):
+        places = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
+        check_indices("seqlens", seqlens, places + 1, "keys of the cache")
+    given = (
         q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
-        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), left, right,
+        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), *window_sides(window, causal),
         float(a_number("softcap", softcap)),
     )  # fmt: skip
+    made = FORWARD.replay(*given)
+    if made is None:
+        refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
+        made = FORWARD.call(*given)
+    out, lse = made
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

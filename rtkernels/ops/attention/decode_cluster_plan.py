@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.plan import Step, Steps
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ CLUSTER = Kernel(
     "attention/decode_cluster.cu",
     "attention_decode_cluster",
     template="T D",
-    args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr sinks:ptr out:ptr lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 "
-    "q_batch:i64 q_row:i64 q_head:i64 k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 "
-    "out_batch:i64 out_row:i64 out_head:i64 left:i64 right:i64 scale:f64",
+    args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr sinks:ptr out:ptr lse:ptr heads:i64 group:i64 lq:i64 "
+    "lkv:i64 page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_batch:i64 k_row:i64 "
+    "k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 left:i64 right:i64 scale:f64",
     variants=[(t, d) for t in ("bf16", "fp16") for d in _WIDTHS],
     max_registers=255,
     needs=("cluster", "pdl"),
@@ -36,7 +37,7 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int]) -> Steps | No
     None unless its cache is short and all of its clusters run at the same time.
     """
     info = device_info(device)
-    plain = not call.codes and not call.page_size and not call.softcap and call.d_qk == call.d_v
+    plain = not call.codes and not call.page_size % 16 and not call.softcap and call.d_qk == call.d_v
     if not plain or call.d_qk not in _WIDTHS or not 0 < call.lkv <= _KEYS or not CLUSTER.supports(info.target):
         return None
     group = call.heads_q // call.heads_kv
@@ -54,7 +55,8 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int]) -> Steps | No
     )  # fmt: skip
     return Steps(
         Step(
-            launch, *tensors[:4], tensors[7], "out", "lse", call.heads_q, group, call.lq, call.lkv,
+            launch, *tensors[:5], tensors[7], "out", "lse", call.heads_q, group, call.lq, call.lkv,
+            call.page_size, divisor(max(call.page_size, 1)), call.table_row,
             *call.q, *call.k, *call.v, *out, call.left, call.right, call.scale,
         )
     )  # fmt: skip

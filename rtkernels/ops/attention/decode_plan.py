@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import decode_cluster_plan
 from rtkernels.ops.attention.mma_plan import tile_pitch
 from rtkernels.ops.attention.problem import Attention
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -20,7 +20,7 @@ _TOKENS = ("bf16", "fp16")
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the type of q
 _WIDTHS = (64, 128, 256)
 _ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
-_SPLITS = 128
+MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 
 DECODE = Kernel(
@@ -28,11 +28,10 @@ DECODE = Kernel(
     "attention_decode",
     template="T CODES D",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
-    "parts:ptr "
-    "part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 page_size:i64 page_divisor:i64 "
-    "table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 v_row:i64 v_head:i64 "
-    "out_batch:i64 "
-    "out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 scale:f64 softcap:f64",
+    "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 "
+    "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
+    "v_page:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 "
+    "left:i64 right:i64 scale:f64 softcap:f64",
     variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
     max_registers=255,
     tier="serve",
@@ -84,7 +83,7 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         lkv: Keys that a sequence can have.
         slots: Blocks that run at the same time.
     """
-    largest = max(min(_SPLITS, lkv // _MIN_KEYS), 1)
+    largest = max(min(MAX_SPLITS, lkv // _MIN_KEYS), 1)
     if blocks >= 2 * slots:
         return 1
     efficiency = []
@@ -93,6 +92,46 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
         efficiency.append(waves / -(-blocks * splits // slots))
     best = max(efficiency)
     return next(i + 1 for i, value in enumerate(efficiency) if value >= 0.95 * best)
+
+
+class Arrangement(NamedTuple):
+    """How a call is spread over blocks: warps and shared memory of one, and splits of the keys."""
+
+    warps: int
+    shared: int
+    splits: int
+
+
+def _shared_bytes(warps: int, width: int, codes: int) -> int:
+    ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if codes else width)
+    ring += 32 * width if width > (64 if codes else 128) else 0  # fragments of q
+    return max(ring, warps * _ROWS * (4 * (width + 8) + 8))
+
+
+def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo) -> Arrangement:
+    """Return how many warps and splits there are, from shapes alone (docs/decisions/attention.md has the times).
+
+    Args:
+        blocks: Without splits.
+        lkv: Keys that a sequence can have.
+        width: Of heads, as the kernel has them.
+        codes: 0 for a cache of q's type.
+        info: Of the device.
+    """
+    if not codes and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
+        # A block a multiprocessor while that is enough, and no splits from half of them on: they read as much as all.
+        if blocks <= info.sm_count:
+            return Arrangement(
+                8, shared, 1 if blocks >= 0.45 * info.sm_count else split_count(blocks, lkv, info.sm_count)
+            )
+        return Arrangement(4, shared // 2, 1)
+    warps = 4
+    while (shared := _shared_bytes(warps, width, codes)) > info.shared_per_block or warps * width * (
+        1 if codes else 2
+    ) > 1024:
+        warps //= 2
+    resident = max(min(info.shared_per_block // shared, 4 if codes == 1 else 3 if codes or width == 64 else 2), 1)
+    return Arrangement(warps, shared, split_count(blocks, lkv, info.sm_count * resident))
 
 
 def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
@@ -138,18 +177,7 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
     group = call.heads_q // call.heads_kv
     row_tiles = -(-call.lq * group // _ROWS)
     blocks = row_tiles * call.heads_kv * call.batch
-    info = device_info(device)
-    warps, shared = 8, info.shared_per_block + 1
-    while shared > info.shared_per_block or warps * width * (1 if call.codes else 2) > 1024:
-        warps //= 2
-        ring = warps * _STAGES * 2 * _CHUNK * tile_pitch(width // 2 if call.codes else width)
-        ring += 32 * width if width > (64 if call.codes else 128) else 0  # fragments of q
-        shared = max(ring, warps * _ROWS * (4 * width + 8))
-    resident = max(
-        min(info.shared_per_block // shared, 4 if call.codes == 1 else 3 if call.codes or width == 64 else 2), 1
-    )
-    slots = info.sm_count * resident
-    splits = split_count(blocks, call.lkv, slots)
+    warps, shared, splits = arrangement(blocks, call.lkv, width, call.codes, device_info(device))
     page_size = call.page_size or max(call.lkv, 1)  # a sequence of a contiguous cache is one page
     out = call.out or dense_strides(call.lq, call.heads_q, call.d_v)
     scratch = part_memory(splits, call.batch * call.lq * call.heads_q, call.d_v)

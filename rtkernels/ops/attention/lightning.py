@@ -13,7 +13,8 @@ from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
-from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, SCAN, STEP, Scan, scan, step
+from rtkernels.ops.attention.lightning_parallel import state_before
+from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, PREFIX, SCAN, STEP, Scan, scans, segment_count, step
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -75,6 +76,11 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
     ]
 
 
+def _segments(q: Meta, v: Meta, cu: Meta | None, device: int) -> int:
+    batch, width = _batch(q, cu), max(q.shape[-1], v.shape[-1])
+    return segment_count(batch, q.shape[-2], width, q.shape[1] if cu is None else q.shape[0] // max(batch, 1), device)
+
+
 def _scan(q: Meta, cu: Meta | None, tensors: dict[str, tuple[str, Strides, int]], **others: Any) -> Scan:
     names = ("left", "right", "value", "out")
     return Scan(
@@ -92,9 +98,10 @@ def _plan(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, device)
     }  # fmt: skip
     call = _scan(
         q, cu_seqlens, tensors, scale=scale, state=(d_v, 1), final="final_state" if wants_state else None,
-        initial=None if initial_state is None else "initial_state",
+        initial=None if initial_state is None else "initial_state", segments=_segments(q, v, cu_seqlens, device),
     )  # fmt: skip
-    return Steps(scan(call, device), *_tail(q, cu_seqlens, (("out", d_v),), device))
+    steps, scratch = scans([call], "states", device)
+    return Steps(*steps, *_tail(q, cu_seqlens, (("out", d_v),), device), scratch=scratch)
 
 
 FORWARD = Operator(
@@ -141,23 +148,31 @@ def _plan_backward(
     of_v, of_dout = ("v", strides(v), d_v), ("dout", strides(dout), d_v)
     outer = None if dfinal_state is None or not wants_state else "dfinal_state"
     needs_state = need_initial_state and initial_state is not None
+    segments = _segments(q, v, cu_seqlens, device)
     steps, scratch = [], {}
     if need_q:
         tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", made(q.shape, False), d_k)}
         initial = None if initial_state is None else "initial_state"
-        steps.append(scan(_scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial), device))
+        call = _scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial, segments=segments)
+        steps, scratch = scans([call], "states", device)
     # The state behind the last row comes in unscaled, and is met by the last row as it is.
-    reversed_scan = {"scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True}
+    reversed_scan = {
+        "scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True,
+        "segments": segments,
+    }  # fmt: skip
+    calls = []
     if need_k:
         tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", made(k.shape, False), d_k)}
-        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan), device))
+        calls.append(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan))
     if need_v or needs_state:
-        name = "dv" if need_v else "unwanted_dv"
+        name = "dv" if need_v else "" if segments > 1 else "unwanted_dv"
         tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, made(v.shape, False), d_v)}
         final = {"final": "dinitial_state", "final_factor": scale} if needs_state else {}
-        steps.append(scan(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final), device))
-        if not need_v:
+        calls.append(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final))
+        if name == "unwanted_dv":
             scratch["unwanted_dv"] = Memory(tuple(v.shape), q.dtype)
+    more, memory = scans(calls, "reversed_states", device)
+    steps, scratch = [*steps, *more], {**scratch, **memory}
     needed = (("dq", d_k, need_q), ("dk", d_k, need_k), ("dv", d_v, need_v))
     tails = _tail(q, cu_seqlens, tuple((name, width) for name, width, wanted in needed if wanted), device)
     return Steps(*steps, *tails, scratch=scratch)
@@ -180,7 +195,7 @@ _lightning = differentiable(FORWARD, BACKWARD)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
-    out: Tensor | tuple[Tensor | None, ...] | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention with an exponential decay per head, causal.
 
@@ -202,6 +217,10 @@ def lightning_attention(
         return_state: Return the state behind the last row as well.
         out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
             those of the results. Not with gradients.
+        group: A process group of ``torch.distributed`` over whose members a sequence is split, in the order of their
+            ranks, in parts of equal length. Each member works out the state of its part, these are gathered, and it
+            begins with what those before it leave behind: two passes over k and v. Not with initial_state or
+            cu_seqlens.
 
     Returns:
         [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
@@ -212,6 +231,11 @@ def lightning_attention(
     if out is not None:
         return into(lightning_attention, locals())
     _refuse_decay_gradients(decay)
+    if group is not None:
+        if initial_state is not None or cu_seqlens is not None:
+            raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
+        _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
+        initial_state = state_before(own, decay.float(), q.shape[1], group)
     state = None if initial_state is None else initial_state.float()
     values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q.shape[-1]), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))
@@ -286,6 +310,6 @@ def lightning_attention_step(
 OP = Op(
     "lightning",
     public=("lightning_attention", "lightning_attention_step"),
-    kernels=(SCAN, STEP, TAIL),
+    kernels=(SCAN, PREFIX, STEP, TAIL),
     torch_ops=(FORWARD, BACKWARD, ONE),
 )

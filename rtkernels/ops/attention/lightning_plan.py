@@ -5,25 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rtkernels.ops.attention.mma_plan import tile_pitch
+import torch
+
+from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.attention.problem import Strides
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Step
+from rtkernels.runtime.operator.plan import Memory, Step
 
 _TOKENS, _WIDTHS = ("bf16", "fp16"), (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
 _ROWS, _COLUMNS, _THREADS = 64, 64, 128  # lightning_scan.cu
+_RESIDENT = 2  # blocks of a multiprocessor
+SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 
 SCAN = Kernel(
     "attention/lightning_scan.cu",
     "lightning_scan",
     template="T DK",
-    args="left:ptr right:ptr value:ptr decay:ptr initial:ptr final:ptr cu:ptr out:ptr heads:i64 length:i64 d_k:i64 "
-    "d_v:i64 left_batch:i64 left_row:i64 left_head:i64 right_batch:i64 right_row:i64 right_head:i64 value_batch:i64 "
-    "value_row:i64 value_head:i64 out_batch:i64 out_row:i64 out_head:i64 state_row:i64 state_column:i64 lead:i64 "
+    args="left:ptr right:ptr value:ptr decay:ptr initial:ptr final:ptr cu:ptr out:ptr segments:i64 heads:i64 "
+    f"length:i64 d_k:i64 d_v:i64 {stride_arguments('left right value out')} state_row:i64 state_column:i64 lead:i64 "
     "reverse:i64 scale:f64 initial_factor:f64 final_factor:f64",
     variants=[(t, d) for t in _TOKENS for d in _WIDTHS],
     max_registers=255,
+)
+PREFIX = Kernel(
+    "attention/lightning_scan.cu",
+    "lightning_prefix",
+    template="T",
+    args="states:ptr initial:ptr final:ptr decay:ptr cu:ptr segments:i64 heads:i64 length:i64 elements:i64 lead:i64 "
+    "initial_factor:f64 final_factor:f64",
+    variants=[("fp32",)],
+    max_registers=80,
 )
 STEP = Kernel(
     "attention/lightning_scan.cu",
@@ -38,7 +51,10 @@ STEP = Kernel(
 
 
 class Scan(NamedTuple):
-    """One scan. Tensors are names with their strides; `state`: elements from row to row and column to column."""
+    """One scan. Tensors are names with their strides; `state`: elements from row to row and column to column.
+
+    With several segments `initial` names the states before all of them.
+    """
 
     token: str
     batch: int
@@ -59,6 +75,41 @@ class Scan(NamedTuple):
     final_factor: float = 1.0
     lead: int = 0
     reverse: bool = False
+    segments: int = 1
+
+
+def segment_count(batch: int, heads: int, width: int, rows: int, device: int) -> int:
+    """Return into how many segments sequences of so many rows are cut, from shapes alone, so that blocks fill a device.
+
+    States of segments take half of the work once more, so a device that is half full is left at that.
+    """
+    blocks = max(-(-width // _COLUMNS) * heads * batch, 1)
+    return max(min(_RESIDENT * device_info(device).sm_count // blocks, rows // SEGMENT_ROWS), 1)
+
+
+def states(call: Scan, name: str, device: int) -> tuple[list[Step], dict[str, Memory]]:
+    """Return the launches that make the states before the segments of a scan, its final state, and their memory."""
+    alone = call._replace(initial=None, lead=0, final=name, final_factor=1.0, out=("", call.out[1]))
+    elements = call.d_k * call.d_v
+    prefix = Step(
+        PREFIX.bind(("fp32",), device, (-(-elements // 1024), call.heads, call.batch), 256),
+        *(name, call.initial or 0, call.final or 0, "decay", "cu_seqlens" if call.cu else 0, call.segments, call.heads),
+        *(call.length, elements, call.lead, call.initial_factor, call.final_factor),
+    )
+    shape = (call.batch * call.segments, call.heads, call.d_k, call.d_v)
+    return [scan(alone, device), prefix], {name: Memory(shape, torch.float32)}
+
+
+def scans(calls: Sequence[Scan], name: str, device: int) -> tuple[list[Step], dict[str, Memory]]:
+    """Return the launches of scans, and their memory; all start from the same state, so that segments share theirs.
+
+    The final state is that of the last one.
+    """
+    if not calls or calls[-1].segments == 1:
+        return [scan(call, device) for call in calls], {}
+    steps, scratch = states(calls[-1], name, device)
+    given = {"initial": name, "initial_factor": 1.0, "final": None}
+    return [*steps, *(scan(call._replace(**given), device) for call in calls if call.out[0])], scratch
 
 
 def scan(call: Scan, device: int) -> Step:
@@ -67,9 +118,16 @@ def scan(call: Scan, device: int) -> Step:
     shared = 2 * _ROWS * (2 * tile_pitch(width) + tile_pitch(_COLUMNS)) + width * tile_pitch(_COLUMNS)
     tensors = (call.left, call.right, call.value, call.out)
     return Step(
-        SCAN.bind((call.token, width), device, (-(-call.d_v // _COLUMNS), call.heads, call.batch), _THREADS, shared),
+        SCAN.bind(
+            (call.token, width),
+            device,
+            (-(-call.d_v // _COLUMNS), call.heads, call.batch * call.segments),
+            _THREADS,
+            shared,
+        ),
         *(call.left[0], call.right[0], call.value[0], "decay", call.initial or 0, call.final or 0),
-        *("cu_seqlens" if call.cu else 0, call.out[0], call.heads, call.length, call.d_k, call.d_v),
+        *("cu_seqlens" if call.cu else 0, call.out[0] or 0, call.segments, call.heads, call.length),
+        *(call.d_k, call.d_v),
         *(number for _, strides in tensors for number in strides[:3]),
         *(*call.state, call.lead, int(call.reverse), call.scale, call.initial_factor, call.final_factor),
     )

@@ -14,7 +14,16 @@ from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
-from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
+from rtkernels.ops.attention.decode_plan import (
+    COMBINE,
+    MAX_SPLITS,
+    combine,
+    dense_strides,
+    part_memory,
+    split_count,
+)
+from rtkernels.ops.shared.positions import check_indices
+from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -53,7 +62,7 @@ KERNEL_SM90 = Kernel(
     tier="serve",
 )
 _SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
-_SM90_SHARED = 3 * 64 * 128 * 9 + 64 + 1024
+_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 104 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
@@ -62,6 +71,20 @@ def _box_rows(cache: Meta, page_table: Meta | None) -> int:
         return _SM90_KEYS
     rows = math.gcd(cache.shape[1], _SM90_KEYS)
     return rows if rows >= 8 else 0
+
+
+def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int:
+    """Return how many splits take the shortest time, from shapes alone, in rounds of two tiles of a block.
+
+    A block takes about a round more than its keys do, and each split of 128 rows 0.06 rounds for its parts.
+    """
+    rounds = -(-lkv // (2 * _SM90_KEYS))
+
+    def time(splits: int) -> float:
+        waves, merging = -(-row_tiles * splits // sm_count), 0.06 * splits * rows / 128 if splits > 1 else 0.0
+        return waves * (-(-rounds // splits) + 1) + merging
+
+    return min(range(1, min(rounds, MAX_SPLITS) + 1), key=time)
 
 
 def _check(
@@ -100,7 +123,11 @@ def _plan(
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
     row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
-    splits = split_count(row_tiles * batch, lkv, info.sm_count)  # registers are for one block a multiprocessor
+    # Registers are for one block a multiprocessor.
+    if box_rows:
+        splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
+    else:
+        splits = split_count(row_tiles * batch, lkv, info.sm_count)
     scratch = part_memory(splits, rows, value_width)
     made = ("parts", "part_lse") if scratch else (0, 0)
     table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
@@ -163,7 +190,8 @@ def mla_decode(
             width up to 576, a multiple of 8: the latent's 512 and the 64 of the rotated part in DeepSeek's models.
         kv_cache: [pages, page size, width] with a page_table, else [batch, length, width], of q's dtype; a dimension of
             one head before the last is accepted.
-        seqlens: int32 [batch]: keys of each sequence, new tokens included.
+        seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
+            the cache, and waits for the device.
         page_table: int32 [batch, pages]; entries behind the last page that `seqlens` needs are not read.
         value_width: How many of the first elements of a latent are the value, up to 512.
         scale: Factor of the products; ``1 / sqrt(width)`` if None. Models want that of the expanded heads instead,
@@ -181,14 +209,21 @@ def mla_decode(
         return interop.call_with(mla_decode, locals())
     if out is not None:
         return into(mla_decode, locals())
-    refuse_gradients("mla_decode", [q, kv_cache])
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
         kv_cache = kv_cache.squeeze(2)
-    out, lse = FORWARD.call(
+    if env.get("DEBUG"):
+        places = kv_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
+        check_indices("seqlens", seqlens, places + 1, "keys of the cache")
+    given = (
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
         bool(causal), default_scale(scale, q.shape[-1]),
     )  # fmt: skip
+    made = FORWARD.replay(*given)
+    if made is None:
+        refuse_gradients("mla_decode", [q, kv_cache])
+        made = FORWARD.call(*given)
+    out, lse = made
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

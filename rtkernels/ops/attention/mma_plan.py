@@ -9,6 +9,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, float_halves
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -44,7 +45,7 @@ class Tiles(NamedTuple):
     keys: int
 
 
-FORWARD_TILES = (
+_FORWARD_TILES = (
     Tiles(64, 64, 2, 64),
     Tiles(80, 80, 2, 64),
     Tiles(96, 96, 2, 64),
@@ -54,13 +55,20 @@ FORWARD_TILES = (
     Tiles(192, 192, 1, 32),
     Tiles(256, 256, 1, 32),
 )
+
+
+def _forward_tiles(target: Target) -> list[Tiles]:
+    """Return the forward kernels of a target: from sm_100 on one of them would spill, and the next one serves."""
+    return [t for t in _FORWARD_TILES if target.capability < (10, 0) or t != (128, 128, 2, 64)]
+
+
 _FWD = Kernel(
     "attention/attention_mma_fwd.cu",
     "attention_mma_fwd",
     template="T DQK DV MT BN",
     args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 {_SCORE_ARGUMENTS}",
-    variants=[(t, *tiles) for t in _TOKENS for tiles in FORWARD_TILES],
+    variants=lambda target: [(t, *tiles) for t in _TOKENS for tiles in _forward_tiles(target)],
     max_registers=255,
 )
 
@@ -185,7 +193,8 @@ def _three(strides: Strides) -> tuple[int, int, int]:
 
 def steps_forward(problem: Attention, device: int) -> Steps:
     """Return the launches of a forward pass."""
-    config = chosen([t for t in FORWARD_TILES if problem.bias is None or _takes_bias(t)], problem)
+    kernels = _forward_tiles(device_info(device).target)
+    config = chosen([t for t in kernels if problem.bias is None or _takes_bias(t)], problem)
     rows = 64 * config.blocks
     shared = rows * tile_pitch(config.d_qk) + 2 * config.keys * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
     tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q

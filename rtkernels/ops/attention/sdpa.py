@@ -48,6 +48,8 @@ def sdpa(
         )
     if is_causal and attn_mask is not None:
         raise ArgumentError("attn_mask and is_causal are both given; expected one of them")
+    if attn_mask is None and _fit(query, key, value, is_causal, enable_gqa):
+        return attention(query, key, value, scale=scale, causal=is_causal, layout="bhld")
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor) or t.dim() < 2:
             raise ArgumentError(f"{name} is {_spelled(t)}; expected a tensor [..., heads, length, width]")
@@ -70,6 +72,21 @@ def sdpa(
         window = (None, max(queries - keys, 0))
     result = attention(q, k, v, scale=scale, window=window, bias=bias, layout="bhld")
     return result.reshape(*batch, *result.shape[-3:])
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> bool:
+    """Return whether ``attention`` takes these as they are, which saves the host time of broadcasting them."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    (batch, heads, queries, _), of_key, of_value = query.shape, key.shape, value.shape
+    return (
+        of_key[:3] == of_value[:3]
+        and of_key[0] == batch
+        and (enable_gqa or of_key[1] == heads)
+        and (not is_causal or of_key[2] == queries)
+    )
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, shape: tuple[int, ...]) -> Tensor | None:

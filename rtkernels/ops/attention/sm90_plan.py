@@ -76,6 +76,46 @@ BACKWARD = Kernel(
     max_registers=168,
     needs=("wgmma",),
 )
+
+
+class PassTile(NamedTuple):
+    """A tile of the backward of heads of more than 128 elements, which makes each gradient in a pass of its own.
+
+    Padded widths of q and v; rows that 128 queries or keys meet in a step, and stages of those as wide as v.
+    """
+
+    d_qk: int
+    d_v: int
+    met: int
+    stages_v: int
+
+    def shared(self, which: int) -> int:
+        """Bytes of shared memory: 128 rows, two stages of what they meet, statistics, barriers, alignment."""
+        row_qk, row_v = 2 * self.d_qk, 2 * self.d_v
+        own = 128 * (row_qk + (0 if which == 2 else row_v))
+        return own + self.met * (2 * row_qk + self.stages_v * row_v) + 2 * self.met * 4 * (0, 2, 1)[which] + 256 + 1024
+
+
+# Of dq and dk, and of dv, where the first ones that fit are taken.
+_PASS_TILES = (PassTile(192, 128, 96, 2), PassTile(192, 192, 80, 2), PassTile(256, 256, 64, 1))
+_DV_TILES = (PassTile(192, 128, 128, 2), PassTile(192, 192, 112, 2), PassTile(256, 256, 80, 2))
+PASSES = Kernel(
+    "attention/attention_sm90_bwd_pass.cu",
+    "attention_sm90_bwd_pass",
+    template="T DQK DV BN STAGES_V PASS EXTRAS",
+    args="own_qk:tmap own_v:tmap met_qk:tmap met_v:tmap lse:ptr delta:ptr gradient:ptr lengths:ptr kv_limit:ptr "
+    "cu_q:ptr cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 columns:i64 "
+    "gradient_batch:i64 gradient_row:i64 gradient_head:i64 left:i64 right:i64 heads_together:i64 limit_batch:i64 "
+    "scale:f64 softcap:f64",
+    variants=[
+        (t, *tile, which, extra)
+        for t in ("bf16", "fp16")
+        for which, tiles in enumerate((_PASS_TILES, _PASS_TILES, _DV_TILES))
+        for tile, extra in (*((tile, 0) for tile in tiles), (tiles[-1], 1))
+    ],
+    max_registers=168,
+    needs=("wgmma",),
+)
 STATS = Kernel(
     "attention/attention_sm90_bwd_rows.cu",
     "attention_bwd_stats",
@@ -106,7 +146,7 @@ SINKS = Kernel(
     max_registers=40,
     needs=("wgmma",),
 )
-KERNELS = (FORWARD, BACKWARD, STATS, QUERIES, SINKS)
+KERNELS = (FORWARD, BACKWARD, PASSES, STATS, QUERIES, SINKS)
 
 
 def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
@@ -140,8 +180,6 @@ def unsupported(problem: Attention, target: Target, backward: bool = False) -> s
 
 def _unsupported_backward(problem: Attention) -> str | None:
     p = problem
-    if p.d_qk > 128 or p.d_v > 128:
-        return f"heads of {p.d_qk} and {p.d_v} elements; up to 128 are expected in the backward"
     if p.lq == 0 or p.rows_q == 0:
         return "there are no queries, in the backward"
     if p.bias is not None:
@@ -254,11 +292,82 @@ def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int,
     return heads, max(1, min(tiles, apart, fits))
 
 
+def _padded_rows(problem: Attention) -> int:
+    """Return how many rows of statistics a head has (``sm90_bwd.cuh``)."""
+    p = problem
+    if p.varlen:
+        return -(-(p.total_q + _ROW_PAD * p.batch) // _ROW_PAD) * _ROW_PAD
+    return p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
+
+
+def _statistics(problem: Attention, device: int) -> tuple[Step, dict[str, Memory]]:
+    """Return the launch that makes lse and delta in padded order, and their memory."""
+    p, padded = problem, _padded_rows(problem)
+    dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
+    step = Step(
+        STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
+        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
+        *p.out[:3], *dout[:3], *p.lse_strides(),
+    )  # fmt: skip
+    # The last tile of queries may reach behind the last row by less than another _ROW_PAD rows, which are masked.
+    rows = Memory((p.heads_q * padded + _ROW_PAD,), torch.float32)
+    return step, {"lse_rows": rows, "delta_rows": rows}
+
+
+def _sinks(problem: Attention, device: int) -> list[Step]:
+    """Return the launch that makes the gradient of sinks, if that is wanted."""
+    p = problem
+    if "s" not in p.wants or p.sinks is None:
+        return []
+    launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
+    return [Step(launch, "sinks", "lse_rows", "delta_rows", "cu_q", "dsinks", p.batch, p.lq, _padded_rows(p))]
+
+
+def _steps_passes(problem: Attention, device: int) -> Steps:
+    """Return the launches for heads of more than 128 elements: a pass for each gradient that is wanted."""
+    p = problem
+    stats, scratch = _statistics(p, device)
+    dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
+    queries = (("q", p.heads_q, p.d_qk, p.q), ("dout", p.heads_q, p.d_v, dout))
+    keys = (("k", p.heads_kv, p.d_qk, p.k), ("v", p.heads_kv, p.d_v, p.v))
+    extra = p.softcap != 0 or p.kv_limit is not None
+    alike = p.right < 0 and p.left < 0 and not p.varlen
+    steps, counters = [stats], {}
+    for which, letter in enumerate("qkv"):
+        if letter not in p.wants:
+            continue
+        tiles = _DV_TILES if letter == "v" else _PASS_TILES
+        tile = tiles[-1] if extra else next(t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v)
+        own, met = (queries, keys) if letter == "q" else (keys, queries)
+        rows, heads, width = (p.lq if letter == "q" else p.lkv), own[0][1], own[letter == "v"][2]
+        gradient = getattr(p, f"d{letter}") or dense(rows, heads, width, p.varlen)
+        met_bytes = 2 * (p.lkv / p.group if letter == "q" else p.lq * p.group) * (p.d_qk + p.d_v)
+        blocks = min(device_info(device).sm_count, p.batch * heads * -(-rows // 128))
+        launch = PASSES.bind((p.token, *tile, which, int(extra)), device, blocks, 384, tile.shared(which))
+        maps = (
+            rows_map(p, name, n, d, box, strides)
+            for box, pair in ((128, own), (tile.met, met))
+            for name, n, d, strides in pair
+        )
+        counters[f"counter_{letter}"] = 1
+        steps.append(
+            Step(
+                launch, *maps, "lse_rows", "delta_rows", f"d{letter}", "lengths", "kv_limit", "cu_q", "cu_k",
+                f"counter_{letter}", p.batch, p.heads_q, p.group, p.lq, p.lkv, _padded_rows(p), width, *gradient[:3],
+                p.left, p.right, heads_in_l2(p.batch * heads, met_bytes, alike), p.kv_limit or 0, float(p.scale),
+                float(p.softcap),
+            )
+        )  # fmt: skip
+    return Steps(*steps, *_sinks(p, device), scratch=scratch, zeros=counters)
+
+
 def steps_backward(problem: Attention, device: int) -> Steps:
     """Return the launches: dq, dk, dv (and dsinks) of a problem that is not ``unsupported``."""
     p = problem
     if 0 in (p.batch, p.heads_q, p.heads_kv, p.lkv):
         return Steps()
+    if max(p.d_qk, p.d_v) > 128:
+        return _steps_passes(p, device)
     width = 64 if max(p.d_qk, p.d_v) <= 64 and not extras(p) else 128
     queries = 128 if width == 64 else 64
     sm_count = device_info(device).sm_count
@@ -269,18 +378,11 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         )
     )  # fmt: skip
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
-    if p.varlen:
-        padded = -(-(p.total_q + _ROW_PAD * p.batch) // _ROW_PAD) * _ROW_PAD
-    else:
-        padded = p.batch * (-(-p.lq // _ROW_PAD) * _ROW_PAD)
+    padded = _padded_rows(p)
     tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
     blocks = min(sm_count, tiles)
     heads, together = _backward_order(p, blocks, queries)
-    stats = Step(
-        STATS.bind((p.token,), device, (max(1, -(-p.lq // 64)), p.batch * p.heads_q), 256),
-        "out", "dout", "lse", "dlse", "cu_q", "lse_rows", "delta_rows", p.heads_q, p.lq, padded, p.d_v,
-        *p.out[:3], *dout[:3], *p.lse_strides(),
-    )  # fmt: skip
+    stats, scratch = _statistics(p, device)
     # The kernel makes both dk and dv, and has no register left for a choice: what nobody wants goes to scratch.
     made = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
     products = Step(
@@ -301,14 +403,8 @@ def steps_backward(problem: Attention, device: int) -> Steps:
         launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
         sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
-    if "s" in p.wants and p.sinks is not None:
-        launch = SINKS.bind((p.sinks,), device, p.heads_q, 256)
-        steps.append(Step(launch, "sinks", "lse_rows", "delta_rows", "cu_q", "dsinks", p.batch, p.lq, padded))
-    scratch = {
-        "lse_rows": Memory((p.heads_q, padded), torch.float32),
-        "delta_rows": Memory((p.heads_q, padded), torch.float32),
-        "dq_sums": Memory((p.heads_q, padded, width), torch.float32),
-    }
+    steps += _sinks(p, device)
+    scratch["dq_sums"] = Memory((p.heads_q, padded, width), torch.float32)
     keys = (p.total_k,) if p.varlen else (p.batch, p.lkv)
     for name, d in zip(made, (p.d_qk, p.d_v), strict=True):
         if name.startswith("unwanted"):

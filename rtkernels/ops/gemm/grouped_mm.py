@@ -198,7 +198,8 @@ def grouped_mm_masked(
         scale_a: Of a, for each group.
         scale_b: Of b, for each group.
         masked_m: int32 ``[groups]``: how many rows of each group count.
-        expected_m: How many that is likely to be, a hint for the choice of tiles; 0 if nobody knows.
+        expected_m: How many that is likely to be, 0 if nobody knows. It chooses the tile (up to 64 rows want a small
+            one) and whether 4-bit operands are unpacked; ``explain`` shows what it does.
         recipe: As for scaled_mm.
         act: None, "relu", "silu", "gelu_tanh" or "gelu".
         out_dtype: As for scaled_mm.

@@ -25,8 +25,8 @@ _SUM_PITCH = 132
 _MAX_STAGES = {16: 3, 8: 3, 4: 4}  # by bits of a weight: more of them only take longer to fill (H200)
 _MIN_STAGES = 2  # of a block, where k has as many
 _MAX_PARTS = 8  # blocks that may share a tile: one of them adds all of their sums
-_TILES = (1, 4, 8)  # of 8 tokens; a variant serves fewer, too
-_BLOCKS = {1: 2}  # that a multiprocessor has at a time, of these tiles
+_TILES = (1, 2, 4, 8)  # of 8 tokens; a variant serves fewer, too
+_BLOCKS = {1: 2, 2: 2}  # that a multiprocessor has at a time, of these tiles
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "int8_codes", "int4": "int4_codes",

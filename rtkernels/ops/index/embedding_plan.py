@@ -9,25 +9,14 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.index import embedding_order
 from rtkernels.ops.index.embedding_order import order_steps
+from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    check_same,
-    group_threads,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import WIDTH, group_threads, row_blocks, row_stride, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-ID_DTYPES = (torch.int32, torch.int64)
 _SORT_ROUNDS = 16
 _SORT_THREADS = 1024
 SORT_LIMIT = _SORT_ROUNDS * _SORT_THREADS  # tokens; more are sorted in passes
@@ -66,17 +55,11 @@ KERNELS = (_FWD, _SORT, _SUM, *embedding_order.KERNELS)
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
-def check_ids(ids: Meta, device: int, of: str) -> None:
-    if ids[0] not in ID_DTYPES:
-        raise ArgumentError(f"ids has dtype {str(ids[0]).removeprefix('torch.')}; expected one of int32, int64")
-    check_same("ids", ids[3], device, "device index", of=of)
-
-
 def check_fwd(weight: Meta, ids: Meta, *options: Any) -> None:
     """Raise an ArgumentError for a table or ids that a look-up cannot use."""
     if len(weight[1]) != 2:
         raise ArgumentError(f"weight has {len(weight[1])} dimensions; expected 2, [rows, columns]")
-    check_ids(ids, weight[3], "weight")
+    check_dtype("ids", ids[0])
 
 
 def check_bwd(dy: Meta, ids: Meta, rows: int, *options: Any) -> None:
@@ -87,9 +70,9 @@ def check_bwd(dy: Meta, ids: Meta, rows: int, *options: Any) -> None:
         )
     if rows < 0:
         raise ArgumentError(f"rows is {rows}; expected 0 or more")
-    if rows > 2**31 - 1 or row_count(dy[1]) > 2**31 - 1:
-        raise ArgumentError(f"{rows} rows and {row_count(dy[1])} tokens; expected fewer than 2^31 of either")
-    check_ids(ids, dy[3], "dy")
+    if rows > 2**31 - 1 or dy.rows > 2**31 - 1:
+        raise ArgumentError(f"{rows} rows and {dy.rows} tokens; expected fewer than 2^31 of either")
+    check_dtype("ids", ids[0])
 
 
 def check_main_grad(main_grad: Meta, cols: int, device: int, of: str) -> None:
@@ -114,13 +97,12 @@ def check_add(main_grad: Meta, dy: Meta, ids: Meta, *options: Any) -> None:
 
 def plan_fwd(weight: Meta, ids: Meta, start: int, device: int) -> Steps:
     (rows, cols), size, tokens = weight.shape, weight.dtype.itemsize, ids.numel()
-    stride = row_stride(weight.shape, weight.stride) * size
+    stride = weight.row_stride * size
     width = vector_bytes(weight.misaligned, cols * size, stride)
     width = 16 if width == 16 else min(width, 4)
     units = cols * size // width
     threads = group_threads(-(-units // 4), 256)
-    block = block_of(threads)
-    launch = _FWD.bind((width,), device, min(-(-tokens // (block // threads)), GRID_LIMIT), block)
+    launch = _FWD.bind((width,), device, *row_blocks(tokens, threads))
     ids_int64 = int(ids.dtype == torch.int64)
     return Steps(Step(launch, "ids", "weight", "y", tokens, units, stride, rows, start, ids_int64, threads))
 
@@ -143,9 +125,9 @@ def sum_steps(
 
     `weights`, dense fp32 with one number for each token, multiplies them. Unless it accumulates, grad must be dense.
     """
-    tokens, cols, rows = row_count(dy.shape), dy.shape[-1], grad.shape[0]
-    t, g, size, grad_size = DTYPE_TOKEN[dy.dtype], DTYPE_TOKEN[grad.dtype], dy.dtype.itemsize, grad.dtype.itemsize
-    dy_stride, grad_stride = row_stride(dy.shape, dy.stride), row_stride(grad.shape, grad.stride)
+    tokens, cols, rows = dy.rows, dy.shape[-1], grad.shape[0]
+    t, g, size, grad_size = dy.token, grad.token, dy.dtype.itemsize, grad.dtype.itemsize
+    dy_stride, grad_stride = dy.row_stride, grad.row_stride
     aligned16 = vector_bytes(misaligned(dy, grad), cols * size, dy_stride * size, grad_stride * grad_size) == 16
     aligned16 = aligned16 and f"{t} {g}" in _PAIRS
     converted = None

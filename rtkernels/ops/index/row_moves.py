@@ -148,13 +148,9 @@ def scatter_add(
 
 
 def sort_chunks(
-    x: Tensor,
-    counts: Tensor,
-    order: Tensor,
-    *,
-    scale: Tensor | None = None,
+    x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cut the rows of x into chunks and put these into another order: what follows an all-to-all between experts.
 
     Chunk c has ``counts[c]`` rows, and the result begins with chunk ``order[0]``. The host reads neither, so nothing
@@ -169,8 +165,7 @@ def sort_chunks(
         order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is no chunk, or that repeats an
             earlier one, is left out, and the rows of chunks that it does not name are not in the result.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.
@@ -187,9 +182,6 @@ def sort_chunks(
 
 
 OP = Op(
-    "row_moves",
-    public=("index_select", "scatter_add", "sort_chunks", "id_bounds"),
-    kernels=KERNELS,
-    torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS),
-    uses=("embedding",),
-)
+    "row_moves", public=("index_select", "scatter_add", "sort_chunks", "id_bounds"), kernels=KERNELS,
+    torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS), uses=("embedding",),
+)  # fmt: skip

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.index.embedding_plan import sum_steps
+from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
-INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_CHUNKS = 65536
 SHARED_CHUNKS = 8192  # more are looked up by torch: twelve bytes of shared memory each
 _CHUNK_THREADS = 512
@@ -46,13 +46,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_indices(name: str, indices: Meta, device: int) -> None:
+def check_indices(name: str, indices: Meta) -> None:
     """Raise an ArgumentError unless a list of rows or chunks is one."""
-    if indices[0] not in INDEX_DTYPES:
-        raise ArgumentError(f"{name} has dtype {_name(indices[0])}; expected one of int32, int64")
+    check_dtype(name, indices[0])
     if len(indices[1]) != 1:
         raise ArgumentError(f"{name} has shape {tuple(indices[1])}; expected one dimension")
-    check_same(name, indices[3], device, "device index")
 
 
 def check_select(x: Meta, indices: Meta, scale: Meta | None) -> None:
@@ -63,7 +61,7 @@ def check_select(x: Meta, indices: Meta, scale: Meta | None) -> None:
         raise ArgumentError(f"x has dtype {_name(x[0])}; expected elements of 1, 2, 4 or 8 bytes")
     if x[1][0] > LIMIT or (len(indices[1]) == 1 and indices[1][0] > LIMIT):
         raise ArgumentError(f"x has {x[1][0]} rows and indices {indices[1][0]}; expected fewer than 2^31 of either")
-    check_indices("indices", indices, x[3])
+    check_indices("indices", indices)
     if scale is None:
         return
     if scale[0] != torch.float32:
@@ -72,7 +70,6 @@ def check_select(x: Meta, indices: Meta, scale: Meta | None) -> None:
         raise ArgumentError(
             f"scale has shape {tuple(scale[1])}; expected {(x[1][0],)} or {(x[1][0], 'any')}: x has {x[1][0]} rows"
         )
-    check_same("scale", scale[3], x[3], "device index")
 
 
 def check_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None) -> None:
@@ -80,10 +77,9 @@ def check_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None) -> 
     check_select(x, indices, scale)
     count = indices.shape[0]
     check_same("out", out[0], x[0], "dtype")
-    check_same("out", out[3], x[3], "device index")
     if tuple(out[1]) != (count, x[1][1]):
         raise ArgumentError(f"out has shape {tuple(out[1])}; expected {(count, x[1][1])}")
-    step = row_stride(out[1], out[2])
+    step = out.row_stride
     if step is None or (count > 1 and step < x[1][1]):
         raise ArgumentError(f"out has strides {tuple(out[2])}; expected unit-stride rows that do not overlap")
 
@@ -91,10 +87,9 @@ def check_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None) -> 
 def check_chunks(x: Meta, counts: Meta, order: Meta, scale: Meta | None, inverse: bool) -> None:
     """Raise an ArgumentError for chunks that cannot be put into another order."""
     check_rows(x, scale)
-    check_same("counts", counts[3], x[3], "device index")
     rows = x[1][0]
-    check_indices("counts", counts, counts[3])
-    check_indices("order", order, counts[3])
+    check_indices("counts", counts)
+    check_indices("order", order)
     if counts[1] != order[1]:
         raise ArgumentError(f"order has shape {tuple(order[1])}; expected {tuple(counts[1])}, that of counts")
     if counts[1][0] > MAX_CHUNKS:
@@ -112,7 +107,7 @@ def check_scatter(x: Meta, indices: Meta, rows: int, weights: Meta | None) -> No
     token("x", x.dtype)
     if x.dim() != 2:
         raise ArgumentError(f"x has {x.dim()} dimensions; expected 2, [rows, columns]")
-    check_indices("indices", indices, x.device)
+    check_indices("indices", indices)
     if indices.shape[0] != x.shape[0]:
         raise ArgumentError(
             f"indices has shape {tuple(indices.shape)}; expected {(x.shape[0],)}, one for each row of x"
@@ -137,7 +132,7 @@ def check_scatter_into(out: Meta, x: Meta, indices: Meta, weights: Meta | None, 
             f"out has shape {tuple(out.shape)} on device index {out.device}; expected (rows, {x.shape[1]}) on "
             f"{x.device}"
         )
-    step = row_stride(out.shape, out.stride)
+    step = out.row_stride
     if step is None or (out.shape[0] > 1 and step < out.shape[1]):
         raise ArgumentError(f"out has strides {tuple(out.stride)}; expected unit-stride rows that do not overlap")
 
@@ -159,14 +154,13 @@ def _select(
 ) -> Step:  # fmt: skip
     """Return the launch that moves the rows which `count` indices name, to y or `out`."""
     (rows, cols), size = x.shape, x.dtype.itemsize
-    stride, out_stride = row_stride(x.shape, x.stride), cols if out is None else row_stride(out.shape, out.stride)
+    stride, out_stride = x.row_stride, cols if out is None else out.row_stride
     words = 0 if scale is None else 1 if scale.dim() == 1 else scale.shape[1]
     width = vector_bytes(misaligned(x, out), cols * size, stride * size, out_stride * size)
     width = 16 if width == 16 else min(width, 4)
     units = cols * size // width
     threads = group_threads(max(-(-units // 4), 1), 256)
-    block = block_of(threads)
-    grid = min(-(-count // (block // threads)), GRID_LIMIT)
+    grid, block = row_blocks(count, threads)
     launch = _SELECT.bind((width,), device, grid, block, overlap=overlap)
     indices_int64 = int(index_dtype == torch.int64)
     sizes = count, units, stride * size, out_stride * size, rows, indices_int64, threads, words, words * 4

@@ -53,19 +53,21 @@ def _plan(x: Meta, out: Meta, table: Meta | None, summed: bool, device: int) -> 
     dims = _merged(x, out)
     if len(dims) > _DIMS or x.numel() >= 2**31:
         return IN_TORCH
-    token, size = DTYPE_TOKEN[out.dtype], out.dtype.itemsize
-    n = 1
+    token, size = out.token, out.dtype.itemsize
+    n, together = 1, 1  # elements in a vector, and in what the kernel takes for an element
     if table is None and dims[-1][1:] == (1, 1):
-        n = _WIDTH[token]
         steps = [dims[-1][0], sum_stride * (sum_count > 1), *(step for d in dims[:-1] for step in d[1:])]
-        if vector_bytes(x.misaligned, out.misaligned, *(step * size for step in steps)) < 16:
-            n = 1
-    if n > 1:
-        last = (dims[-1][0] // n, 1, 1)
-        dims = [(count, a // n, b // n) for count, a, b in dims[:-1]] + [last]
-        sum_stride //= n
+        fitting = vector_bytes(x.misaligned, out.misaligned, *(step * size for step in steps))
+        if fitting == 16:
+            n = together = _WIDTH[token]
+        elif fitting >= 4 and size == 2 and sum_count == 1:
+            token, together = "fp32", 2  # two of them: nothing is computed
+    if together > 1:
+        last = (dims[-1][0] // together, 1, 1)
+        dims = [(count, a // together, b // together) for count, a, b in dims[:-1]] + [last]
+        sum_stride //= together
     dims = [(1, 0, 0)] * (_DIMS - len(dims)) + dims
-    count = x.numel() // n
+    count = x.numel() // together
     grid = min(-(-count // 256), 32 * device_info(device).sm_count)
     sizes = [value for d in dims[1:] for value in (divisor(d[0]), d[0])]
     launch = _KERNEL.bind((token, n, table is not None), device, grid, 256)

@@ -71,7 +71,7 @@ MATRICES = ListOperator(
 
 
 def one_launch_fits(xs: Sequence[Any]) -> bool:
-    """Return True if all of a list are dense matrices of one shape and dtype that need no gradient."""
+    """Return True for dense matrices of one shape and dtype, without gradients, whose memory holds their values."""
     first = xs[0]
     if is_dynamo_compiling() or type(first) not in TENSOR_TYPES or first.dim() != 2 or not first.numel():
         return False
@@ -81,7 +81,7 @@ def one_launch_fits(xs: Sequence[Any]) -> bool:
         type(x) in TENSOR_TYPES
         and (x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device)
         and x.is_contiguous()
-        and not x.is_neg()
+        and not (x.is_neg() or x.is_conj())
         and not (x.requires_grad and torch.is_grad_enabled())
         for x in xs
     )

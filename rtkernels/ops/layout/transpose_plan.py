@@ -10,7 +10,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import GRID_LIMIT, block_of, check_same, group_threads, row_stride, vector_bytes
+from rtkernels.runtime.layout import GRID_LIMIT, block_of, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
@@ -99,7 +99,6 @@ def check_experts(x: Meta, counts: Meta, pad_to: int) -> None:
         raise ArgumentError(
             f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts"
         )
-    check_same("counts", counts[3], x[3], "device index")
     check_pad(pad_to)
     if padded_rows(x[1][0], counts[1][0], pad_to) >= 2**31:
         raise ArgumentError(f"x has {x[1][0]} rows for {counts[1][0]} experts; expected less than 2^31 with padding")
@@ -180,7 +179,7 @@ def _rows(x: Meta, low: int, high: int, device: int) -> Steps:
 
 def plan_experts(x: Meta, counts: Meta, pad_to: int, device: int) -> Steps:
     (rows, cols), size, experts = x.shape, x.dtype.itemsize, counts.shape[0]
-    rows_out, step = padded_rows(rows, experts, pad_to), row_stride(x.shape, x.stride)
+    rows_out, step = padded_rows(rows, experts, pad_to), x.row_stride
     aligned16 = size < 4 and vector_bytes(x.misaligned, cols * size, step * size, pad_to * size) == 16
     height, width, threads = _tile(size, aligned16)
     across = -(-cols // width)

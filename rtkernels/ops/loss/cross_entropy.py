@@ -140,8 +140,7 @@ def cross_entropy(
             the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
         vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
@@ -209,8 +208,6 @@ def check_labels(device: torch.device | int | str | None = None) -> None:
 
 
 OP = Op(
-    "cross_entropy",
-    public=("cross_entropy", "check_labels"),
-    kernels=KERNELS,
+    "cross_entropy", public=("cross_entropy", "check_labels"), kernels=KERNELS,
     torch_ops=(FORWARD, PARTS, BACKWARD, BACKWARD_IN_PLACE, ONE_PASS, ONE_PASS_IN_PLACE, SCALE),
-)
+)  # fmt: skip

@@ -27,7 +27,7 @@ from rtkernels.ops.loss.cross_entropy_plan import (
     row_memory,
 )
 from rtkernels.ops.loss.label_report import reported
-from rtkernels.runtime.layout import check_same, row_count, row_stride
+from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.operator.declared import (
     Argument,
     Dense,
@@ -82,7 +82,7 @@ def _plan_parts(
     logits: Meta, labels: Meta, ignore_index: int, smoothing: float, softcap: float, first: int, vocabulary: int,
     device: int,
 ) -> Steps:  # fmt: skip
-    names = "logits", 0, 0, "parts", Offset("parts", 16 * row_count(logits.shape))
+    names = "logits", 0, 0, "parts", Offset("parts", 16 * logits.rows)
     c = Call(logits, labels, ignore_index, (smoothing, 0.0, 0.0), softcap, device, names)
     return Steps(forward_step(c, first, vocabulary), **reported(device))
 
@@ -91,7 +91,7 @@ def _plan_bwd(
     dloss: Meta, logits: Meta, labels: Meta, stats: Meta, factor: Meta | None, ignore_index: int, smoothing: float,
     z_loss: float, softcap: float, first: int, vocabulary: int, device: int, out: str = "dlogits",
 ) -> Steps:  # fmt: skip
-    if row_count(logits.shape) == 0:
+    if logits.rows == 0:
         return Steps()
     c = Call(logits, labels, ignore_index, _numbers(smoothing, z_loss, vocabulary), softcap, device, ("logits", out))
     stride = c.stride if out == "logits" else c.cols
@@ -131,7 +131,7 @@ def _plan_grad(
 
 
 def _drawn(step: Step) -> dict[str, int]:
-    return {"drawn": 1} if "drawn" in step.given else {}
+    return {"drawn": 1} if "drawn" in step.arguments else {}
 
 
 def _plan_grad_in_place(*values: Any) -> Steps:
@@ -169,14 +169,14 @@ def _check_parts(logits, labels, ignore_index, smoothing, softcap, first, vocabu
 
 def _check_bwd(dloss: Meta, logits: Meta, labels: Meta, stats: Meta, *more: Any) -> None:
     check(logits, labels)
-    check_same("stats", tuple(stats.shape), (2, row_count(logits.shape)), "shape", of="[2, rows]")
+    check_same("stats", tuple(stats.shape), (2, logits.rows), "shape", of="[2, rows]")
     if dloss.numel() != 1 and dloss.shape != labels.shape:
         raise ArgumentError(f"dloss has shape {tuple(dloss.shape)}; expected {tuple(labels.shape)}, or one number")
 
 
 def _check_own_memory(logits: Meta) -> None:
-    stride = row_stride(logits.shape, logits.stride)
-    if stride is not None and row_count(logits.shape) > 1 and abs(stride) < logits.shape[-1]:
+    stride = logits.row_stride
+    if stride is not None and logits.rows > 1 and abs(stride) < logits.shape[-1]:
         raise ArgumentError("logits has overlapping rows; in_place needs memory of its own for every element")
 
 

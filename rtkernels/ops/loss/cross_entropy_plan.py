@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_dtype, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -15,13 +16,11 @@ from rtkernels.runtime.layout import (
     GRID_LIMIT,
     WIDTH,
     block_of,
-    check_same,
     divisor,
     group_threads,
     reads_evict_first,
     row_count,
     row_stride,
-    token,
 )
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.declared import Argument, Meta
@@ -105,17 +104,12 @@ KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW_ROWS)
 
 def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
     """Raise an ArgumentError for tensors that do not fit together."""
-    dtype, shape, _, device = logits[:4]
+    dtype, shape = logits[:2]
     token(name, dtype)
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected [..., vocabulary]")
-    if labels[0] not in (torch.int32, torch.int64):
-        raise ArgumentError(f"labels has dtype {str(labels[0]).removeprefix('torch.')}; expected one of int32, int64")
-    if tuple(labels[1]) != tuple(shape[:-1]):
-        raise ArgumentError(
-            f"labels has shape {tuple(labels[1])}; expected {tuple(shape[:-1])}, that of {name} without its last one"
-        )
-    check_same("labels", labels[3], device, "device index", of=name)
+    check_dtype("labels", labels[0])
+    check_shape("labels", labels[1], shape[:-1], f"that of {name} without its last one")
     if not 0 < shape[-1] < 2**31:
         raise ArgumentError(f"{name} has {shape[-1]} columns; expected 1 to 2^31 - 1")
 
@@ -152,7 +146,7 @@ class AlignedRows(Argument):
     """Logits whose rows have the alignment of a dense tensor's rows; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
-        stride = row_stride(meta.shape, meta.stride)
+        stride = meta.row_stride
         if stride is None or meta.misaligned:
             return False
         return (stride - meta.shape[-1]) * meta.dtype.itemsize % 16 == 0
@@ -371,10 +365,10 @@ def reduce_step(
 
 
 def plan_scale(dlogits: Meta, dloss: Meta, device: int) -> Steps:
-    stride = row_stride(dlogits.shape, dlogits.stride)
+    stride = dlogits.row_stride
     if stride is None:
         return IN_TORCH
-    rows, cols, t = row_count(dlogits.shape), dlogits.shape[-1], DTYPE_TOKEN[dlogits.dtype]
+    rows, cols, t = dlogits.rows, dlogits.shape[-1], dlogits.token
     threads = _group(cols // WIDTH[t], _BACKWARD_THREADS)
     block = block_of(threads)
     grid = min(-(-rows // (block // threads)), 8 * device_info(device).sm_count)

@@ -21,7 +21,7 @@ from rtkernels.ops.loss.divergence_plan import (
     REVERSE,
 )
 from rtkernels.ops.reduce.softmax import log_softmax
-from rtkernels.runtime.layout import token
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
@@ -192,10 +192,7 @@ def jsd(
         ignore_index: See `labels`.
         from_logits: Both arguments are logits, as for ``kl_div``.
         temperature: Positive; other than 1 only with `from_logits`.
-        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
-            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
-            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
-            requires grad or nothing does.
+        one_pass: As for ``kl_div``.
         out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
@@ -215,9 +212,6 @@ def jsd(
 
 
 OP = Op(
-    "divergence",
-    public=("kl_div", "jsd"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
+    "divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
     uses=("softmax", "cross_entropy"),
-)
+)  # fmt: skip

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rtkernels.ops.loss.divergence_plan import check, check_bwd, gradient_step, resolve, terms_step, total_step
 from rtkernels.ops.loss.divergence_reference import reference_bwd, reference_each, reference_fwd
-from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -25,14 +24,14 @@ def _plan_fwd(
         return Steps(instead=lambda x, target, *rest: FORWARD.launch(x.float(), target.float(), *rest))
     factor, divide = resolve(x.shape, over, factor)
     total = total_step(x, labels, ignore, divide, factor, device, "row_loss", "total")
-    return Steps(terms, total, scratch={"row_loss": Memory((row_count(x.shape),), torch.float32)})
+    return Steps(terms, total, scratch={"row_loss": Memory((x.rows,), torch.float32)})
 
 
 def _plan_both(
     x: Meta, target: Meta, labels: Meta | None, ignore: int, mode: int, beta: float, factor: float, over: int,
     device: int,
 ) -> Steps:  # fmt: skip
-    rows, scratch, steps = row_count(x.shape), {}, []
+    rows, scratch, steps = x.rows, {}, []
     scratch["row_loss"] = Memory((rows,), torch.float32)
     factor, divide = resolve(x.shape, over, factor)
     counted = divide and labels is not None

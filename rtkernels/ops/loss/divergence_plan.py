@@ -8,18 +8,9 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    block_of,
-    check_same,
-    group_threads,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import DTYPE_TOKEN, group_threads, row_blocks, row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step
 
@@ -74,14 +65,8 @@ def check(x: Meta, target: Meta, labels: Meta | None, *options: Any) -> None:
     for index, what in ((0, "dtype"), (1, "shape"), (3, "device index")):
         check_same("target", target[index], x[index], what, of="input")
     if labels is not None:
-        if labels[0] not in (torch.int32, torch.int64):
-            kind = str(labels[0]).removeprefix("torch.")
-            raise ArgumentError(f"labels has dtype {kind}; expected one of int32, int64")
-        if tuple(labels[1]) != tuple(x[1][:-1]):
-            raise ArgumentError(
-                f"labels has shape {tuple(labels[1])}; expected {tuple(x[1][:-1])}, that of input without its last one"
-            )
-        check_same("labels", labels[3], x[3], "device index", of="input")
+        check_dtype("labels", labels[0])
+        check_shape("labels", labels[1], x[1][:-1], "that of input without its last one")
 
 
 def check_bwd(
@@ -104,14 +89,13 @@ def _work(*tensors: Meta) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, 
     """Return variant, sizes and strides, grid and block, threads per row and type; None if it must be dense fp32."""
     dtype, shape = tensors[0][:2]
     rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
-    strides = [row_stride(t.shape, t.stride) for t in tensors]
+    strides = [t.row_stride for t in tensors]
     aligned16 = vector_bytes(misaligned(*tensors), cols * size, *(s * size for s in strides)) == 16
     if not aligned16 and size == 2:
         return None
     vec = 16 // size if aligned16 else 1
     threads = group_threads(-(-cols // (vec * _LOADS_IN_FLIGHT)), _THREADS)
-    block = block_of(threads)
-    grid = min(-(-rows // (block // threads)), GRID_LIMIT)
+    grid, block = row_blocks(rows, threads)
     return (size, vec), (rows, cols, *strides), (grid, block), (threads, int(DTYPE_TOKEN[dtype] == "fp16"))
 
 
@@ -154,7 +138,7 @@ def total_step(
 ) -> Step:
     """Return the launch for the reduced loss and its factor from the sums of the rows; only the factor without them."""
     launch = _TOTAL.bind((_TOTAL_THREADS,), device, 1, _TOTAL_THREADS, overlap=True)
-    numbers = row_count(x.shape), labels_int64(labels), ignore, int(divide), factor
+    numbers = x.rows, labels_int64(labels), ignore, int(divide), factor
     return Step(launch, row_loss, "labels", total, *numbers)
 
 

@@ -12,7 +12,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_options
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
-from rtkernels.runtime.layout import token
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.into import into
@@ -103,8 +103,7 @@ def linear_cross_entropy(
             the gradients of its own rows. One all-gather of 20 bytes per row of hidden, one all-reduce of its gradient.
         vocab_start: With `group`, the first row of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         As in ``cross_entropy``.
@@ -166,9 +165,6 @@ def linear_cross_entropy(
 
 
 OP = Op(
-    "linear_cross_entropy",
-    public=("linear_cross_entropy",),
-    kernels=(),
-    torch_ops=(FORWARD, BACKWARD),
+    "linear_cross_entropy", public=("linear_cross_entropy",), kernels=(), torch_ops=(FORWARD, BACKWARD),
     uses=("cross_entropy",),
-)
+)  # fmt: skip

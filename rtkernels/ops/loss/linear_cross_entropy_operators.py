@@ -16,7 +16,8 @@ from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options
 from rtkernels.ops.loss.label_report import report
-from rtkernels.runtime.layout import check_same, nothing
+from rtkernels.runtime.checks import check_same
+from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
 

@@ -121,24 +121,19 @@ def moe_index(
     """
     if not isinstance(routing, Tensor):
         return MoeIndex(*interop.call_with(moe_index, locals()))
-    width = routing.shape[-1] if routing.dim() else 0
+    tokens, width = routing.shape if routing.dim() == 2 else (0, 0)
     an_integer("multiple_of", multiple_of)
-    for name, size in (("num_experts", num_experts), ("top_k", top_k)):
-        if size is not None:
-            an_integer(name, size)
+    top_k = None if top_k is None else an_integer("top_k", top_k)
+    experts = None if num_experts is None else an_integer("num_experts", num_experts)
     if is_map(routing.dtype):
-        experts = width if num_experts is None else num_experts
-        choices = experts if top_k is None else top_k
+        experts = width if experts is None else experts
+        choices = per_token = experts if top_k is None else top_k
     else:
-        if num_experts is None:
+        if experts is None:
             raise ArgumentError("num_experts is None; expected the number of experts, as routing is a list of them")
-        experts, choices = num_experts, width if top_k is None else top_k
+        choices = width if top_k is None else top_k
+        tokens, per_token = tokens * choices, 1  # a token may name an expert twice: more choices than experts
     if rows is None:
-        tokens = routing.shape[0] if routing.dim() else 0
-        if not is_map(routing.dtype):  # a token may name an expert twice, so have more choices than there are experts
-            tokens, per_token = tokens * choices, 1
-        else:
-            per_token = choices
         rows = max_rows(tokens, per_token, experts, max(multiple_of, 1))
     return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
@@ -156,8 +151,7 @@ def moe_row_id_map(
             with ``__dlpack__``; the results are then of its kind.
         multiple_of: Every expert's rows are padded to a multiple of this.
         rows: Pairs whose row would not be below this get none. By default all have one.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of

@@ -6,6 +6,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.experts import MAX_EXPERTS, layout_bytes, shared_for_overlap
+from rtkernels.runtime.checks import check_dtype
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
 from rtkernels.runtime.layout import vector_bytes
@@ -92,9 +93,7 @@ def check(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int) 
 def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
     """Raise an ArgumentError for arguments that no dense map can be built from."""
     dtype, shape = routing_map[:2]
-    if dtype not in MAP_DTYPES:
-        given = str(dtype).removeprefix("torch.")
-        raise ArgumentError(f"routing_map has dtype {given}; expected one of bool, uint8")
+    check_dtype("routing_map", dtype, MAP_DTYPES)
     experts = shape[-1] if shape else 0
     check(routing_map, experts, min(experts, 1), multiple_of, rows)  # any number of choices
 

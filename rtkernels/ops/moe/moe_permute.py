@@ -206,8 +206,7 @@ def moe_permute(
             bfloat16 or float16.
         scale: float32 ``[T]`` or ``[T, s]``: scales of x's rows, to carry along.
         dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         y ``[R, H]`` of x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, probs being ``[R]`` and
@@ -229,13 +228,9 @@ def moe_permute(
 
 
 def moe_unpermute(
-    y: Tensor,
-    index: MoeIndex,
-    *,
-    probs: Tensor | None = None,
-    dense_probs: bool | None = None,
+    y: Tensor, index: MoeIndex, *, probs: Tensor | None = None, dense_probs: bool | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add up the rows of each token: ``out[t] = sum over j of probs[t, j] * y[index.rows[t, j]]``.
 
     Sums in fp32, in the order of the choices, rounded once. Without probs the weights are 1. Entries of ``index.rows``
@@ -270,8 +265,6 @@ def moe_unpermute(
 
 
 OP = Op(
-    "moe_permute",
-    public=("moe_permute", "moe_unpermute"),
-    kernels=KERNELS,
+    "moe_permute", public=("moe_permute", "moe_unpermute"), kernels=KERNELS,
     torch_ops=(PERMUTE, UNPERMUTE, UNPERMUTE_BWD, PROBS),
-)
+)  # fmt: skip

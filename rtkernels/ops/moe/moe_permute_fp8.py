@@ -128,8 +128,7 @@ def moe_permute_fp8(
         probs: Numbers to carry along, as for :func:`moe_permute`.
         dense_probs: As for :func:`moe_permute`.
         output: Another name of `layout`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`MoePermutedFp8`; everything in it but y is dense.
@@ -156,9 +155,6 @@ def moe_permute_fp8(
 
 
 OP = Op(
-    "moe_permute_fp8",
-    public=("moe_permute_fp8",),
-    kernels=KERNELS,
-    torch_ops=(QUANTIZE,),
+    "moe_permute_fp8", public=("moe_permute_fp8",), kernels=KERNELS, torch_ops=(QUANTIZE,),
     uses=("moe_permute", "quantize_fp8_experts"),
-)
+)  # fmt: skip

@@ -20,9 +20,10 @@ from rtkernels.ops.shared.fp8_layout import (
     row_blocks_of,
 )
 from rtkernels.ops.shared.tile_stream import supported
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
@@ -100,7 +101,7 @@ def plan_with(in_two: Callable[..., Any]) -> Callable[..., Steps]:
     """Return the operator's plan; `in_two` permutes and then quantises."""
 
     def plan(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale, device) -> Steps:
-        (tokens, cols), size, stride = x.shape, x.dtype.itemsize, row_stride(x.shape, x.stride)
+        (tokens, cols), size, stride = x.shape, x.dtype.itemsize, x.row_stride
         # Places in x are 32-bit numbers of 16 bytes.
         far = slots.shape[0] * cols * tokens * rows.shape[1] == 0 or tokens * stride * size >= 2**36
         if x.dtype != torch.bfloat16 or far or vector_bytes(x.misaligned, cols * size, stride * size) != 16:

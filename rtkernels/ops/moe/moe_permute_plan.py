@@ -8,9 +8,10 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, check_same, divisor, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, divisor, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -181,7 +182,7 @@ def plan_permute(
     (tokens, cols), size, count = x.shape, x.dtype.itemsize, slots.shape[0]
     if count == 0:
         return Steps()
-    step = row_stride(x.shape, x.stride)
+    step = x.row_stride
     scales = 0 if scale is None else (scale.shape[1] if scale.dim() == 2 else 1)
     width = vector_bytes(x.misaligned, cols * size, step * size)
     width = width if width == 16 else min(width, 2)
@@ -211,7 +212,7 @@ def plan_unpermute(
     (count, cols), size, (tokens, top_k) = y.shape, y.dtype.itemsize, rows.shape
     if tokens == 0:
         return Steps()
-    step = row_stride(y.shape, y.stride)
+    step = y.row_stride
     vec = 16 // size if vector_bytes(y.misaligned, cols * size, step * size) == 16 else 1
     vectors = cols // vec
     choices, units = (_PAIR_CHOICES, _PAIR_UNITS) if vec > 1 and top_k <= _PAIR_CHOICES else (8, 1)
@@ -230,7 +231,7 @@ def plan_backward(
     dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None, need_y: bool, device: int
 ) -> Steps:
     (tokens, cols), size, count, top_k = dout.shape, dout.dtype.itemsize, slots.shape[0], rows.shape[1]
-    strides = [0 if m is None else row_stride(m.shape, m.stride) * size for m in (dout, y)]
+    strides = [0 if m is None else m.row_stride * size for m in (dout, y)]
     vec = 16 // size if vector_bytes(misaligned(dout, y), cols * size, *strides) == 16 else 1
     vectors = cols // vec
     threads = _warps(vectors, _BACKWARD_THREADS)

@@ -17,19 +17,9 @@ from rtkernels.ops.moe.reference import gathered, kept
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    block_of,
-    check_same,
-    divisor,
-    group_threads,
-    nothing,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, group_threads, nothing, row_blocks, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator, Rows, dense_as, misaligned
 from rtkernels.runtime.operator.into import into
@@ -81,7 +71,7 @@ def _plan(
     if kind != x.dtype:
         x, converted["x"] = dense_as(x, kind), kind
     (token_count, cols), size, count, top_k = x.shape, kind.itemsize, slots.shape[0], rows.shape[1]
-    n, stride = 4 if size == 4 else 8, row_stride(x.shape, x.stride)
+    n, stride = 4 if size == 4 else 8, x.row_stride
     scales = 0 if scale is None else (scale.shape[1] if scale.dim() == 2 else 1)
     scale_cols = cols // scales if scales else cols
     fits = count * cols * token_count * top_k > 0 and cols <= _THREADS * _CHUNKS * n and dtype == E4M3
@@ -89,8 +79,7 @@ def _plan(
     if not fits or not aligned or cols % n or scale_cols % n:
         return Steps(instead=_by_several)
     threads = group_threads(-(-cols // (n * _CHUNKS)), _THREADS)
-    block = block_of(threads)
-    launch = KERNEL.bind((DTYPE_TOKEN[kind],), device, min(-(-count // (block // threads)), GRID_LIMIT), block)
+    launch = KERNEL.bind((DTYPE_TOKEN[kind],), device, *row_blocks(count, threads))
     sizes = count, cols, stride, token_count * top_k, divisor(top_k), smooth.shape[0], scales, scale_cols, threads
     tensors = "x", "slots", "experts", "scale", "smooth", "tokens", "q", "scale_out", "dots"
     return Steps(Step(launch, *tensors, *sizes, int(pow2)), converted=converted)
@@ -173,8 +162,7 @@ def moe_permute_smooth(
             the gradient of the weights of :func:`moe_unpermute`, if x is that of its result.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, dot)``: codes ``[R, H]``, float32 scales ``[R]``, and float32 dot products ``[R]``
@@ -193,9 +181,6 @@ def moe_permute_smooth(
 
 
 OP = Op(
-    "moe_permute_smooth",
-    public=("moe_permute_smooth", "moe_permute_smooth_t"),
-    kernels=(KERNEL, *transposed.KERNELS),
-    torch_ops=(SMOOTH, transposed.CHANNEL),
-    uses=("quantize_fp8",),
-)
+    "moe_permute_smooth", public=("moe_permute_smooth", "moe_permute_smooth_t"), kernels=(KERNEL, *transposed.KERNELS),
+    torch_ops=(SMOOTH, transposed.CHANNEL), uses=("quantize_fp8",),
+)  # fmt: skip

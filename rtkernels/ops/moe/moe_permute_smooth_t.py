@@ -16,9 +16,10 @@ from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8_channel import whole_rows
 from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, MAX_EXPERTS, groups_of, row_blocks_of
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
-from rtkernels.runtime.layout import check_same, divisor, row_stride, token
+from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
@@ -62,7 +63,7 @@ def _plan(
     tiles, threads = groups_of(cols), tile_threads("bf16")
     grid = min(row_blocks_of(count, experts) * tiles, 512 // threads * 2 * device_info(device).sm_count)
     build_together(device, (KERNEL, ("bf16", False)), (KERNEL, ("bf16", True)))
-    stride = row_stride(meta.shape, meta.stride)
+    stride = meta.row_stride
     numbers = tokens * top_k, divisor(top_k), count, cols, x_cols, stride, experts, tiles, int(pow2)
     tensors = "x", "slots", "offsets", "scale", "smooth", "row_factor", "amax", "q_t", "scale_out"
     launches = [KERNEL.bind(("bf16", codes), device, grid, threads, 8 * (experts + 1)) for codes in (False, True)]
@@ -144,8 +145,7 @@ def moe_permute_smooth_t(
         scale: Scales of x's rows, float32 ``[T]``.
         smooth: Factors of the columns, float32 ``[H]``.
         pow2_scale: Round scales up to a power of two.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q_t, scale)``: float8_e4m3fn ``[R * H]``, of which ``[s * H : (s + c) * H]`` is the matrix

@@ -25,7 +25,7 @@ _ADVANCE = Kernel(
     args="table:ptr found_inf:ptr tensors:i64 lists:i64", variants=[(THREADS,)],
 )  # fmt: skip
 _ADAMW = Kernel(
-    "multi/multi_adamw.cu", "multi_adamw", template="AHEAD", max_registers=96,
+    "multi/multi_adamw.cu", "multi_adamw", template="IN_FLIGHT", max_registers=96,
     args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 lr:f64 log_beta1:f64 "
     "log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
     variants=[(_IN_FLIGHT,)],

@@ -38,7 +38,7 @@ _FINISH = Kernel(
     variants=[(kind,) for kind in range(4)],
 )  # fmt: skip
 _SCALE = Kernel(
-    "multi/multi_scale.cu", "multi_scale", template="AHEAD", max_registers=64,
+    "multi/multi_scale.cu", "multi_scale", template="IN_FLIGHT", max_registers=64,
     args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 max_norm:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 
@@ -124,14 +124,9 @@ def tensor_list(tensors: Tensors) -> TensorList:
 
 
 def multi_norm(
-    tensors: Tensors,
-    ord: float = 2.0,
-    *,
-    per_tensor: bool = False,
-    group: Any = None,
-    root: bool = True,
+    tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None, root: bool = True,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
 
     Elements are squared and added in fp64, so the result is exact to fp32 rounding for any magnitudes and sizes; it is
@@ -147,8 +142,7 @@ def multi_norm(
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
         root: False leaves out the square root of ord 2: the sum of squares.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
@@ -167,20 +161,16 @@ def multi_norm(
 
 
 def multi_count_zeros(
-    tensors: Tensors,
-    *,
-    per_tensor: bool = False,
-    group: Any = None,
+    tensors: Tensors, *, per_tensor: bool = False, group: Any = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
 
     Args:
         tensors: As for ``multi_norm``.
         per_tensor: Return the number for each tensor, too.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.layout import check_same, extent, may_overlap, token
+from rtkernels.runtime.checks import check_same, check_shape, token
+from rtkernels.runtime.layout import extent, may_overlap
 from rtkernels.runtime.operator.autograd import needs_grad
 
 Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
@@ -18,7 +19,7 @@ def check_inputs(
     x: Metadata, weight: Metadata | None, bias: Metadata | None, residual: Metadata | None, **vectors: Metadata | None
 ) -> None:
     """Raise an ArgumentError unless these tensors go together. `vectors`: fp32, one number per column."""
-    dtype, shape, _, device = x[:4]
+    dtype, shape = x[:2]
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
@@ -26,17 +27,20 @@ def check_inputs(
     for name, meta in (("weight", weight), ("bias", bias), *vectors.items()):
         if meta is not None:
             token(name, meta[0], accepted.get(name, (torch.float32,)))
-            if tuple(meta[1]) != (shape[-1],):
-                raise ArgumentError(
-                    f"{name} has shape {tuple(meta[1])}; expected ({shape[-1]},), the last dimension of x"
-                )
-            check_same(name, meta[3], device, "device index")
+            check_shape(name, meta[1], shape[-1:], "the last dimension of x")
     if weight is not None and bias is not None:
         check_same("bias", bias[0], weight[0], "dtype", of="weight")
     if residual is not None:
         check_same("residual", residual[0], dtype, "dtype")
         check_same("residual", residual[1], shape, "shape")
-        check_same("residual", residual[3], device, "device index")
+
+
+def check_gradients(h: Metadata, **gradients: Metadata | None) -> None:
+    """Raise an ArgumentError unless incoming gradients have the dtype and shape of what was normalised."""
+    for name, meta in gradients.items():
+        if meta is not None:
+            check_same(name, meta[0], h[0], "dtype", of="h")
+            check_same(name, meta[1], h[1], "shape", of="h")
 
 
 def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> None:

@@ -10,20 +10,11 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.column_sum import column_sum_step, overlaps_next
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import (
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    check_same,
-    divisor,
-    group_threads,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import GRID_LIMIT, WIDTH, block_of, divisor, group_threads, row_stride, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -83,7 +74,7 @@ KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str) -> None:
     """Raise an ArgumentError for arguments of the forward that do not fit together."""
-    dtype, shape, _, device = x[:4]
+    dtype, shape = x[:2]
     token("x", dtype)
     if layout not in _LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(_LAYOUTS)}")
@@ -104,7 +95,6 @@ def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, lay
             f"gate has shape {tuple(gate[1])}; expected {(*lead, channels)} for x of shape {tuple(shape)} and layout "
             f"{layout!r}"
         )
-    check_same("gate", gate[3], device, "device index")
     if groups < 1 or channels % groups:
         raise ArgumentError(f"groups is {groups}; expected a number that divides the {channels} channels")
     if weight is not None:
@@ -114,7 +104,6 @@ def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, lay
                 f"weight has shape {tuple(weight[1])}; expected ({channels},), one number for each channel, or "
                 f"({channels // groups},), shared by the groups"
             )
-        check_same("weight", weight[3], device, "device index")
 
 
 def check_bwd(
@@ -124,7 +113,6 @@ def check_bwd(
     check(x, gate, weight, groups, eps, layout)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", dy[1], gate[1], "shape", of="gate")
-    check_same("dy", dy[3], x[3], "device index")
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
 

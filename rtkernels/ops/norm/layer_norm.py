@@ -87,20 +87,13 @@ def layer_norm(
         eps: Added to the variance.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
         residual: Same shape and dtype as x.
-        rstd: float32, x's shape without the last dimension: ``1 / sqrt(var(x) + eps)`` of an earlier call, which is not
-            worked out again; with `mean`. Not with a residual (give the sum as x). Gradients are those of the whole
-            normalisation, as if both had been worked out.
+        rstd: As for :func:`rms_norm`, with the variance of x in the place of its mean square; with `mean`.
         mean: float32, as rstd: ``mean(x)``.
         return_statistics: Return rstd and mean too (last); they have no gradient.
-        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
-            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
-            if a gradient is needed. Not with given or returned statistics.
-        reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
-            that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
-            Not with statistics or out.
-        gate: Factor of ``x + x_bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
-            to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
-        x_bias: ``[n]``, added to x first.
+        out: As for :func:`rms_norm`. Not with given or returned statistics.
+        reuse: As for :func:`rms_norm`. Not with statistics or out.
+        gate: As for :func:`rms_norm`. From here on: the options of inference, whose order is described there.
+        x_bias: ``[n]``, added to x first; what :func:`rms_norm` calls bias.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; likewise.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
@@ -112,12 +105,7 @@ def layer_norm(
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
-        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``.
-
-    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in
-    this order: ``h = residual + gate * (x + x_bias)``, rounded and stored; the statistics of the rounded h; the weight;
-    ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
-    is more than one. Without quant and out, gradients are those of all tensors but channel_scale.
+        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With options of inference as :func:`rms_norm`.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(layer_norm, locals())
@@ -159,9 +147,7 @@ def layer_norm(
 
 
 OP = Op(
-    "layer_norm",
-    public=("layer_norm",),
-    kernels=KERNELS,
+    "layer_norm", public=("layer_norm",), kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "combine", "column_sum"),
-)
+)  # fmt: skip

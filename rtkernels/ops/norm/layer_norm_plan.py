@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_inputs
+from rtkernels.ops.norm.checks import check_gradients, check_inputs
 from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring
 from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
@@ -19,11 +19,10 @@ from rtkernels.runtime.layout import (
     GRID_LIMIT,
     WIDTH,
     block_of,
-    check_same,
     float_halves,
     group_threads,
     halves,
-    row_count,
+    row_blocks,
     row_stride,
     vector_bytes,
 )
@@ -149,11 +148,7 @@ def check_bwd(
 ) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
     check_inputs(h, weight, bias, None)
-    for name, meta in (("dy", dy), ("dsum", dsum)):
-        if meta is not None:
-            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
-            check_same(name, meta.shape, h.shape, "shape", of="h")
-            check_same(name, meta.device, h.device, "device index", of="h")
+    check_gradients(h, dy=dy, dsum=dsum)
     if parameter_grad and weight is None and bias is None:
         raise ArgumentError("parameter_grad is True but there is neither weight nor bias")
 
@@ -209,9 +204,9 @@ def _forward(
     out: Meta | None, tensors: tuple[str | int, ...], device: int,
 ) -> Step:  # fmt: skip
     """Return the launch. `tensors`: x, residual, weight, bias, y and sum as the kernel takes them."""
-    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
+    t, size = x.token, x.dtype.itemsize
     parameter = weight or bias or x
-    w, rows, cols, x_stride = DTYPE_TOKEN[parameter.dtype], row_count(x.shape), x.shape[-1], row_stride(*x[1:3])
+    w, rows, cols, x_stride = DTYPE_TOKEN[parameter.dtype], x.rows, x.shape[-1], row_stride(*x[1:3])
     residual_stride = 0 if residual is None else row_stride(*residual[1:3])
     starts = misaligned(x, residual, weight, bias, out)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
@@ -247,9 +242,9 @@ def plan_bwd(
     parameter_grad: bool, device: int, dh: str = "dh",
 ) -> Steps:  # fmt: skip
     """Return what writes the gradient to `dh`, which may be h itself unless a second kernel reads h."""
-    t, info = DTYPE_TOKEN[h.dtype], device_info(device)
+    t, info = h.token, device_info(device)
     sums, dtype = parameter_sums(weight, bias, parameter_grad)
-    size, rows, cols = h.dtype.itemsize, row_count(h.shape), h.shape[-1]
+    size, rows, cols = h.dtype.itemsize, h.rows, h.shape[-1]
     strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
     aligned16 = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) == 16
     vectors = cols // WIDTH[t]
@@ -280,8 +275,7 @@ def plan_bwd(
     else:
         vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
-        block = block_of(threads)
-        launch = _BWD_LONG.bind((t, vec), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+        launch = _BWD_LONG.bind((t, vec), device, *row_blocks(rows, threads))
         last = "stats" if sums else 0
         first = Step(launch, *tensors, last, rows, cols, *strides, threads, eps, offset, weight_fp32)
         if sums:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -70,6 +72,13 @@ def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool
     names = ("q", "scale") * (layout in ("row", "both")) + ("q_t", "scale_t") * (layout in ("transposed", "both"))
     names += () if given else statistics_of(centred)
     return names + ("y",) * keep + ("sum",) * residual + ("amax",) * calibrate
+
+
+@cache
+def _in_fields(layout: str, given: bool, keep: bool, residual: bool, centred: bool) -> itemgetter:
+    """Return what puts the results of FORWARD, and a None after them, in the order of the fields of a NormFp8."""
+    names = _names(layout, given, keep, residual, False, centred)
+    return itemgetter(*(names.index(field) if field in names else len(names) for field in NormFp8._fields))
 
 
 def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
@@ -182,8 +191,7 @@ def rms_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -199,8 +207,8 @@ def rms_norm_fp8(
             x, weight, None, residual, rstd, None, eps, offset, layout, pow2_scale, scale_layout, keep, False
         )
         if made is not None:
-            names = _names(layout, rstd is not None, keep, residual is not None, False, False)
-            return NormFp8(**dict(zip(names, made, strict=True)))
+            fields = _in_fields(layout, rstd is not None, keep, residual is not None, False)
+            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
@@ -234,8 +242,7 @@ def layer_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -251,16 +258,13 @@ def layer_norm_fp8(
             x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, True
         )
         if made is not None:
-            names = _names(layout, rstd is not None, keep, residual is not None, False, True)
-            return NormFp8(**dict(zip(names, made, strict=True)))
+            fields = _in_fields(layout, rstd is not None, keep, residual is not None, True)
+            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 
 
 OP = Op(
-    "norm_fp8",
-    public=("rms_norm_fp8", "layer_norm_fp8"),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, SMOOTH),
+    "norm_fp8", public=("rms_norm_fp8", "layer_norm_fp8"), kernels=KERNELS, torch_ops=(FORWARD, SMOOTH),
     uses=("rms_norm", "layer_norm", "column_sum"),
-)
+)  # fmt: skip

@@ -9,7 +9,7 @@ from rtkernels.ops.norm.norm_fp8_shapes import outputs, smooth_outputs
 from rtkernels.ops.shared.fp8_layout import GROUP, groups_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, WIDTH, block_of, group_threads, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, WIDTH, block_of, group_threads, row_stride, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -81,8 +81,8 @@ def plan(
     def at(name: str) -> str | int:
         return name if name in made else 0
 
-    t, size, pow2 = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, int(pow2)
-    rows, cols, x_stride = row_count(x.shape), x.shape[-1], row_stride(*x[1:3])
+    t, size, pow2 = x.token, x.dtype.itemsize, int(pow2)
+    rows, cols, x_stride = x.rows, x.shape[-1], row_stride(*x[1:3])
     residual_stride = 0 if residual is None else row_stride(*residual[1:3])
     starts = misaligned(x, weight, bias, residual)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
@@ -168,7 +168,7 @@ def plan_smooth(
 ) -> Steps:  # fmt: skip
     made = smooth_outputs(x, smooth, weight, bias, residual, eps, offset, pow2, keep, calibrate, centred)
     names = [name if name in made else 0 for name in ("q", "scale", "made_rstd", "made_mean", "y", "sum", "amax")]
-    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), x.shape[-1]
+    t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, x.shape[-1]
     x_stride, residual_stride = row_stride(*x[1:3]), 0 if residual is None else row_stride(*residual[1:3])
     starts = misaligned(x, smooth, weight, bias, residual)
     # fp32 vectors, too.

@@ -9,7 +9,7 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_inputs
 from rtkernels.ops.shared.fp8_layout import E4M3, SCALE_LAYOUTS, Fp8Layout
-from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory
 
@@ -33,14 +33,12 @@ def check(
     """Raise an ArgumentError unless these arguments go together."""
     check_options(layout, scale_layout)
     check_inputs(x, weight, bias, residual)
-    shape, device = x[1], x[3]
+    shape = x[1]
     for name, meta in (("rstd", rstd), ("mean", mean)):
         if meta is None:
             continue
         token(name, meta[0], (torch.float32,))
-        if tuple(meta[1]) != tuple(shape[:-1]):
-            raise ArgumentError(f"{name} has shape {tuple(meta[1])}; expected {tuple(shape[:-1])}, one per row of x")
-        check_same(name, meta[3], device, "device index")
+        check_shape(name, meta[1], shape[:-1], "one per row of x")
         if residual is not None:
             raise ArgumentError(f"{name} goes without residual: give the sum that was normalised as x")
     if centred and (rstd is None) != (mean is None):

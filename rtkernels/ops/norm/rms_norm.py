@@ -153,9 +153,7 @@ def rms_norm(
 
 
 OP = Op(
-    "rms_norm",
-    public=("rms_norm",),
-    kernels=KERNELS,
+    "rms_norm", public=("rms_norm",), kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "combine", "column_sum"),
-)
+)  # fmt: skip

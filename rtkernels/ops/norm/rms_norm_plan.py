@@ -9,22 +9,12 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.norm.checks import check_gradients, check_inputs
 from rtkernels.ops.shared.bulk_ring import bulk_ring
 from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    check_same,
-    group_threads,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import WIDTH, group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
@@ -105,39 +95,21 @@ _BWD_WEIGHT = Kernel(
 
 
 def check_fwd(x: Meta, weight: Meta | None, *options: Any) -> None:
-    check(x, None, weight)
+    check_inputs(x, weight, None, None)
 
 
 def check(x: Meta, residual: Meta | None, weight: Meta | None, *options: Any) -> None:
-    """Raise an ArgumentError unless these tensors go together."""
-    token("x", x.dtype)
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    if weight is not None:
-        token("weight", weight.dtype, (x.dtype, torch.float32))
-        if tuple(weight.shape) != (x.shape[-1],):
-            raise ArgumentError(
-                f"weight has shape {tuple(weight.shape)}; expected ({x.shape[-1]},), the last dimension of x"
-            )
-        check_same("weight", weight.device, x.device, "device")
-    if residual is not None:
-        check_same("residual", residual.dtype, x.dtype, "dtype")
-        check_same("residual", residual.shape, x.shape, "shape")
-        check_same("residual", residual.device, x.device, "device")
+    check_inputs(x, weight, None, residual)
 
 
 def check_bwd(
     dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, eps: float, offset: float, weight_grad: bool
 ) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    for name, meta in (("dy", dy), ("dsum", dsum)):
-        if meta is not None:
-            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
-            check_same(name, meta.shape, h.shape, "shape", of="h")
-            check_same(name, meta.device, h.device, "device", of="h")
+    check_gradients(h, dy=dy, dsum=dsum)
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
-    check(h, None, weight)
+    check_inputs(h, weight, None, None)
 
 
 def _long_flags(vec: int, t: str, w: str) -> int:
@@ -164,10 +136,10 @@ def _forward(
     tensors: tuple[str | int, ...], device: int,
 ) -> Step:  # fmt: skip
     """Return the launch. `tensors`: x, residual, weight, y and sum as the kernel takes them."""
-    t, size = DTYPE_TOKEN[x.dtype], x.dtype.itemsize
-    w = t if weight is None else DTYPE_TOKEN[weight.dtype]
-    rows, cols, x_stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
-    residual_stride = 0 if residual is None else row_stride(residual.shape, residual.stride)
+    t, size = x.token, x.dtype.itemsize
+    w = t if weight is None else weight.token
+    rows, cols, x_stride = x.rows, x.shape[-1], x.row_stride
+    residual_stride = 0 if residual is None else residual.row_stride
     starts = misaligned(x, residual, weight, out)
     vec = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) // size
     vectors = cols // vec
@@ -179,8 +151,7 @@ def _forward(
         vec = vec if vec == WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, flags = _FWD_LONG, (t,), (_long_flags(vec, t, w),)
-    block = block_of(threads)
-    launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+    launch = kernel.bind(variant, device, *row_blocks(rows, threads))
     return Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, *flags, eps, offset)
 
 
@@ -189,11 +160,11 @@ def plan_bwd(
     device: int, dh: str = "dh",
 ) -> Steps:  # fmt: skip
     """Return what writes the gradient to `dh`, which may be h itself unless there is a launch after the first one."""
-    t, info = DTYPE_TOKEN[h.dtype], device_info(device)
-    w = t if weight is None else DTYPE_TOKEN[weight.dtype]
-    size, rows, cols = h.dtype.itemsize, row_count(h.shape), h.shape[-1]
-    strides = [row_stride(m.shape, m.stride) for m in (dy, h)]
-    strides.append(0 if dsum is None else row_stride(dsum.shape, dsum.stride))
+    t, info = h.token, device_info(device)
+    w = t if weight is None else weight.token
+    size, rows, cols = h.dtype.itemsize, h.rows, h.shape[-1]
+    strides = [m.row_stride for m in (dy, h)]
+    strides.append(0 if dsum is None else dsum.row_stride)
     vec = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) // size
     vectors = cols // vec
     chunks = next((c for c in _RING_CHUNKS if vectors <= _RING_THREADS * c), _RING_CHUNKS[-1])
@@ -218,8 +189,7 @@ def plan_bwd(
     else:
         vec = vec if vec == WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
-        block = block_of(threads)
-        launch = _BWD_LONG.bind((t,), device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
+        launch = _BWD_LONG.bind((t,), device, *row_blocks(rows, threads))
         flags, last = _long_flags(vec, t, w), "rstd" if weight_grad else 0
         if weight_grad:
             column_blocks = -(-cols // (256 * vec))

@@ -9,17 +9,9 @@ from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    check_same,
-    may_overlap,
-    row_count,
-    row_slices,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import once_differentiable, refuse_gradients, refuse_leaf
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
@@ -45,16 +37,14 @@ def _check(x: Meta, y: Meta | None, factor: Meta | None, *numbers: Any) -> None:
         accepted = (torch.float32, torch.bfloat16, torch.float16) if x.dtype == torch.float32 else (x.dtype,)
         token("y", y.dtype, accepted)
         check_same("y", y.shape, x.shape, "shape")
-        check_same("y", y.device, x.device, "device index")
     if factor is not None:
         token("factor", factor.dtype, (torch.float32,))
         if factor.numel() != 1:
             raise ArgumentError(f"factor has shape {tuple(factor.shape)}; expected one element")
-        check_same("factor", factor.device, x.device, "device index")
     if x.numel() == 0 or not x.shape:
         return
-    step = row_stride(x.shape, x.stride)
-    overlapping = step is not None and step < x.shape[-1] and row_count(x.shape) > 1
+    step = x.row_stride
+    overlapping = step is not None and step < x.shape[-1] and x.rows > 1
     if overlapping or any(step == 0 and size > 1 for step, size in zip(x.stride, x.shape, strict=True)):
         raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
 
@@ -87,7 +77,7 @@ def _plan(x: Meta, y: Meta | None, factor: Meta | None, device: int) -> Steps:
     starts = [meta.misaligned // meta.dtype.itemsize for meta in (x, other)]
     aligned16 = vector_bytes(*starts, cols, *strides, limit=n) == n
     cut = row_slices(rows, cols, 2 * n if aligned16 else 8, limit=_THREADS)
-    launch = _KERNEL.bind((DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[other.dtype]), device, cut.grid, cut.block)
+    launch = _KERNEL.bind((x.token, DTYPE_TOKEN[other.dtype]), device, cut.grid, cut.block)
     sizes = rows, cols, *strides, cut.threads_per_row, cut.slices_per_row, aligned16
     return Steps(Step(launch, "x", "y", "factor", *sizes, "alpha", "beta"))
 
@@ -107,16 +97,10 @@ def _reference(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float,
 
 
 ADD = Operator(
-    "add_in_place",
-    (InPlaceRows("x"), Rows("y", None, optional=True), Argument("factor", None, optional=True)),
-    options="float alpha, float beta",
-    numbers="alpha beta",
-    results="",
-    plan=_plan,
-    reference=_reference,
-    check=_check,
+    "add_in_place", (InPlaceRows("x"), Rows("y", None, optional=True), Argument("factor", None, optional=True)),
+    options="float alpha, float beta", numbers="alpha beta", results="", plan=_plan, reference=_reference, check=_check,
     prepare=_prepare,
-)
+)  # fmt: skip
 
 
 class _Add(torch.autograd.Function):

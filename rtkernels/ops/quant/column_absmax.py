@@ -7,18 +7,10 @@ from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    FLOAT_DTYPES,
-    check_same,
-    reads_evict_first,
-    row_count,
-    row_stride,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import FLOAT_DTYPES, reads_evict_first, vector_bytes
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
@@ -45,21 +37,19 @@ _FINISH = Kernel(
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def check_factor(name: str, factor: Meta | None, size: int, device: int, what: str) -> None:
+def check_factor(name: str, factor: Meta | None, size: int, what: str) -> None:
     """Raise an ArgumentError unless an optional factor is fp32 of one dimension of `size`."""
     if factor is None:
         return
     token(name, factor[0], (torch.float32,))
-    if tuple(factor[1]) != (size,):
-        raise ArgumentError(f"{name} has shape {tuple(factor[1])}; expected {(size,)}, one per {what} of x")
-    check_same(name, factor[3], device, "device index")
+    check_shape(name, factor[1], (size,), f"one per {what} of x")
 
 
 def _check(x: Meta, row: Meta | None, column: Meta | None) -> None:
     if not x[1]:
         raise ArgumentError("x has no dimensions; expected at least one")
-    check_factor("row_factor", row, row_count(x[1]), x[3], "row")
-    check_factor("column_factor", column, x[1][-1], x[3], "column")
+    check_factor("row_factor", row, x.rows, "row")
+    check_factor("column_factor", column, x[1][-1], "column")
 
 
 def column_steps(
@@ -76,16 +66,20 @@ def column_steps(
         pow2: Scales are powers of two.
         partial: Name of the scratch.
     """
-    rows, cols, stride, size = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride), x.dtype.itemsize
+    rows, cols, stride, size = x.rows, x.shape[-1], x.row_stride, x.dtype.itemsize
     aligned16 = vector_bytes(x.misaligned, cols * size, stride * size) == 16
     tiles = -(-cols // (32 * (16 // size if aligned16 else 1)))
     splits = max(1, min(_BLOCKS_PER_SM * device_info(device).sm_count // tiles, -(-rows // (8 * _WARPS))))
     each = -(-rows // splits)
     splits = -(-rows // each)
-    launch = _PARTIAL.bind((DTYPE_TOKEN[x.dtype],), device, tiles * splits, 32 * _WARPS)
+    launch = _PARTIAL.bind((x.token,), device, tiles * splits, 32 * _WARPS)
     # With codes, what the scales are made for reads x a second time.
     evict_first = codes is None and reads_evict_first(rows * cols * size)
-    first = Step(launch, *names[:3], partial, rows, cols, stride, each, tiles, aligned16, evict_first)
+    single = splits == 1 and codes is None  # the only row of `partial` is the result
+    made = names[3] if single else partial
+    first = Step(launch, *names[:3], made, rows, cols, stride, each, tiles, aligned16, evict_first)
+    if single:
+        return [first], {}
     scratch = {partial: Memory((splits, cols), torch.float32)}
     return [first, max_step(partial, names[3], splits, cols, device, codes, pow2)], scratch
 
@@ -130,13 +124,9 @@ ABSMAX = Operator(
 
 
 def column_absmax(
-    x: Tensor,
-    *,
-    row_factor: Tensor | None = None,
-    column_factor: Tensor | None = None,
-    floor: float = 0.0,
+    x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None, floor: float = 0.0,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the largest finite magnitude of each column, of ``x * column_factor * row_factor``.
 
     NaN and infinities do not count, as in :func:`quantize_fp8`; a column without a finite value has 0. With factors,

@@ -8,7 +8,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8_kernels import BACK, BACK_GENERIC, BACK_T, GENERIC_THREADS, GENERIC_TYPES, WIDTH
 from rtkernels.ops.quant.quantize_fp8_plan import Matrix, check_options, check_static_scale, scale_shape
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of
-from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, token
+from rtkernels.runtime.checks import token
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -28,7 +29,7 @@ def check_dequantize(
     if not shape:
         raise ArgumentError("q has no dimensions; expected at least one")
     if granularity == "tensor":
-        return check_static_scale(scale, q[3])
+        return check_static_scale(scale)
     if granularity == "group_t":
         if len(shape) != 2:
             raise ArgumentError(f"q has shape {shape}; granularity 'group_t' expects two dimensions, [columns, rows]")
@@ -40,7 +41,6 @@ def check_dequantize(
             f"scale has shape {tuple(scale[1])}; expected {wanted} for granularity {granularity!r}, "
             f"scale_layout {layout!r} and q of shape {tuple(q[1])}"
         )
-    check_same("scale", scale[3], q[3], "device index", of="q")
 
 
 def _transposed_tiles(cols: int, t: str) -> int:

@@ -11,17 +11,9 @@ from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    FLOAT_DTYPES,
-    GRID_LIMIT,
-    block_of,
-    group_threads,
-    metadata,
-    row_count,
-    token,
-)
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
@@ -82,7 +74,7 @@ def _plan(x: Meta, block: int, dtype: torch.dtype, device: int) -> Steps:
 
 
 def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool, device: int) -> Steps:
-    rows, cols, kind = row_count(x.shape), x.shape[-1], x.dtype
+    rows, cols, kind = x.rows, x.shape[-1], x.dtype
     if cols > _THREADS * _CHUNKS * _ELEMENTS or dtype != E4M3:
         return Steps(instead=_transformed_and_quantized)
     converted = None
@@ -202,8 +194,7 @@ def quantize_fp8_hadamard(
             column and codes ``[n, p]``; p is m rounded up to a multiple of the block (zeros are added to x).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
@@ -253,9 +244,6 @@ def dequantize_fp8_hadamard(
 
 
 OP = Op(
-    "hadamard",
-    public=("hadamard", "quantize_fp8_hadamard", "dequantize_fp8_hadamard"),
-    kernels=(_TRANSFORM, _QUANTIZE),
-    torch_ops=(TRANSFORM, QUANTIZE),
-    uses=("quantize_fp8", "transpose"),
-)
+    "hadamard", public=("hadamard", "quantize_fp8_hadamard", "dequantize_fp8_hadamard"),
+    kernels=(_TRANSFORM, _QUANTIZE), torch_ops=(TRANSFORM, QUANTIZE), uses=("quantize_fp8", "transpose"),
+)  # fmt: skip

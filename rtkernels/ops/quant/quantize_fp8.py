@@ -106,8 +106,7 @@ def quantize_fp8(
         with_transposed: Another way to say ``layout="both"``.
         group_size: Another number of values than 128, for granularities "group" and "block" (its square): a divisor of
             n, for "block" of m too. Scales lie by rows, and layout is "row".
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
@@ -206,9 +205,6 @@ def dequantize_fp8(
 
 
 OP = Op(
-    "quantize_fp8",
-    public=("quantize_fp8", "dequantize_fp8"),
-    kernels=KERNELS,
-    torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE),
-    uses=("smooth_quant", "column_absmax", "transpose"),
-)
+    "quantize_fp8", public=("quantize_fp8", "dequantize_fp8"), kernels=KERNELS,
+    torch_ops=(QUANTIZE, BOTH, STATIC, DEQUANTIZE), uses=("smooth_quant", "column_absmax", "transpose"),
+)  # fmt: skip

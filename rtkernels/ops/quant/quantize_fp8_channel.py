@@ -17,8 +17,9 @@ from rtkernels.ops.quant.column_absmax import check_factor, column_steps
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.ops.quant.quantize_fp8_plan import empty_scale, tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, groups_of
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -39,8 +40,8 @@ def _check(x: Meta, row: Meta | None, column: Meta | None, dtype: torch.dtype, p
         raise ArgumentError("x has no dimensions; expected at least one")
     if not 1 <= pad_to <= 65536:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 to 65536")
-    check_factor("row_factor", row, row_count(x[1]), x[3], "row")
-    check_factor("smooth", column, x[1][-1], x[3], "column")
+    check_factor("row_factor", row, x.rows, "row")
+    check_factor("smooth", column, x[1][-1], "column")
 
 
 def whole_rows(x: Meta, dtype: torch.dtype) -> tuple[Meta, int, dict[str, Any] | None]:
@@ -48,13 +49,13 @@ def whole_rows(x: Meta, dtype: torch.dtype) -> tuple[Meta, int, dict[str, Any] |
 
     Types without a kernel of their own widen exactly to `dtype`, which has one. Columns that are added hold zeros.
     """
-    cols, stride = x.shape[-1], row_stride(x.shape, x.stride)
+    cols, stride = x.shape[-1], x.row_stride
     size = dtype.itemsize
     if x.dtype == dtype and stride is not None:
         if vector_bytes(x.misaligned, cols * size, stride * size) == 16:
             return x, cols, None
     x_cols = padded(cols, 16 // size)
-    meta = Meta(dtype, (row_count(x.shape), cols), (x_cols, 1), x.device, 0)
+    meta = Meta(dtype, (x.rows, cols), (x_cols, 1), x.device, 0)
     return meta, x_cols, {"x": partial(_with_zeros, dtype=dtype, extra=x_cols - cols)}
 
 
@@ -70,11 +71,11 @@ def _plan(
     if dtype != E4M3:
         return Steps(instead=_transposed_and_quantized)
     meta, x_cols, converted = whole_rows(x, _WIDER.get(x.dtype, x.dtype))
-    t, rows, cols = DTYPE_TOKEN[meta.dtype], row_count(x.shape), x.shape[-1]
+    t, rows, cols = DTYPE_TOKEN[meta.dtype], x.rows, x.shape[-1]
     rows_out, tiles = padded(rows, pad_to), groups_of(cols)
     steps, scratch = column_steps(meta, device, ("x", "row_factor", "smooth", "scale"), dtype, pow2)
     launch = KERNEL.bind((t,), device, tiles * groups_of(rows_out), tile_threads(t), overlap=True)
-    sizes = rows, rows_out, cols, x_cols, row_stride(meta.shape, meta.stride), tiles
+    sizes = rows, rows_out, cols, x_cols, meta.row_stride, tiles
     codes = Step(launch, "x", "row_factor", "smooth", "scale", "q", *sizes)
     return Steps(*steps, codes, scratch=scratch, converted=converted)
 

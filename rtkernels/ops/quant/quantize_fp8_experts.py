@@ -23,8 +23,9 @@ from rtkernels.ops.shared.fp8_layout import (
     row_blocks_of,
 )
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, nothing, token
+from rtkernels.runtime.layout import DTYPE_TOKEN, nothing
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -53,7 +54,6 @@ def _check(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: b
         raise ArgumentError(
             f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts"
         )
-    check_same("counts", counts[3], x[3], "device index")
 
 
 def _outputs(x, counts, output, dtype, pow2_scale):
@@ -61,7 +61,7 @@ def _outputs(x, counts, output, dtype, pow2_scale):
 
 
 def _plan(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: bool, device: int) -> Steps:
-    t, f, experts = DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[dtype], counts.shape[0]
+    t, f, experts = x.token, DTYPE_TOKEN[dtype], counts.shape[0]
     m, info = Matrix(x, WIDTH[t], flat=False), device_info(device)
     blocks, tiles = row_blocks_of(m.rows, experts), groups_of(m.cols)
     options = experts, counts.dtype.itemsize, blocks
@@ -154,8 +154,7 @@ def quantize_fp8_experts(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
         output: Another name of `layout`.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`QuantizedExperts`, all of it dense.

@@ -98,18 +98,6 @@ BACK_GENERIC = Kernel(
     variants=[(GENERIC_THREADS,)],
 )  # fmt: skip
 KERNELS = (
-    AMAX,
-    TENSOR,
-    SMALL,
-    ROW,
-    ROW_LONG,
-    GROUPED,
-    BLOCK,
-    GROUPED_T,
-    GROUP_BOTH,
-    BLOCK_BOTH,
-    BACK,
-    BACK_T,
-    GENERIC,
+    AMAX, TENSOR, SMALL, ROW, ROW_LONG, GROUPED, BLOCK, GROUPED_T, GROUP_BOTH, BLOCK_BOTH, BACK, BACK_T, GENERIC,
     BACK_GENERIC,
-)
+)  # fmt: skip

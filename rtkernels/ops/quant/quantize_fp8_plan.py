@@ -23,19 +23,17 @@ from rtkernels.ops.quant.quantize_fp8_kernels import (
     WIDTH,
 )
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, SCALE_LAYOUTS, Fp8Layout, check_option, groups_of
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import build_together
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
-    GRID_LIMIT,
     RowSlices,
-    block_of,
-    check_same,
     group_threads,
+    row_blocks,
     row_count,
     row_slices,
     row_stride,
-    token,
     vector_bytes,
 )
 from rtkernels.runtime.operator.declared import Meta
@@ -103,18 +101,17 @@ def check_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout
         )
 
 
-def check_static_scale(scale: Meta, device: int) -> None:
-    """Raise an ArgumentError unless a given scale is one fp32 number on x's device."""
-    dtype, shape, _, scale_device = scale[:4]
+def check_static_scale(scale: Meta) -> None:
+    """Raise an ArgumentError unless a given scale is one fp32 number."""
+    dtype, shape = scale[:2]
     token("scale", dtype, (torch.float32,))
     if row_count((*shape, 1)) != 1:
         raise ArgumentError(f"scale has shape {tuple(shape)}; expected one element, the scale of the whole tensor")
-    check_same("scale", scale_device, device, "device index")
 
 
 def check_static(x: Meta, scale: Meta, dtype: torch.dtype) -> None:
     check_quantize(x, "tensor", dtype, False, "row")
-    check_static_scale(scale, x[3])
+    check_static_scale(scale)
 
 
 def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
@@ -155,7 +152,7 @@ class Matrix:
 
 
 def plan_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, device: int) -> Steps:
-    t, f, pow2 = DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[dtype], int(pow2)
+    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2)
     m = Matrix(x, WIDTH[t], flat=granularity == "tensor")
     if granularity != "tensor":
         if m.vec == 1:
@@ -179,7 +176,7 @@ def plan_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, lay
 
 
 def plan_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, device: int) -> Steps:
-    t, f, pow2 = DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[dtype], int(pow2)
+    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2)
     m = Matrix(x, WIDTH[t], flat=False)
     if m.vec == 1:
         return Steps(*generic_steps(m, t, f, pow2, granularity, layout, both=True))
@@ -195,7 +192,7 @@ def plan_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout:
 
 
 def plan_static(x: Meta, scale: Meta, dtype: torch.dtype, device: int) -> Steps:
-    t, f = DTYPE_TOKEN[x.dtype], DTYPE_TOKEN[dtype]
+    t, f = x.token, DTYPE_TOKEN[dtype]
     m = Matrix(x, WIDTH[t], flat=True)
     if m.vec == 1:
         return Steps(generic_static(m, t, f))
@@ -210,8 +207,7 @@ def _row(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
         kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
     else:
         kernel, threads = ROW_LONG, group_threads(vectors, 1024)
-    block = block_of(threads)
-    grid = min(-(-m.rows // (block // threads)), GRID_LIMIT)
+    grid, block = row_blocks(m.rows, threads)
     launch = kernel.bind((t, f, m.vec), m.device, grid, block)
     return Step(launch, "x", "q", "scale", m.rows, m.cols, m.stride, threads, pow2)
 

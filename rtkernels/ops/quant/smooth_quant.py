@@ -18,19 +18,17 @@ from rtkernels.ops.quant.column_absmax import reference as absmax_reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
 from rtkernels.ops.quant.quantize_fp8_plan import empty_scale
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
     DTYPE_TOKEN,
     GRID_LIMIT,
     block_of,
-    check_same,
     group_threads,
     nothing,
     reads_evict_first,
     row_count,
-    row_stride,
-    token,
 )
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
@@ -59,12 +57,10 @@ def _check(x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype, pow2:
     token("the result", dtype, FP8_DTYPES)
     if not x[1]:
         raise ArgumentError("x has no dimensions; expected at least one")
-    cols, rows = x[1][-1], row_count(x[1])
+    cols, rows = x[1][-1], x.rows
     token("smooth", smooth[0], (torch.float32,))
     wanted = (cols,) if expert is None else (smooth[1][0] if smooth[1] else 1, cols)
-    if tuple(smooth[1]) != wanted:
-        raise ArgumentError(f"smooth has shape {tuple(smooth[1])}; expected {wanted}, one per column of x")
-    check_same("smooth", smooth[3], x[3], "device index")
+    check_shape("smooth", smooth[1], wanted, "one per column of x")
     if expert is not None:
         token("expert", torch.float32 if expert[0] == torch.int32 else expert[0], (torch.float32,))
         check_same("expert", tuple(expert[1]), (rows,), "shape", of="the rows of x")
@@ -75,7 +71,7 @@ def _plan(
 ) -> Steps:
     kind = torch.float32 if x.dtype == torch.float16 else x.dtype  # exact
     meta, x_cols, converted = channel.whole_rows(x, kind)
-    rows, cols, vector = row_count(x.shape), x.shape[-1], 16 // kind.itemsize
+    rows, cols, vector = x.rows, x.shape[-1], 16 // kind.itemsize
     if x_cols > _THREADS * _CHUNKS * vector or dtype != E4M3:
         return Steps(instead=_smoothed_and_quantized)
     if x_cols > cols:
@@ -87,7 +83,7 @@ def _plan(
     limit = _CALIBRATION_BLOCKS_PER_SM * device_info(device).sm_count if calibrate else GRID_LIMIT
     grid = min(-(-rows // groups), limit)
     launch = _KERNEL.bind((DTYPE_TOKEN[kind], calibrate), device, grid, block)
-    stride, evict_first = row_stride(meta.shape, meta.stride), reads_evict_first(rows * x_cols * kind.itemsize)
+    stride, evict_first = meta.row_stride, reads_evict_first(rows * x_cols * kind.itemsize)
     sizes = rows, x_cols, stride, cols, threads, int(pow2), evict_first
     tensors = "x", "smooth", "expert", "q", "scale", "largest" if calibrate else 0
     steps, scratch = [Step(launch, *tensors, *sizes)], {}
@@ -198,8 +194,7 @@ def quantize_fp8_smooth(
             rows; for "row".
         pad_to: For "channel": round the length of q's rows up to a multiple; codes added are 0.
         divide_rows: Multiply by ``1 / row_factor`` (rounded to float32) instead.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`SmoothQuantized`.
@@ -309,14 +304,9 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def smooth_factors(
-    amax: Tensor,
-    weight_amax: Tensor | None = None,
-    *,
-    alpha: float = 0.5,
-    floor: float = 1e-5,
-    pow2: bool = False,
+    amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return factors for :func:`quantize_fp8_smooth` from calibration maxima.
 
     ``max(weight_amax, floor)^(1 - alpha) * max(amax, floor)^-alpha``, or without weight_amax the second factor alone.
@@ -351,9 +341,7 @@ def smooth_factors(
 
 
 OP = Op(
-    "smooth_quant",
-    public=("quantize_fp8_smooth", "dequantize_fp8_smooth", "quantize_fp8_shard_", "smooth_factors"),
-    kernels=(_KERNEL, channel.KERNEL),
-    torch_ops=(SMOOTH, channel.CHANNEL),
+    "smooth_quant", public=("quantize_fp8_smooth", "dequantize_fp8_smooth", "quantize_fp8_shard_", "smooth_factors"),
+    kernels=(_KERNEL, channel.KERNEL), torch_ops=(SMOOTH, channel.CHANNEL),
     uses=("quantize_fp8", "column_absmax", "transpose"),
-)
+)  # fmt: skip

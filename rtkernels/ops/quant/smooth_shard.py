@@ -8,7 +8,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
-from rtkernels.runtime.layout import check_same, token
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 

@@ -13,7 +13,6 @@ from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -47,14 +46,14 @@ def _grid(n: int, device: int) -> int:
 
 def _plan_fill(out: Meta, seed: Meta, kind: str, device: int) -> Steps:
     n = out.numel()
-    launch = _FILL.bind((DTYPE_TOKEN[out.dtype],), device, _grid(n, device), _THREADS)
+    launch = _FILL.bind((out.token,), device, _grid(n, device), _THREADS)
     aligned = out.misaligned % (4 * out.dtype.itemsize) == 0
     return Steps(Step(launch, "out", "seed", n, KINDS[kind], "a", "b", int(aligned)))
 
 
 def _plan_dropout(x: Meta, seed: Meta, device: int) -> Steps:
     n = x.numel()
-    launch = _DROPOUT.bind((DTYPE_TOKEN[x.dtype],), device, _grid(n, device), _THREADS)
+    launch = _DROPOUT.bind((x.token,), device, _grid(n, device), _THREADS)
     aligned = x.misaligned % (4 * x.dtype.itemsize) == 0
     return Steps(Step(launch, "x", "y", "mask", "seed", n, "keep", "scale", int(aligned)))
 

@@ -9,19 +9,17 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
     FLOAT_DTYPES,
     GRID_LIMIT,
     block_of,
     group_threads,
     nothing,
     reads_evict_first,
-    row_count,
     row_slices,
     row_stride,
-    token,
     vector_bytes,
 )
 from rtkernels.runtime.operator.autograd import needs_grad
@@ -56,7 +54,7 @@ def _check(*values: Any) -> None:
 
 def _rows(x: Meta, y: Meta) -> tuple[int, int, int, int, bool]:
     """Return rows, columns, both row strides, and whether all rows can be accessed 16 bytes at a time."""
-    rows, cols, vector = row_count(x.shape), x.shape[-1], 16 // x.dtype.itemsize
+    rows, cols, vector = x.rows, x.shape[-1], 16 // x.dtype.itemsize
     strides = [row_stride(x.shape, meta.stride) for meta in (x, y)]
     starts = [meta.misaligned // x.dtype.itemsize for meta in (x, y)]
     return rows, cols, *strides, vector_bytes(cols, *strides, *starts, limit=vector) == vector
@@ -72,14 +70,14 @@ def _plan_fwd(x: Meta, y: Meta, device: int) -> Steps:
     if cols >= 2**31 or grid > GRID_LIMIT:
         raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
     evict_first = reads_evict_first(2 * rows * cols * x.dtype.itemsize)
-    launch = _FWD.bind((DTYPE_TOKEN[x.dtype],), device, grid, block)
+    launch = _FWD.bind((x.token,), device, grid, block)
     return Steps(Step(launch, "x", "y", "out", rows, cols, x_stride, y_stride, threads, accesses, evict_first))
 
 
 def _plan_bwd(g: Meta, x: Meta, y: Meta, need_x: bool, need_y: bool, device: int) -> Steps:
     rows, cols, x_stride, y_stride, aligned = _rows(x, y)
     cut = row_slices(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
-    launch = _BWD.bind((DTYPE_TOKEN[x.dtype],), device, cut.grid, cut.block)
+    launch = _BWD.bind((x.token,), device, cut.grid, cut.block)
     sizes = rows, cols, x_stride, y_stride, *cut[:2], aligned
     return Steps(Step(launch, "g", "x", "y", "dx", "dy", *sizes))
 
@@ -100,23 +98,16 @@ def _reference_bwd(g: Tensor, x: Tensor, y: Tensor, need_x: bool, need_y: bool) 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 FORWARD = Operator(
-    "row_dot_fwd",
-    (Rows("x"), Rows("y", like="x")),
-    results="out",
-    outputs=lambda x, y: (Memory(x.shape[:-1], x.dtype),),
-    plan=_plan_fwd,
-    reference=_reference_fwd,
-    check=_check,
-)
+    "row_dot_fwd", (Rows("x"), Rows("y", like="x")), results="out",
+    outputs=lambda x, y: (Memory(x.shape[:-1], x.dtype),), plan=_plan_fwd, reference=_reference_fwd, check=_check,
+)  # fmt: skip
 BACKWARD = Operator(
     "row_dot_bwd",
     (Dense("g", like="x", shape=lambda given: given["x"].shape[:-1], of="the result"), Rows("x"), Rows("y", like="x")),
-    options="bool need_x, bool need_y",
-    results="dx dy",
+    options="bool need_x, bool need_y", results="dx dy",
     outputs=lambda g, x, y, *need: tuple(Memory(x.shape, x.dtype) if wanted else None for wanted in need),
-    plan=_plan_bwd,
-    reference=_reference_bwd,
-)
+    plan=_plan_bwd, reference=_reference_bwd,
+)  # fmt: skip
 _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
 
 

@@ -127,14 +127,9 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
 
 
 def softmax(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    lengths: Tensor | None = None,
-    in_place: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``exp(scale * x) / sum(exp(scale * x))`` over one dimension.
 
     Computed in fp32 and rounded once; no intermediate overflows. A row that has nothing but -inf, or length 0, gives 0
@@ -163,14 +158,9 @@ def softmax(
 
 
 def log_softmax(
-    x: Tensor,
-    dim: int = -1,
-    *,
-    scale: float = 1.0,
-    lengths: Tensor | None = None,
-    in_place: bool = False,
+    x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the logarithm of ``softmax(x)``, ``scale * x - log(sum(exp(scale * x)))``, over one dimension.
 
     Computed in fp32 and rounded once; no intermediate overflows. Scores that do not count, and rows that have nothing

@@ -9,19 +9,10 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_dtype, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    check_same,
-    group_threads,
-    row_count,
-    row_stride,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import WIDTH, block_of, group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -42,17 +33,13 @@ def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tup
 
 
 _FWD = _kernels(
-    "reduce/softmax.cu",
-    "softmax_fwd",
-    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 lengths_int64:i64",
-    _FWD_VECTORS,
-)
+    "reduce/softmax.cu", "softmax_fwd",
+    "x:ptr y:ptr lengths:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 lengths_int64:i64", _FWD_VECTORS,
+)  # fmt: skip
 _BWD = _kernels(
-    "reduce/softmax_bwd.cu",
-    "softmax_bwd",
-    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 lengths_int64:i64",
-    _BWD_VECTORS,
-)
+    "reduce/softmax_bwd.cu", "softmax_bwd",
+    "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 lengths_int64:i64", _BWD_VECTORS,
+)  # fmt: skip
 
 # ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
@@ -63,21 +50,14 @@ def check(x: Meta, lengths: Meta | None, *options: Any, name: str = "x") -> None
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
     if lengths is not None:
-        if lengths[0] not in (torch.int32, torch.int64):
-            raise ArgumentError(
-                f"lengths has dtype {str(lengths[0]).removeprefix('torch.')}; expected one of int32, int64"
-            )
-        if tuple(lengths[1]) != tuple(shape[:-1]):
-            raise ArgumentError(
-                f"lengths has shape {tuple(lengths[1])}; expected {tuple(shape[:-1])}, the shape of {name} without dim"
-            )
-        check_same("lengths", lengths[3], x[3], "device index", of=name)
+        check_dtype("lengths", lengths[0])
+        check_shape("lengths", lengths[1], shape[:-1], f"the shape of {name} without dim")
 
 
 def check_in_place(x: Meta, lengths: Meta | None, *options: Any) -> None:
     check(x, lengths)
-    x_stride = row_stride(x.shape, x.stride)
-    if x_stride is not None and row_count(x.shape) > 1 and abs(x_stride) < x.shape[-1]:
+    x_stride = x.row_stride
+    if x_stride is not None and x.rows > 1 and abs(x_stride) < x.shape[-1]:
         raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
 
 
@@ -107,7 +87,7 @@ def _step(
         device: CUDA ordinal, or -1.
     """
     in_registers, other = _FWD if forward else _BWD
-    t, size, rows, cols = DTYPE_TOKEN[x.dtype], x.dtype.itemsize, row_count(x.shape), x.shape[-1]
+    t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, x.shape[-1]
     aligned16 = vector_bytes(starts, cols * size, *(stride * size for stride in strides)) == 16
     found = _per_thread(cols // WIDTH[t], _FWD_VECTORS if forward else _BWD_VECTORS) if aligned16 else None
     shared = found[0] * block_of(found[1]) * 16 if found and forward else 0
@@ -117,8 +97,7 @@ def _step(
     else:
         threads = group_threads(-(-cols // (WIDTH[t] if aligned16 else 1)), 1024)
         kernel, variant, more, shared = other, (t,), (int(aligned16),), 0
-    block = block_of(threads)
-    launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block, shared)
+    launch = kernel.bind(variant, device, *row_blocks(rows, threads), shared)
     lengths_int64 = int(lengths is not None and lengths.dtype == torch.int64)
     return Step(launch, *tensors, rows, cols, *strides, lengths_int64, threads, "scale", int(log), *more)
 
@@ -134,23 +113,23 @@ def _per_thread(vectors: int, limits: dict[int, int]) -> tuple[int, int] | None:
 
 
 def plan_fwd(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
-    strides = row_stride(x.shape, x.stride), x.shape[-1]
+    strides = x.row_stride, x.shape[-1]
     return Steps(_step(True, ("x", "y", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
 def plan_as_torch(x: Meta, log: bool, device: int) -> Steps:
     """The same without lengths; rows that have nothing but -inf are NaN, as torch has them."""
-    strides = row_stride(x.shape, x.stride), x.shape[-1]
+    strides = x.row_stride, x.shape[-1]
     return Steps(_step(True, ("x", "y", 0), x, strides, x.misaligned, None, int(log) | 2, device))
 
 
 def plan_in_place(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
-    strides = (row_stride(x.shape, x.stride),) * 2
+    strides = (x.row_stride,) * 2
     return Steps(_step(True, ("x", "x", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
 def plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
-    strides = row_stride(dy.shape, dy.stride), row_stride(y.shape, y.stride)
+    strides = dy.row_stride, y.row_stride
     return Steps(_step(False, ("dy", "y", "dx", "lengths"), y, strides, misaligned(dy, y), lengths, log, device))
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import check_same, token, vector_bytes
+from rtkernels.runtime.layout import vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
 # The tail of every kernel's arguments, and of every operator's.
@@ -28,7 +29,6 @@ HALVES, ADJACENT, GATHER, SCATTER = range(4)  # orders of pairs, in and out: rop
 _TABLES_FP32, _FULL, _ADJACENT, _INDEX_INT64, _INVERSE = 1, 2, 4, 8, 16
 _BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
 _SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}
-_INTEGERS = (torch.int32, torch.int64)
 
 LAYOUTS = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}  # where batch, place and head are
 
@@ -103,8 +103,9 @@ def check(
     token("cos", cos[0], (dtype, torch.float32))
     check_same("sin", sin[0], cos[0], "dtype", of="cos")
     check_same("sin", sin[1], cos[1], "shape", of="cos")
-    check_same("cos", cos[3], device, "device index")
-    check_same("sin", sin[3], device, "device index")
+    for name, meta in {"cos": cos, "sin": sin, "positions": positions, "cu_seqlens": cu_seqlens}.items():
+        if meta is not None:  # the operator would say "q" for what callers know as x
+            check_same(name, meta[3], device, "device index")
     shape = tuple(cos[1])
     kind, sizes = _parse_sections(sections, rotary)
     if not 0 <= cp_rank < cp_size:
@@ -137,7 +138,7 @@ def check(
         index_kind, flags = _BY_POSITION, flags | (positions[0] == torch.int64) * _INDEX_INT64
         token_shape = (length,) if packed else (batch, length)
         streams = (3,) * bool(kind)
-        _check_index("positions", positions, device)
+        check_dtype("positions", positions[0])
         got = tuple(positions[1])
         if got not in ((*streams, *token_shape), (*streams, length)):
             raise ArgumentError(f"positions has shape {got}; expected {(*streams, *token_shape)} or one row for all")
@@ -145,7 +146,7 @@ def check(
         count, step = (length if shared else batch * length), (0 if shared else length)
     elif cu_seqlens is not None:
         index_kind, flags = _BY_SEQUENCE, flags | (cu_seqlens[0] == torch.int64) * _INDEX_INT64
-        _check_index("cu_seqlens", cu_seqlens, device)
+        check_dtype("cu_seqlens", cu_seqlens[0])
         if not packed or len(cu_seqlens[1]) != 1 or cu_seqlens[1][0] < 1:
             raise ArgumentError(
                 f"cu_seqlens has shape {tuple(cu_seqlens[1])}; expected [sequences + 1], and tokens without a batch "
@@ -178,12 +179,6 @@ def _parse_sections(sections: str, rotary: int) -> tuple[int, tuple[int, int, in
             f"sections is {(first, second, third)}; expected a sum of {rotary // 2}, one pair of elements for each"
         )
     return _SECTION_KINDS[kind], (first, second, third)
-
-
-def _check_index(name: str, index: Meta, device: int) -> None:
-    if index[0] not in _INTEGERS:
-        raise ArgumentError(f"{name} has dtype {str(index[0]).removeprefix('torch.')}; expected one of int32, int64")
-    check_same(name, index[3], device, "device index")
 
 
 def _row_step(shape: Any, stride: Any) -> int | None:

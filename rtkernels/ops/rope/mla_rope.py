@@ -21,9 +21,10 @@ from rtkernels.ops.rope.rope_operators import (
     plain_tables,
     shape_in,
 )
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, metadata, token, vector_bytes
+from rtkernels.runtime.layout import metadata, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
@@ -65,7 +66,6 @@ def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> 
 def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, inverse: bool, *angles: Any):
     token("kv", kv[0])
     check_same("k_pos", k_pos[0], kv[0], "dtype", of="kv")
-    check_same("k_pos", k_pos[3], kv[3], "device index", of="kv")
     packed = len(kv[1]) == 3
     heads = heads_of("kv", kv, layout)
     pos = _pos_heads("k_pos", k_pos, layout, heads, packed)
@@ -97,7 +97,7 @@ def _step(
     angles = cos, sin, *angles[2:]
     heads, pos, found, *shapes = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
     t, size, tokens, value_dim = (
-        DTYPE_TOKEN[kv.dtype],
+        kv.token,
         kv.dtype.itemsize,
         heads.batch * heads.length,
         heads.head_dim - nope,
@@ -265,7 +265,8 @@ def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
         IN_PLACE.call(q, None, layout, nope, rotary, pairs, False, *angles)
         y = q
     else:
-        y, _ = FORWARD.call(q, None, layout, out_layout, nope, rotary, pairs, False, *angles)
+        q_args = q, None, layout, out_layout, nope, rotary, pairs, False, *angles
+        y, _ = FORWARD.replay(*q_args) or FORWARD.call(*q_args)
     return (y, *KV_FORWARD.call(kv, k_pos, nope, layout, out_layout, pairs, *angles))
 
 
@@ -273,6 +274,8 @@ def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
     """Raise an ArgumentError unless q, which is rotated by itself, has the tokens of kv."""
     check_same("q", q.dtype, kv.dtype, "dtype", of="kv")
     check_same("q", q.get_device(), kv.get_device(), "device index", of="kv")
+    if q.shape[:-1] == kv.shape[:-1]:
+        return
     heads = -3 if layout == "bhsd" and q.dim() == 4 else -2
     sizes = [[*t.shape[:heads], *t.shape[heads + 1 : -1]] for t in (q, kv)]
     if sizes[0] != sizes[1]:
@@ -317,8 +320,7 @@ def mla_rope(
         mscale: Factor of cos and sin.
         in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
             overwritten.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).

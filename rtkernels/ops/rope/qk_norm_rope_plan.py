@@ -12,10 +12,11 @@ from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, PAIR_ORDERS, order_of_pairs, plan_bulk
 from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, Tables, heads_of, plain_tables, plan_tables
 from rtkernels.ops.shared.column_sum import column_sum_step
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor, group_threads, token, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
@@ -152,7 +153,6 @@ def check_weights(q_weight: Meta | None, k_weight: Meta | None, qkv: Meta, head_
         token(name, weight[0], (qkv[0], torch.float32))
         if tuple(weight[1]) != (head_dim,):
             raise ArgumentError(f"{name} has shape {tuple(weight[1])}; expected ({head_dim},), the size of a head")
-        check_same(name, weight[3], qkv[3], "device index", of="qkv")
     if (q_weight is None) != (k_weight is None):
         raise ArgumentError("got one of q_weight and k_weight; expected both or neither")
     if q_weight is not None:
@@ -235,7 +235,7 @@ def plan_fwd(
     found, tables_found = check(
         qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles
     )  # fmt: skip
-    t, size, index = DTYPE_TOKEN[qkv.dtype], qkv.dtype.itemsize, angles_of.index_of(*angles[2:4])
+    t, size, index = qkv.token, qkv.dtype.itemsize, angles_of.index_of(*angles[2:4])
     vec, rotary = 16 // size, tables_found.rotary
     strides = (found.batch_stride * size, found.place_stride * size)
     aligned16 = vector_bytes(misaligned(qkv, q_weight, k_weight), *strides) == 16
@@ -320,7 +320,6 @@ def check_bwd(
     for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
         check_same(name, d[0], qkv[0], "dtype", of="qkv")
         check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
-        check_same(name, d[3], qkv[3], "device index", of="qkv")
 
 
 def plan_bwd(

@@ -89,8 +89,7 @@ def rope(
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
@@ -103,6 +102,10 @@ def rope(
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
+    if not in_place:
+        made = FORWARD.replay(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
+        if made is not None:
+            return made[0] if k is None else made
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         if in_place:

@@ -11,18 +11,10 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import LAYOUTS, Angles
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    check_same,
-    divisor,
-    group_threads,
-    metadata,
-    nothing,
-    token,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import divisor, group_threads, metadata, nothing, vector_bytes
 from rtkernels.runtime.operator.declared import InPlace, Meta, Operator, UnitStride, misaligned
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.sharding import Way, shard
@@ -207,7 +199,7 @@ def _plan(
     )  # fmt: skip
     packed, index = q.dim() == 3, angles_of.index_of(positions, cu_seqlens)
     tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
-    t, size = DTYPE_TOKEN[q.dtype], q.dtype.itemsize
+    t, size = q.token, q.dtype.itemsize
     vec = 16 // size
     strides = [*heads.strides, *(of_k.strides if of_k else (0, 0, 0))]
     if in_place:

@@ -116,8 +116,7 @@ def rms_norm_router(
         precision: "fast", "high" or "exact", of the logits.
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column".
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A :class:`NormRouter`.
@@ -138,9 +137,6 @@ def rms_norm_router(
 
 
 OP = Op(
-    "rms_norm_router",
-    public=("rms_norm_router",),
-    kernels=(KERNEL,),
-    torch_ops=(FORWARD,),
+    "rms_norm_router", public=("rms_norm_router",), kernels=(KERNEL,), torch_ops=(FORWARD,),
     uses=("norm_fp8", "rms_norm", "router_gemm", "column_absmax", "column_sum"),
-)
+)  # fmt: skip

@@ -11,9 +11,10 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm import norm_fp8_shapes as shapes
 from rtkernels.ops.router.router_gemm_kernels import EXACT
 from rtkernels.ops.shared.fp8_layout import groups_of
+from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps, matrix_boxes
 
@@ -55,7 +56,6 @@ def check(
     cols = x[1][-1]
     if len(router[1]) != 2 or router[1][1] != cols:
         raise ArgumentError(f"router_weight has shape {tuple(router[1])}; expected [experts, {cols}], the columns of x")
-    check_same("router_weight", router[3], x[3], "device index")
 
 
 def outputs(x, weight, router, eps, offset, precision, pow2_scale, scale_layout):
@@ -67,7 +67,7 @@ def outputs(x, weight, router, eps, offset, precision, pow2_scale, scale_layout)
 def _serves(x: Meta, weight: Meta | None, router: Meta, precision: int, device: int) -> bool:
     if x.dtype != torch.bfloat16 or router.dtype != x.dtype or precision == EXACT:
         return False
-    rows, cols, pitch = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
+    rows, cols, pitch = x.rows, x.shape[-1], x.row_stride
     if cols not in _COLUMNS or router.shape[0] not in _EXPERTS or pitch < cols or rows >= 1 << 31:
         return False
     if vector_bytes(misaligned(x, weight, router), 2 * cols, 2 * pitch) != 16:
@@ -83,7 +83,7 @@ def plan_with(in_two: Callable[..., Any]) -> Callable[..., Steps]:
     def plan(x, weight, router, eps, offset, precision, pow2_scale, scale_layout, device) -> Steps:
         if not _serves(x, weight, router, precision, device):
             return Steps(instead=in_two)
-        rows, cols, experts, pitch = row_count(x.shape), x.shape[-1], router.shape[0], row_stride(x.shape, x.stride)
+        rows, cols, experts, pitch = row_count(x.shape), x.shape[-1], router.shape[0], x.row_stride
         maps = (
             matrix_boxes("x", "bf16", rows, cols, pitch, _BLOCK_ROWS, _BOX),
             matrix_boxes("router_weight", "bf16", experts, cols, cols, experts, _BOX),

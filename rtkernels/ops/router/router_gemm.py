@@ -10,7 +10,8 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
 from rtkernels.ops.router.router_gemm_plan import plan_bwd_with, plan_fwd, plan_into
-from rtkernels.runtime.layout import check_same, metadata, nothing, row_count, token
+from rtkernels.runtime.checks import check_same, token
+from rtkernels.runtime.layout import metadata, nothing, row_count
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import (
     DenseFloat,
@@ -37,19 +38,16 @@ def _check(x: Meta, weight: Meta, bias: Meta | None, precision: int) -> None:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [experts, hidden size]")
     if not x.shape or x.shape[-1] != weight.shape[1]:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {weight.shape[1]}], the columns of weight")
-    if row_count(x.shape) > _MAX_ROWS:
-        raise ArgumentError(f"x has {row_count(x.shape)} rows; expected at most {_MAX_ROWS}")
-    check_same("weight", weight.device, x.device, "device index")
+    if x.rows > _MAX_ROWS:
+        raise ArgumentError(f"x has {x.rows} rows; expected at most {_MAX_ROWS}")
     if bias is not None:
         token("bias", bias.dtype)
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
-        check_same("bias", bias.device, x.device, "device index")
 
 
 def _check_dy(dy: Meta, x: Meta, experts: int) -> None:
     token("dy", dy.dtype)
     check_same("dy", tuple(dy.shape), (*x.shape[:-1], experts), "shape", of="x with weight's rows")
-    check_same("dy", dy.device, x.device, "device index")
 
 
 def _check_bwd(dy: Meta, x: Meta, weight: Meta, precision: int, need_x: bool, need_weight: bool) -> None:
@@ -163,14 +161,9 @@ _differentiable = applied(_RouterGemm)
 
 
 def router_gemm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    precision: str = "high",
-    main_grad: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, precision: str = "high", main_grad: Tensor | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
 
     16-bit numbers are multiplied exactly, by tensor cores; fp32 ones (a weight, incoming gradients) are first written
@@ -225,9 +218,6 @@ def router_gemm(
 
 
 OP = Op(
-    "router_gemm",
-    public=("router_gemm",),
-    kernels=KERNELS,
-    torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
+    "router_gemm", public=("router_gemm",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD, BACKWARD_INTO),
     uses=("column_absmax",),
-)
+)  # fmt: skip

@@ -22,7 +22,7 @@ from rtkernels.ops.router.router_gemm_kernels import (
     terms,
     uses_wgmma,
 )
-from rtkernels.runtime.layout import DTYPE_TOKEN, row_count, row_stride
+from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 
@@ -63,20 +63,20 @@ class _Work:
 
     def aligned(self, name: str, meta: Meta) -> Operand:
         """Return a tensor of rows as an operand, copied with zeros behind its rows if they do not fill vectors."""
-        rows, cols, vector = row_count(meta.shape), meta.shape[-1], 16 // meta.dtype.itemsize
-        pitch = cols if rows == 1 else row_stride(meta.shape, meta.stride)
+        rows, cols, vector = meta.rows, meta.shape[-1], 16 // meta.dtype.itemsize
+        pitch = cols if rows == 1 else meta.row_stride
         if cols % vector or pitch % vector or pitch < cols or meta.misaligned:
             pitch = -(-cols // vector) * vector
             self.converted[name] = partial(_padded, pitch=pitch)
-        return Operand(name, DTYPE_TOKEN[meta.dtype], rows, cols, pitch)
+        return Operand(name, meta.token, rows, cols, pitch)
 
     def split(self, name: str, meta: Meta, into: str, count: int, largest: str | int = 0) -> Operand:
         """Return the terms of a matrix; for fp16 scaled by row, or by the largest magnitudes of the columns.
 
         One kernel, which the next one may overlap.
         """
-        rows, cols, size = row_count(meta.shape), meta.shape[-1], meta.dtype.itemsize
-        stride, pitch = row_stride(meta.shape, meta.stride) if rows > 1 else cols, -(-cols // 8) * 8
+        rows, cols, size = meta.rows, meta.shape[-1], meta.dtype.itemsize
+        stride, pitch = meta.row_stride if rows > 1 else cols, -(-cols // 8) * 8
         # The two gradients may want other terms of the same matrix.
         out, by_row = f"{name}_{into}_{count}_terms", into == "fp16" and not largest
         scale = f"{out}_scale"
@@ -84,7 +84,7 @@ class _Work:
         if by_row:
             self.scratch[scale] = Memory((rows,), torch.float32)
         aligned16 = cols % 8 == 0 and stride * size % 16 == 0 and not meta.misaligned
-        launch = kernels.split_launch(self.device, DTYPE_TOKEN[meta.dtype], into, rows, cols, by_row)
+        launch = kernels.split_launch(self.device, meta.token, into, rows, cols, by_row)
         sizes = rows, cols, stride, pitch, count, int(aligned16)
         self.steps.append(Step(launch, name, out, scale if by_row else 0, largest, *sizes))
         return Operand(out, into, rows, cols, pitch, count, scale if by_row else 0)
@@ -136,7 +136,7 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     """Return ``x @ weight.T + bias`` in fp32."""
     work = _Work(device, precision)
     left, same = work.aligned("x", x), weight.dtype == x.dtype
-    count = terms(DTYPE_TOKEN[weight.dtype], left.token, precision)
+    count = terms(weight.token, left.token, precision)
     right = work.aligned("weight", weight) if same else work.split("weight", weight, left.token, count)
     rows, experts, depth = left.rows, right.rows, left.cols
     if not work.wgmma:

@@ -7,7 +7,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
-from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
@@ -118,8 +118,6 @@ def load_balancing_loss(
 
 
 OP = Op(
-    "router_loss",
-    public=("router_z_loss", "load_balancing_loss"),
-    kernels=KERNELS,
+    "router_loss", public=("router_z_loss", "load_balancing_loss"), kernels=KERNELS,
     torch_ops=(FORWARD, BACKWARD, COUNTS),
-)
+)  # fmt: skip

@@ -11,9 +11,10 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.warp_rows import KIND, check_rows
 from rtkernels.ops.shared.experts import MAX_EXPERTS
+from rtkernels.runtime.checks import check_dtype, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import GRID_LIMIT, row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -31,7 +32,7 @@ _BWD_ARGS = f"g:ptr x:ptr counts:ptr dx:ptr {_DIMS} whole_in:i64 whole_out:i64 l
 
 
 def _kernel(entry: str, args: str, registers: int) -> Kernel:
-    return Kernel(_UNIT, entry, template="PIECE", args=args, variants=[(_VECTOR,)], max_registers=registers)
+    return Kernel(_UNIT, entry, template="VEC", args=args, variants=[(_VECTOR,)], max_registers=registers)
 
 
 _FWD, _BWD = _kernel("router_loss_fwd", _FWD_ARGS, 64), _kernel("router_loss_bwd", _BWD_ARGS, 64)
@@ -76,9 +77,7 @@ def _check(x: Meta, counts: Meta | None, kind: int, sequence_dim: int, k: int, c
     if counts[0] != torch.int32:
         raise ArgumentError(f"counts has dtype {str(counts[0])[6:]}; expected int32")
     wanted = (experts,) if sequence_dim == -1 else (sequences.number, experts)
-    if tuple(counts[1]) != wanted:
-        raise ArgumentError(f"counts has shape {tuple(counts[1])}; expected {wanted}")
-    check_same("counts", counts[3], x[3], "device index", of="logits")
+    check_shape("counts", counts[1], wanted)
 
 
 def _check_bwd(g: Meta, *values: Any) -> None:
@@ -100,8 +99,8 @@ def _work(
 ) -> tuple[Any, int, tuple[float, ...]]:
     """Return the launch, its blocks and its numbers."""
     sequences = sequences_of(x.shape, sequence_dim)
-    rows, experts, size = row_count(x.shape), x.shape[-1], x.dtype.itemsize
-    vector, stride = _VECTOR * size, row_stride(x.shape, x.stride)
+    rows, experts, size = x.rows, x.shape[-1], x.dtype.itemsize
+    vector, stride = _VECTOR * size, x.row_stride
     whole = [int(vector_bytes(x.misaligned, stride * size, experts * size, limit=vector) == vector)]
     if backward:
         whole.append(int(vector_bytes(experts * size, limit=vector) == vector))
@@ -135,8 +134,7 @@ def _plan_bwd(
 
 
 def _check_indices(indices: Meta, experts: int, sequence_dim: int) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"indices has dtype {str(indices.dtype)[6:]}; expected one of int32, int64")
+    check_dtype("indices", indices.dtype)
     if not indices.shape:
         raise ArgumentError("indices has no dimensions; expected at least one")
     if not 1 <= experts <= MAX_EXPERTS:

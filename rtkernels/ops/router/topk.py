@@ -20,8 +20,9 @@ from rtkernels.ops.router.warp_rows import (
     takes_octets,
     whole_vectors,
 )
+from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -64,7 +65,7 @@ def _check(x: Meta, k: int, int64: bool) -> None:
 
 
 def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
-    rows, cols, stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
+    rows, cols, stride = x.rows, x.shape[-1], x.row_stride
     v = lane_columns(cols)
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
@@ -80,17 +81,15 @@ def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
 
 def _check_bwd(g: Meta, indices: Meta, cols: int) -> None:
     token("g", g.dtype)
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError(f"indices has dtype {str(indices.dtype)[6:]}; expected one of int32, int64")
+    check_dtype("indices", indices.dtype)
     check_same("indices", indices.shape, g.shape, "shape", of="g")
-    check_same("indices", indices.device, g.device, "device index", of="g")
     if not g.shape:
         raise ArgumentError("g has no dimensions; expected at least one")
     check_k(g.shape[-1], cols)
 
 
 def _plan_bwd(g: Meta, indices: Meta, cols: int, device: int) -> Steps:
-    rows, size = row_count(g.shape), g.dtype.itemsize
+    rows, size = g.rows, g.dtype.itemsize
     launch = _BWD.bind((size,), device, min(-(-rows // 8), GRID_LIMIT), 256)
     numbers = rows, cols, g.shape[-1], int(vector_bytes(cols * size) == 16), int(indices.dtype == torch.int64)
     return Steps(Step(launch, "g", "indices", "dx", *numbers))
@@ -177,8 +176,7 @@ def topk(
             of its kind.
         k: 1 to 64, at most the number of columns.
         index_dtype: ``torch.int64`` or ``torch.int32``.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.

@@ -153,8 +153,7 @@ def topk_router(
         eps: Added to the sum.
         dense_probs: Give the probabilities as ``[..., experts]``, too.
         routing_map: Give the choice as bool ``[..., experts]``, too.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
@@ -169,10 +168,13 @@ def topk_router(
     mode = _mode(score, score_first, renormalize)
     an_integer("k", k)
     an_integer("num_groups", num_groups)
-    top_groups = num_groups if top_groups is None else an_integer("top_groups", top_groups)
-    group_k = max(k // max(top_groups, 1), 1) if group_k is None else an_integer("group_k", group_k)
-    if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
-        num_groups = top_groups = group_k = 1  # all of them: as if there were none
+    if num_groups == 1 and top_groups is None and group_k is None:
+        top_groups = group_k = 1
+    else:
+        top_groups = num_groups if top_groups is None else an_integer("top_groups", top_groups)
+        group_k = max(k // max(top_groups, 1), 1) if group_k is None else an_integer("group_k", group_k)
+        if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
+            num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
     results = FORWARD.replay(*args)
     if results is None and is_grad_enabled() and needs_grad(logits):

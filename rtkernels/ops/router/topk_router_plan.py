@@ -20,9 +20,10 @@ from rtkernels.ops.router.warp_rows import (
     whole_vectors,
 )
 from rtkernels.ops.shared.experts import MAX_EXPERTS
+from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, check_same, row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -32,7 +33,7 @@ _SMALL_WARPS, _SMALL_BLOCKS_PER_SM = 16, 2
 _VECTOR = 4
 
 _FWD = Kernel(
-    "router/topk_router.cu", "router_fwd", template="V WIDE", max_registers=96,
+    "router/topk_router.cu", "router_fwd", template="V BLOCK_PER_ROW", max_registers=96,
     args="x:ptr bias:ptr probs:ptr indices:ptr dense:ptr map:ptr counts:ptr rows:i64 experts:i64 "
     "x_stride:i64 top_k:i64 number_kind:i64 whole_vectors:i64 modes:i64 number_of_groups:i64 top_groups:i64 "
     "of_group:i64 lanes_of_group:i64 scaling:f64 epsilon:f64",
@@ -45,7 +46,7 @@ _FWD_SMALL = Kernel(
     variants=[(2,), (4,)],
 )  # fmt: skip
 _BWD = Kernel(
-    "router/topk_router_bwd.cu", "router_bwd", template="PIECE", max_registers=64,
+    "router/topk_router_bwd.cu", "router_bwd", template="VEC", max_registers=64,
     args="x:ptr indices:ptr g_compact:ptr g_dense:ptr dx:ptr rows:i64 experts:i64 x_stride:i64 g_stride:i64 top_k:i64 "
     "number_kind:i64 whole_in:i64 whole_out:i64 modes:i64 scaling:f64 epsilon:f64",
     variants=[(_VECTOR,)],
@@ -65,9 +66,7 @@ def check(
     check_k(k, experts)
     if bias is not None:
         token("bias", bias[0])
-        if tuple(bias[1]) != (experts,):
-            raise ArgumentError(f"bias has shape {tuple(bias[1])}; expected ({experts},), one number for each expert")
-        check_same("bias", bias[3], logits[3], "device index", of="logits")
+        check_shape("bias", bias[1], (experts,), "one number for each expert")
     if num_groups < 1 or experts % num_groups:
         raise ArgumentError(f"num_groups is {num_groups}; expected a divisor of the {experts} experts")
     if not 1 <= top_groups <= num_groups:
@@ -110,7 +109,7 @@ def plan_fwd(
     logits: Meta, bias: Meta | None, k: int, mode: int, num_groups: int, top_groups: int, group_k: int, scale: float,
     eps: float, dense: bool, routing_map: bool, device: int,
 ) -> Steps:  # fmt: skip
-    rows, experts, stride = row_count(logits.shape), logits.shape[-1], row_stride(logits.shape, logits.stride)
+    rows, experts, stride = logits.rows, logits.shape[-1], logits.row_stride
     results = "probs", "indices", "dense_probs" if dense else 0, "chosen" if routing_map else 0, "counts"
     tensors, sizes, sms = ("logits", "bias", *results), (rows, experts, stride, k), device_info(device).sm_count
     if bias is None and num_groups == 1 and takes_octets(logits, k):
@@ -147,9 +146,9 @@ def plan_bwd(
     logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None, mode: int, scale: float, eps: float,
     device: int,
 ) -> Steps:  # fmt: skip
-    rows, experts, size = row_count(logits.shape), logits.shape[-1], logits.dtype.itemsize
-    stride, vector = row_stride(logits.shape, logits.stride), _VECTOR * size
-    g_stride = 0 if g_dense is None else row_stride(g_dense.shape, g_dense.stride)
+    rows, experts, size = logits.rows, logits.shape[-1], logits.dtype.itemsize
+    stride, vector = logits.row_stride, _VECTOR * size
+    g_stride = 0 if g_dense is None else g_dense.row_stride
     whole_in = vector_bytes(logits.misaligned, stride * size, experts * size, limit=vector) == vector
     whole_out = vector_bytes(experts * size, limit=vector) == vector
     launch = _BWD.bind((_VECTOR,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)

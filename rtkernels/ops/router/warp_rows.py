@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.layout import row_count, row_stride, token, vector_bytes
+from rtkernels.runtime.checks import token
+from rtkernels.runtime.layout import row_count, row_stride, vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

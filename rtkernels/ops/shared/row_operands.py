@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.declared import Meta
 
 
@@ -64,7 +63,7 @@ def check_rows(name: str, meta: Meta | None, rows: int, cols: int, of: str = "x"
     """Raise an ArgumentError unless each row of an operand belongs to as many rows of another tensor."""
     if meta is None:
         return
-    count = row_count(meta.shape) if meta.shape else 0
+    count = meta.rows if meta.shape else 0
     if not meta.shape or meta.shape[-1] != cols or (rows and (count == 0 or rows % count)):
         raise ArgumentError(
             f"{name} has shape {tuple(meta.shape)}; expected rows of {cols}, as many as a part of the {rows} of {of}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import decode_e4m3, encode_nvfp4, swizzle, swizzled_bytes
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import extent, may_overlap, row_count
 from rtkernels.runtime.operator.arguments import a_number
 
@@ -132,7 +133,7 @@ def memory_for(
         same: Names of inputs that it may be, exactly.
     """
     if given is None:
-        return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+        return new_tensor(tuple(shape), dtype, like)
     if not isinstance(given, Tensor):
         raise ArgumentError(f"{name} is a {type(given).__name__}; expected a torch.Tensor or None")
     if given.dtype != dtype:

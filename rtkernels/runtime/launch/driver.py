@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -28,6 +28,7 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
+_MAX_GAP = 8  # fixed arguments that cost less, packed with those around them, than another call of pack_into
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
 
 
@@ -37,20 +38,57 @@ class Arguments:
     Args:
         maps: How many tensor maps come first.
         kinds: A letter of ``struct`` for each argument after them.
-        ending: The last arguments, if they are the same in every launch: written once, not each time. `count` others
-            are left, besides tensor maps.
+        fixed: Arguments that are the same in every launch, by their places after the tensor maps: launches do not take
+            them, and they are written to a slot when it is made.
     """
 
-    def __init__(self, maps: int, kinds: str, ending: Sequence[int | float] = ()) -> None:
-        self.maps, self.count = maps, len(kinds) - len(ending)
-        self.pack_into = struct.Struct("=" + kinds[: self.count]).pack_into
-        self._kinds, self._ending = kinds, ending
+    def __init__(self, maps: int, kinds: str, fixed: Mapping[int, int | float] | None = None) -> None:
+        self.maps, self.fixed, self._kinds = maps, dict(fixed or {}), kinds
+        # From where to where a launch writes. It writes a few fixed numbers once more rather than call ``pack_into``
+        # for the arguments before and after them.
+        self.stretches: list[tuple[int, int]] = []
+        for place in range(len(kinds)):
+            if place in self.fixed:
+                continue
+            first, end = self.stretches[-1] if self.stretches else (place, place)
+            if self.stretches and place - end <= _MAX_GAP:
+                self.stretches[-1] = first, place + 1
+            else:
+                self.stretches.append((place, place + 1))
 
     def slot(self) -> _Slot:
         """Return memory for the arguments of one launch."""
         slot = _Slot(self.maps, len(self._kinds))
-        struct.pack_into("=" + self._kinds[self.count :], slot.buffer, 8 * self.count, *self._ending)
+        for place, value in self.fixed.items():
+            struct.pack_into("=" + self._kinds[place], slot.buffer, 8 * place, value)
         return slot
+
+    def scope(self) -> dict[str, Any]:
+        """Return what the lines of a launch that write the arguments refer to."""
+        packs = {f"pack_{i}": struct.Struct("=" + self._kinds[i:end]).pack_into for i, end in self.stretches}
+        return packs | {f"fixed_{place}": value for place, value in self.fixed.items()}
+
+    def layout(self) -> _Layout:
+        """Return what the code of a launch depends on."""
+        return self.maps, len(self._kinds), frozenset(self.fixed), tuple(self.stretches)
+
+
+_Layout = tuple[int, int, frozenset[int], tuple[tuple[int, int], ...]]
+
+
+def _parameters(layout: _Layout) -> str:
+    maps, count, fixed, _ = layout
+    return ", ".join([*(f"map_{i}" for i in range(maps)), *(f"argument_{i}" for i in range(count) if i not in fixed)])
+
+
+def _writing(layout: _Layout) -> str:
+    """Return the lines of a launch that write its arguments to ``slot``."""
+    maps, _, fixed, stretches = layout
+    lines = [f"slot.table[{i}] = map_{i}.address" for i in range(maps)]
+    for first, end in stretches:
+        values = ", ".join(f"{'fixed' if i in fixed else 'argument'}_{i}" for i in range(first, end))
+        lines.append(f"pack_{first}(slot.buffer, {8 * first}, {values})")
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def launcher(
@@ -119,7 +157,7 @@ class _Slot:
     The driver copies everything before it returns, but the GIL is released meanwhile: a slot belongs to one call.
     """
 
-    __slots__ = ("buffer", "config", "config_address", "pointers", "table")
+    __slots__ = ("buffer", "config", "config_address", "pointers", "stream", "table")
 
     def __init__(self, maps: int, count: int) -> None:
         self.buffer = (ctypes.c_uint64 * count)()
@@ -145,7 +183,7 @@ def _plain_launcher(
         "take": slots.pop,
         "give_back": slots.append,
         "new_slot": arguments.slot,
-        "pack_into": arguments.pack_into,
+        **arguments.scope(),
         "launch_kernel": _driver().launchKernel,
         "DriverError": _driver().CUDADriverError,
         "INVALID_CONTEXT": _INVALID_CONTEXT,
@@ -155,14 +193,14 @@ def _plain_launcher(
         "current_stream": torch._C._cuda_getCurrentRawStream,
         "on_device": torch.cuda.device,
     }
-    exec(_plain_code(arguments.count), scope)
+    exec(_plain_code(arguments.layout()), scope)
     return scope["launch"]
 
 
 @cache
-def _plain_code(count: int) -> CodeType:
+def _plain_code(layout: _Layout) -> CodeType:
     """Return a flat function with a name for each argument: what is saved here is saved in every call of an op."""
-    names = ", ".join(f"argument_{i}" for i in range(count))
+    names = _parameters(layout)
     grid = "grid_x, grid_y, grid_z, block, 1, 1"
     send = f"launch_kernel(function, {grid}, shared, current_stream(device), slot.pointers, 0)"
     source = f"""
@@ -171,7 +209,7 @@ def launch({names}):
         slot = take()
     except IndexError:
         slot = new_slot()
-    pack_into(slot.buffer, 0, {names})
+{_writing(layout)}\
     if only_device or current_device() == device:
         try:
             {send}
@@ -185,56 +223,85 @@ def launch({names}):
             {send}
     give_back(slot)
 """
-    return compile(source, f"<rtkernels launch of {count}>", "exec")
+    return compile(source, f"<rtkernels launch of {names}>", "exec")
 
 
 def _extended_launcher(
     function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int,
     attributes: bytes,
 ) -> Launch:  # fmt: skip
-    # CuPy has no launch with attributes, so this one goes to the driver itself (about 2 µs more host time).
+    # CuPy has no launch with attributes, so this one goes to the driver itself (about 1 µs more host time).
     kept = ctypes.create_string_buffer(attributes, len(attributes))
-    kept_address, count = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
-    launch_kernel_ex = _launch_kernel_ex()
-    current_device = torch._C._cuda_getDevice
-    current_stream = torch._C._cuda_getCurrentRawStream
-    only_device = torch.cuda.device_count() == 1
-    maps, pack_into = arguments.maps, arguments.pack_into
-    slots: list[_Slot] = []
+    config = *grid, block, 1, 1, shared
+    given = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
 
-    def send(slot: _Slot) -> int:
-        stream = current_stream(device)
-        _CONFIG.pack_into(slot.config, 0, *grid, block, 1, 1, shared, stream, kept_address, count)
-        status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-        if status == _INVALID_CONTEXT:
-            make_context()
-            status = launch_kernel_ex(slot.config_address, function, slot.pointers, 0)
-        return status
+    def new_slot() -> _Slot:
+        slot = arguments.slot()
+        slot.stream = -1
+        return slot
 
-    def launch(*args: Any, _keep_alive: Any = kept) -> None:
-        try:
-            slot = slots.pop()
-        except IndexError:
-            slot = arguments.slot()
-        for i in range(maps):
-            slot.table[i] = args[i].address
-        pack_into(slot.buffer, 0, *args[maps:])
-        if only_device or current_device() == device:
-            status = send(slot)
-        else:
-            with torch.cuda.device(device):
-                status = send(slot)
+    def set_stream(slot: _Slot, stream: int) -> None:
+        _CONFIG.pack_into(slot.config, 0, *config, stream, *given)
+        slot.stream = stream
+
+    def fail(status: int) -> None:
         if status == _COOPERATIVE_LAUNCH_TOO_LARGE:
-            slots.append(slot)
             raise ResidencyError(
                 f"{grid[0] * grid[1] * grid[2]} blocks of {block} threads must run at the same time, and do not fit on "
                 f"the multiprocessors of cuda:{device} that this process may use (MPS or a green context limits them)"
             )
-        if status:
-            raise _driver().CUDADriverError(status)
-        slots.append(slot)
+        raise _driver().CUDADriverError(status)
 
-    return launch
+    slots: list[_Slot] = []
+    scope = {
+        "function": function,
+        "device": device,
+        "take": slots.pop,
+        "give_back": slots.append,
+        "new_slot": new_slot,
+        "set_stream": set_stream,
+        **arguments.scope(),
+        "launch_kernel_ex": _launch_kernel_ex(),
+        "INVALID_CONTEXT": _INVALID_CONTEXT,
+        "make_context": make_context,
+        "fail": fail,
+        "only_device": torch.cuda.device_count() == 1,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "on_device": torch.cuda.device,
+        "keep_alive": kept,
+    }
+    exec(_extended_code(arguments.layout()), scope)
+    return scope["launch"]
+
+
+@cache
+def _extended_code(layout: _Layout) -> CodeType:
+    """Return a flat function as ``_plain_code`` does."""
+    send = "launch_kernel_ex(slot.config_address, function, slot.pointers, 0)"
+    source = f"""
+def launch({_parameters(layout)}):
+    try:
+        slot = take()
+    except IndexError:
+        slot = new_slot()
+{_writing(layout)}\
+    stream = current_stream(device)
+    if stream != slot.stream:
+        set_stream(slot, stream)
+    if only_device or current_device() == device:
+        status = {send}
+        if status == INVALID_CONTEXT:
+            make_context()
+            status = {send}
+    else:
+        with on_device(device):
+            status = {send}
+    give_back(slot)
+    if status:
+        fail(status)
+"""
+    return compile(source, f"<rtkernels extended launch of {_parameters(layout)}>", "exec")
 
 
 def make_context() -> None:

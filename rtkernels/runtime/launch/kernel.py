@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,7 @@ class Kernel:
         cluster: int = 1,
         resident: bool = False,
         ending: Sequence[int | float] = (),
+        fixed: Mapping[int, int | float] | None = None,
     ) -> Launch:
         """Return a function that launches a variant on a device, compiling and loading it if needed.
 
@@ -128,6 +129,8 @@ class Kernel:
             resident: All blocks run at the same time, as those must that wait for each other; or the launch raises a
                 ResidencyError. `max_resident_blocks` says how many can.
             ending: The kernel's last arguments, fixed for all launches, which then take those before them.
+            fixed: Other arguments that are fixed, by their places among all; not in the emulator, whose launches take
+                them.
         """
         dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
         dims += (1,) * (3 - len(dims))
@@ -141,11 +144,13 @@ class Kernel:
             return (lambda *args: launch(*args, *ending)) if ending else launch
         function = self._functions.get((variant, device)) or self._load(variant, device)
         overlap = overlap and "pdl" in device_info(device).target.features
-        arguments = driver.Arguments(self._maps, self._kinds, ending)
+        last = dict(enumerate(ending, len(self.args) - len(ending)))
+        places = {place - self._maps: value for place, value in {**last, **(fixed or {})}.items()}
+        arguments = driver.Arguments(self._maps, self._kinds, places)
         how = {"overlap": overlap, "cluster": cluster, "resident": resident}
         launch = driver.launcher(function, arguments, device, dims, block, shared, **how)
-        launch.with_ending = lambda more: self.bind(
-            variant, device, grid, block, shared, ending=(*more, *ending), **how
+        launch.with_fixed = lambda more: self.bind(
+            variant, device, grid, block, shared, ending=ending, fixed=more, **how
         )  # fmt: skip
         return launch
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+
+from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, is_dynamo_compiling
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
@@ -17,6 +20,7 @@ Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
+@cache
 def allocator(device: int) -> Allocate:
     """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1.
 
@@ -34,6 +38,17 @@ def allocator(device: int) -> Allocate:
     return allocate
 
 
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return an uninitialised dense tensor on the device of `like`.
+
+    ``torch.empty`` for public functions whose operators write to memory that they are given, at a third of its host
+    time where nobody but the caller has to see the allocation.
+    """
+    if like.is_cuda and type(like) in TENSOR_TYPES and not (is_dynamo_compiling() or dispatch_modes()):
+        return allocator(like.get_device())(shape, _kept_strides(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, as torch gives them."""
     strides, step = [], 1
@@ -43,6 +58,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+_kept_strides = lru_cache(4096)(dense_strides)
 call_state = threading.local()  # its `dispatched` is set by operators while the dispatcher calls them
 
 
@@ -57,6 +73,7 @@ def dispatched() -> bool:
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
 _BATCH = 64
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
@@ -69,21 +86,19 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
     rest could not stay.
     """
-    if device < 0:
-        stream = 0
-    else:
-        if dispatched() or torch.cuda.is_current_stream_capturing():
+    key = device, 0, n
+    if device >= 0:
+        if dispatched() or _is_capturing():
             return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
-        stream = torch._C._cuda_getCurrentRawStream(device)
-    ready = _zeros.setdefault((device, stream, n), [])
+        key = device, torch._C._cuda_getCurrentRawStream(device), n
     try:
-        return ready.pop()
-    except IndexError:
+        return _zeros[key].pop()
+    except (KeyError, IndexError):
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
             made = torch.zeros(_BATCH, -(-n // 32) * 32, dtype=torch.int32, device=place)
             first, *rest = made[:, :n].unbind()
-        ready.extend(rest)
+        _zeros.setdefault(key, []).extend(rest)
         return first
 
 

@@ -174,17 +174,11 @@ def launch({names}):
     def _write_run_and_keep(self) -> None:
         """Write out ``_run_and_keep`` for calls whose plan was run before, though not by the last call."""
         names = ", ".join(self.names)
-        tensors = [name for name, kind in zip(self.names, self._kinds, strict=True) if kind]
-        guarded, kept, pointers = [], [], []
-        for i, (name, kind) in enumerate(zip(self.names, self._kinds, strict=True)):
-            if kind is None:
-                kept.append(name)
-                continue
-            guarded.append(f"stand_ins[{i}] if {name} is None else {name}" if kind.optional else name)
-            kept.append(f"{name} is None")
-            pointers.append(f"    pointer_{name} = {self._address(name, kind)}\n")
-        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in tensors)
-        run = ", ".join([*(f"pointer_{name}" for name in tensors), *self._numbers])
+        kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
+        tensors, options = ", ".join(kinds), "".join(f"{name}, " for name in self.option_names)
+        pointers = "".join(f"    pointer_{name} = {self._address(name, kind)}\n" for name, kind in kinds.items())
+        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in kinds)
+        run = ", ".join([*(f"pointer_{name}" for name in kinds), *self._numbers])
         counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
         counted = "".join(map(counting.format, self._written))
         checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
@@ -193,19 +187,20 @@ def run_and_keep({names}):
     global last_call, last_plain_call
 {checks}    plan = {self._key()}
     matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
-    if matches is None or not matches({", ".join(guarded)}):
-        return run_and_keep_slowly({names})
-{"".join(pointers)}\
-    if ({" | ".join(f"pointer_{name}" for name in tensors)}) & 15:
-        return run_and_keep_slowly({names})
-    last_call = (matches, plan.run, {", ".join(kept)})
+    if matches is None or not matches({tensors}):
+        return run_and_keep_slowly(plan, {names})
+{pointers}\
+    if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
+        return run_and_keep_slowly(plan, {names})
+    last_call = matches, plan.run, ({options})
     if not ({wants_grad}):
-        last_plain_call = (matches, plan.run_plain, {", ".join(kept)})
+        last_plain_call = matches, plan.run_plain, ({options})
     made = plan.run({run})
 {counted}    return made
 """
         scope = self.call.__globals__
-        scope |= {"run_and_keep_slowly": scope["run_and_keep"], "plans": self._plans, "StepPlan": StepPlan}
+        scope["run_and_keep_slowly"] = lambda plan, *args: self._run_and_keep(scope, args, plan)
+        scope |= {"plans": self._plans, "StepPlan": StepPlan}
         scope["check_numbers"] = self._check_numbers
         exec(written_code(source, f"<rtkernels replay of {self.name}>"), scope)
 
@@ -233,10 +228,10 @@ def run_and_keep({names}):
         return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
 
     def _build(self, *key: Any) -> Plan | None:
-        given = iter(key)
+        keys = iter(key)
         values = []
         for name, kind in zip(self.names, self._kinds, strict=True):
-            value = None if name in self._numbers else next(given)
+            value = None if name in self._numbers else next(keys)
             values.append(value if kind is None or value is None else Meta(*value))
         self.check(*values)
         for kind, value in zip(self._kinds, values, strict=True):
@@ -257,8 +252,10 @@ def run_and_keep({names}):
         if steps is IN_TORCH or steps.instead is not None:
             return steps
         names = [argument.name for argument in self.arguments]
+        given = dict(zip(self.names, values, strict=True))
+        absent = [name for name in names if given[name] is None]
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
-        return StepPlan(self.name, names, self._numbers, made, shape, steps, device)
+        return StepPlan(self.name, names, self._numbers, made, shape, steps, device, absent)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
@@ -269,8 +266,8 @@ def run_and_keep({names}):
 
     # How a call is made.
 
-    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
-        plan = self._find(*args)
+    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        plan = plan or self._find(*args)
         if plan is None:
             args = self._copy_unfit(*args)
             plan = self._find(*args)
@@ -286,7 +283,9 @@ def run_and_keep({names}):
         return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
 
     def _launch_prepared(self, *args: Any) -> Any:
-        plan, used = self._planned(args)
+        return self._run_planned(*self._planned(args), args)
+
+    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if plan is IN_TORCH:
             made = self._written_reference(*used)
         elif type(plan) is Steps:

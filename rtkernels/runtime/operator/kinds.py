@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, is_dense, row_stride, token
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, is_dense, row_count, row_stride, token
 
 
 class Meta(NamedTuple):
@@ -32,6 +32,21 @@ class Meta(NamedTuple):
     def dim(self) -> int:
         """Return how many dimensions there are."""
         return len(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are: all dimensions but the last."""
+        return row_count(self.shape)
+
+    @property
+    def row_stride(self) -> int | None:
+        """The distance between rows in elements; None if they are not unit-stride rows, evenly spaced."""
+        return row_stride(self.shape, self.stride)
+
+    @property
+    def token(self) -> str:
+        """The template argument that stands for the dtype."""
+        return DTYPE_TOKEN[self.dtype]
 
 
 def meta_of(tensor: Tensor | None) -> Meta | None:

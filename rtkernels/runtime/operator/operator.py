@@ -31,7 +31,6 @@ from rtkernels.runtime.torch_private import (
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
-_STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of the argument
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 # What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
 _NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
@@ -158,12 +157,11 @@ def call({names}):
             "check_types": self._check_types,
             "register_rules": register_rules,
             "overload": self.overload,
-            "stand_ins": _STAND_INS,
             "run_and_keep": lambda *args: self._run_and_keep(scope, args),
             "increment_version": torch.autograd.graph.increment_version,
         }
         if self._plan is not None:
-            nothing = (never, *[None] * (1 + len(arguments)))
+            nothing = (never, None, None)
             scope |= {"last_call": nothing, "last_plain_call": nothing}
             Plans.replays.append(lambda: scope.update(last_call=nothing, last_plain_call=nothing))
             source += f"\ndef replay({names}):\n{self._replay_lines('last_plain_call')}"
@@ -181,23 +179,16 @@ def call({names}):
 """
 
     def _replay_lines(self, last: str) -> str:
-        """Return the lines of ``call`` and ``replay`` that run a plan once more.
-
-        A tensor that is None has a stand-in in the comparison, which wants tensors, all different ones.
-        """
-        tensors, same, kept, addresses = [], [], [], []
+        """Return the lines of ``call`` and ``replay`` that run a plan once more."""
+        tensors, options, addresses = [], [], []
         for i, argument in enumerate(self.overload._schema.arguments):
             name = argument.name
-            kept.append(f"kept_{i}")
             if i not in self._tensors:
-                same.append(f"{name} == kept_{i}")
-            elif str(argument.type) == "Tensor":
-                tensors.append(name)
-                addresses.append(f"{name}.data_ptr()")
-            else:
-                same.append(f"({name} is None) is kept_{i}")
-                tensors.append(f"stand_ins[{i}] if {name} is None else {name}")
-                addresses.append(f"0 if {name} is None else {name}.data_ptr()")
+                options.append(name)
+                continue
+            tensors.append(name)
+            absent = "" if str(argument.type) == "Tensor" else f"0 if {name} is None else "
+            addresses.append(f"{absent}{name}.data_ptr()")
         pointers = [f"pointer_{i}" for i in range(len(addresses))]
         run = f"return run({', '.join([*pointers, *self._numbers])})"
         if self._written:
@@ -207,17 +198,19 @@ def call({names}):
             done = "made" if last == "last_call" else "True if made is None else made"  # None is: another call
             run = f"made = {run.removeprefix('return ')}; {counted}; return {done}"
         assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
+        same = f" and options == ({', '.join(options)},)" if options else ""
         return f"""\
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
-        matches, run, {", ".join(kept)} = {last}
-        if {" and ".join([f"matches({', '.join(tensors)})", *same])}:
+        matches, run, options = {last}
+        if matches({", ".join(tensors)}){same}:
 {assign}\
             if not ({" | ".join(pointers)}) & 15:
                 {run}
 """
 
-    def _planned(self, args: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...]]:
-        plan = self._plan(*args)
+    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        """Return the plan of a call, which may be known, and the arguments that it runs with."""
+        plan = plan or self._plan(*args)
         if plan is None:
             args = self._copied(*args)
             plan = self._plan(*args)
@@ -230,25 +223,26 @@ def call({names}):
         plan, args = self._planned(args)
         return plan.run(*self._addresses(args))
 
-    def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...]) -> Any:
-        plan, used = self._planned(args)
+    def _run_and_keep(self, scope: dict[str, Any], args: tuple[Any, ...], plan: Plan | None = None) -> Any:
+        plan, used = self._planned(args, plan)
         if type(plan) is Steps:  # nothing to replay
-            return self._launch_resolved(args) if self._lazy(args) else self._launch_planned(*args)
+            return self._launch_resolved(args) if self._lazy(args) else self._run_planned(plan, used, args)
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
-            given = [_STAND_INS[i] if args[i] is None else args[i] for i in self._tensors]
+            given = [args[i] for i in self._tensors]
             if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
                 if self._lazy(args):
                     return self._launch_resolved(args)
-                if len({id(tensor) for tensor in given}) < len(given):  # the comparison wants different ones
+                there = [tensor for tensor in given if tensor is not None]
+                if len(set(map(id, there))) < len(there):  # the comparison wants different ones
                     made = plan.run(*addresses, *[args[i] for i in self._number_places])
                     self._count_versions(args)
                     return made
                 plan.matches = same_tensors(given)
-            kept = [args[i] is None if i in self._tensors else value for i, value in enumerate(args)]
-            scope["last_call"] = (plan.matches, plan.run, *kept)  # one assignment: other threads see all or none
-            if not any(tensor.requires_grad for tensor in given):
-                scope["last_plain_call"] = (plan.matches, getattr(plan, "run_plain", plan.run), *kept)
+            options = tuple(value for i, value in enumerate(args) if i not in self._tensors)
+            scope["last_call"] = plan.matches, plan.run, options  # one assignment: other threads see all or none
+            if not any(tensor is not None and tensor.requires_grad for tensor in given):
+                scope["last_plain_call"] = plan.matches, getattr(plan, "run_plain", plan.run), options
         elif self._lazy(args):
             return self._launch_resolved(args)
         made = plan.run(*addresses, *[args[i] for i in self._number_places])

@@ -7,7 +7,7 @@ costs one Python call and no loop.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,19 +82,13 @@ class Step:
     Args:
         launch: What ``Kernel.bind`` gave.
         arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent) or
-            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers at the end are packed one time, not
-            each time.
+            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers, and zeros for absent tensors, are
+            packed one time, not each time.
     """
 
-    __slots__ = ("arguments", "given", "launch")
+    __slots__ = ("arguments", "launch")
 
     def __init__(self, launch: Launch, *arguments: str | int | float | Boxes | Offset) -> None:
-        self.given = arguments  # all of them, for whoever wants to know
-        count = len(arguments)
-        while count and isinstance(arguments[count - 1], (int, float)):
-            count -= 1
-        if hasattr(launch, "with_ending") and count < len(arguments):
-            launch, arguments = launch.with_ending(arguments[count:]), arguments[:count]
         self.launch, self.arguments = launch, arguments
 
 
@@ -147,13 +141,14 @@ class StepPlan(Plan):
         returned: How: the only one itself ("single"), a "tuple" or a "list".
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
+        absent: Arguments that are None in all calls of this plan.
     """
 
     __slots__ = ("converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
-        returned: str, steps: Steps, device: int,
+        returned: str, steps: Steps, device: int, absent: Collection[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
@@ -162,7 +157,8 @@ class StepPlan(Plan):
         scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
         absent: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
-        known = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
+        known = {argument: "0" if argument in absent else f"p_{argument}" for argument in arguments}
+        known |= {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
         for variable, memory in {**made, **steps.scratch}.items():
             if variable in known:
@@ -190,8 +186,11 @@ class StepPlan(Plan):
             lines.append(f"t_{variable} = kept_zeros(device, {count})")
             known[variable] = f"t_{variable}.data_ptr()"
         for i, step in enumerate(steps.steps):
-            scope[f"launch_{i}"] = step.launch
-            written = [self._written(f"{i}_{j}", a, known, scope) for j, a in enumerate(step.arguments)]
+            fixed = {j: 0 if known.get(a) == "0" else a for j, a in enumerate(step.arguments) if _is_fixed(a, known)}
+            fixed = fixed if hasattr(step.launch, "with_fixed") else {}
+            scope[f"launch_{i}"] = step.launch.with_fixed(fixed) if fixed else step.launch
+            given = {j: a for j, a in enumerate(step.arguments) if j not in fixed}
+            written = [self._written(f"{i}_{j}", a, known, scope) for j, a in given.items()]
             lines.append(f"launch_{i}({', '.join(written)})")
         for name_of_call in ("before", "after"):
             if getattr(steps, name_of_call) is not None:
@@ -208,7 +207,7 @@ class StepPlan(Plan):
             others: list[Callable[..., Any]] = []
             scope["others"] = others
             scope["make_others"] = lambda: others.append(
-                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device).run
+                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent).run
             )
             tried = "\n    ".join(f"    {line}" for line in lines)
             lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]
@@ -233,6 +232,10 @@ class StepPlan(Plan):
             return f"map_{place}({known[argument.name]})"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
+
+
+def _is_fixed(argument: Any, known: Mapping[str, str]) -> bool:
+    return isinstance(argument, (int, float)) or (isinstance(argument, str) and known[argument] == "0")
 
 
 def _fill_call(memory: Memory) -> str:

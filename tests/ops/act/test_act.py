@@ -11,6 +11,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import Quant, act, glu
+from rtkernels.ops.act import combine
+from rtkernels.runtime.launch.plans import Plans
 
 normal = made(0)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,6 +52,18 @@ def test_glu_kernels(where: str, name: str) -> None:
     )
     assert_like_reference(where, glu, normal(3, 192), layout="interleaved", quant=quant)
     assert_like_reference(where, glu, normal(3, 96), normal(3, 96), act="swiglu_oai", quant=quant)
+
+
+@EVERYWHERE
+def test_threads_that_have_several_vectors(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combine, "_WAVE_THREADS", 1e-6)
+    Plans.forget_all()
+    for cols in (8, 128, 2056):
+        x = normal(3, 2 * cols)
+        assert_like_reference(where, act, x, "gelu_tanh", add=x)
+        for quant in (*QUANTS.values(), FP4["nvfp4"]):
+            assert_like_reference(where, glu, x, act="sigmoid", quant=quant)
+    Plans.forget_all()
 
 
 @pytest.mark.slow
@@ -118,7 +132,8 @@ def test_glu_of_nvfp4(where: str, name: str) -> None:
     gate, up = (rtkernels.quantize_nvfp4(normal(4, 70), swizzled=s) for s in (False, True))
     values = [rtkernels.dequantize_nvfp4(*gate, dtype=torch.float32)]
     values.append(rtkernels.dequantize_nvfp4(*up, swizzled=True, dtype=torch.float32))
-    options = {"act": "gelu_tanh", "quant": quant, "channel_scale": torch.linspace(0.5, 2, 70)}
+    factors = torch.linspace(0.5, 2, 70, dtype=torch.bfloat16 if name == "row" else torch.float32)
+    options = {"act": "gelu_tanh", "quant": quant, "channel_scale": factors}
     wanted = results(glu, "cpu", *values, **options)
     for a, b in zip(results(glu, where, gate, up, **options), wanted, strict=True):
         if isinstance(b, Tensor) and b.itemsize == 1:

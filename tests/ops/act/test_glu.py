@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, PLACES, at, emulated, error_tests, order_test, short
+from support.places import DTYPES, PLACES, at, emulated, error_tests, meta_on, order_test, short
 from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
@@ -315,9 +315,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "up shape": (lambda: glu(torch.ones(4, 8), torch.ones(4, 6)), r"up has shape \(4, 6\); expected \(4, 8\)"),
     "up dtype": (lambda: glu(torch.ones(8), torch.ones(8).half()), "up has dtype float16; expected float32"),
     "up device": (
-        lambda: module.check_inputs(
-            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, "silu"
-        ),
+        lambda: module.FORWARD.check(meta_on(0, torch.ones(4, 8)), meta_on(1, torch.ones(4, 8)), None, "silu"),
         "up has device index 1; expected 0, that of x",
     ),
     "weight shape": (
@@ -329,7 +327,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "weight has dtype float16; expected one of float32",
     ),
     "weight device": (
-        lambda: module.check_inputs((torch.float32, (4, 8), (8, 1), 0), None, (torch.float32, (4,), (1,), -1), "silu"),
+        lambda: module.FORWARD.check(meta_on(0, torch.ones(4, 8)), None, meta_on(-1, torch.ones(4)), "silu"),
         "weight has device index -1; expected 0, that of x",
     ),
     "act": (lambda: glu(torch.ones(4, 8), act="swish"), "act is 'swish'; expected one of silu, gelu_tanh, gelu_erf"),

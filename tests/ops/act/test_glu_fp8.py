@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
 from support.fp8_reference import E4M3, encode
-from support.places import DTYPES, at, emulated, order_test, short
+from support.places import DTYPES, at, emulated, meta_on, order_test, short
 from support.ways import assert_equal_bits, captured
 from test_glu import ACTS, plain_glu
 from torch import Tensor
@@ -510,8 +510,10 @@ BAD: dict[str, Callable[[], Any]] = {
     r"counts has shape \(2, 1\); expected one dimension": lambda: glu_fp8(X, counts=counts(2, 2)[:, None]),
     r"weight has shape \(8,\); expected \(4,\)": lambda: glu_fp8(X, weight=torch.ones(8)),
     r"up has shape \(4, 4\); expected \(4, 8\)": lambda: glu_fp8(X, X[:, :4]),
-    "counts has device index 0; expected -1": lambda: plans.check_counts((torch.int64, (2,), (1,), 0), 4, -1),
-    r"x has 2147483648 rows; expected fewer than 2\*\*31": lambda: plans.check_counts(None, 2**31, -1),
+    "counts has device index 0; expected -1": lambda: module.FORWARD.check(
+        meta_on(-1, X), None, None, meta_on(0, torch.ones(2, dtype=torch.int64)), "silu", "row", False, "row", False
+    ),
+    r"x has 2147483648 rows; expected fewer than 2\*\*31": lambda: plans.check_counts(None, 2**31),
     "expected a torch.Tensor or an array with __dlpack__": lambda: glu_fp8([1.0, 2.0]),
     r"dy has shape \(4, 8\); expected \(4, 4\), that of the result": lambda: glu_fp8_backward(X, X),
     "dy has dtype float16; expected float32": lambda: glu_fp8_backward(X[:, :4].half(), X),

@@ -10,7 +10,8 @@ from support.compare import running_on
 from support.places import at, error_tests
 from torch import Tensor
 
-from rtkernels import append_kv_cache, attention, attention_decode, emulate
+from rtkernels import append_kv_cache, attention, attention_decode, emulate, mla_decode
+from rtkernels.errors import ArgumentError
 
 BF16, FP16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
@@ -143,3 +144,33 @@ BAD = {
     ),
 }
 test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)
+
+
+def test_places_beyond_a_cache_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, cache = torch.ones(2, 3, 1, 16).bfloat16(), torch.zeros(2, 8, 1, 16).bfloat16()
+    pages, table = torch.zeros(4, 4, 1, 16).bfloat16(), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    places = torch.arange(6, dtype=torch.int32).view(2, 3)
+    cos = torch.ones(8, 4)
+    calls = {
+        "seqlens puts 3 tokens at positions 0 to 8; expected 0 to 7": lambda n: append_kv_cache(
+            k, k, cache, cache, torch.tensor([0, 5 + n], dtype=torch.int32)
+        ),
+        "seqlens puts 3 tokens at positions 5 to 8; expected 0 to 7": lambda n: append_kv_cache(
+            k, k, pages, pages, torch.tensor([5, 5 + n], dtype=torch.int32), page_table=table
+        ),
+        "slots has 11 to 16; expected": lambda n: append_kv_cache(k, k, pages, pages, slots=places + (10 + n)),
+        "positions has 3 to 8; expected 0 to 7, rows of cos": lambda n: append_kv_cache(
+            k, k, pages, pages, slots=places, positions=places + (2 + n), cos=cos, sin=cos
+        ),
+        "seqlens has 9 to 9; expected 0 to 8, keys of the cache": lambda n: attention_decode(
+            k[:, :1], cache, cache, torch.tensor([8 + n, 8 + n], dtype=torch.int32)
+        ),
+        "seqlens has 9 to 9; expected 0 to 8, keys of the cache ": lambda n: mla_decode(
+            k[:, :1], cache, torch.tensor([8 + n, 8 + n], dtype=torch.int32), value_width=16
+        ),
+    }
+    monkeypatch.setenv("RTKERNELS_DEBUG", "1")
+    for expected, call in calls.items():
+        call(0)
+        with pytest.raises(ArgumentError, match=expected.strip()):
+            call(1)

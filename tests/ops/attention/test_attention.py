@@ -120,6 +120,8 @@ def emulated_coverage() -> None:
         ends = integers(0, 5, 9)
         packed = [t[0, :11].detach() for t in (q, k, v)]
         attention_varlen(*packed, ends, ends, 5, 5)
+        q, k, v = (t.requires_grad_() for t in inputs((1, 5, 9, 1, 1, 256), BF16, "cpu"))  # more than 128 wide
+        attention(q, k, v).float().square().sum().backward()
 
 
 @at("cpu", "sm_80", "cuda")

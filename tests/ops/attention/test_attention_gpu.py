@@ -86,8 +86,20 @@ def test_widths(widths: tuple[int, ...]) -> None:
     check(leaves_of(2, 130, 300, 4, 2, *widths), seen_keys(130, 300, None, 0), causal=True)
 
 
+@pytest.mark.parametrize("widths", [(192, 128), (192,), (256,)], ids=str)
+@pytest.mark.parametrize("lkv", (63, 129, 352))
+def test_masks_at_the_edges_of_tiles_of_large_heads(lkv: int, widths: tuple[int, ...]) -> None:
+    for lq in (1, 97, lkv):
+        leaves = leaves_of(1, lq, lkv, 2, 1, *widths)
+        for window in (None, (63, 0), (64, 64)):
+            left, right = (None, 0) if window is None else window
+            options = {"causal": True} if window is None else {"window": window}
+            check(leaves, seen_keys(lq, lkv, left, right), **options)
+        check(leaves, None)
+
+
 @pytest.mark.parametrize("backend", ["sm90", "mma"])
-@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_a_limit_for_each_query(width: int, backend: str) -> None:
     if backend == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs wgmma")

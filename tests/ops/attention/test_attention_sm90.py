@@ -305,6 +305,52 @@ def test_backward(shape: tuple[int, ...], options: dict[str, int]) -> None:
     check_backward(*qkv(*shape), **options)
 
 
+def slow(*parameters: Any) -> Any:
+    return pytest.param(*parameters, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        slow((1, 140, 150, 2, 1, 192, 128), {"right": 0}),
+        slow((1, 70, 300, 1, 1, 192, 128), {"left": 100, "right": 3}),
+        slow((2, 90, 137, 4, 2, 136), {}),
+        slow((1, 70, 200, 2, 1, 256), {}),
+        slow((1, 300, 100, 1, 1, 200, 256), {"right": 0}),  # the first 200 queries see nothing
+        slow((1, 20, 150, 2, 1, 256), {"softcap": 2.0}),
+    ],
+)
+def test_backward_of_large_heads(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    check_backward(*qkv(*shape), **options)
+
+
+def test_backward_of_large_heads_in_packed_sequences() -> None:
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 13], [0, 5, 60, 90]))
+    packed = random(13, 2, 192), random(100, 1, 192, seed=1), random(100, 1, 128, seed=2)
+    packed[1][90:], packed[2][90:] = math.nan, math.inf
+    p = describe(*packed, {"cu_q": cu_q, "cu_k": cu_k}, lq=10, lkv=55, right=0)
+    dout = random(13, 2, 128, seed=5)
+    leaves = [x.detach().double().requires_grad_() for x in packed]
+    extra = {"cu_q": cu_q, "cu_k": cu_k}
+    want = torch.autograd.grad((exact(p, *leaves, extra)[0] * dout.double()).sum(), leaves)
+    got = backward(p, *packed, extra, dout, None)
+    for name, gradient in zip(("dq", "dk", "dv"), want, strict=True):
+        rows = slice(0, 13 if name == "dq" else 90)
+        error = (got[name][rows].double() - gradient[rows]).abs().max() / gradient[rows].abs().max()
+        assert error <= 4 * UNIT[torch.bfloat16], name
+
+
+@pytest.mark.slow
+def test_backward_of_large_heads_lengths_sinks_and_limits() -> None:
+    lengths = torch.tensor([130, 7], dtype=torch.int32)
+    q, k, v = qkv(2, 9, 140, 2, 1, 192, 128)
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+    check_backward(q, k, v, {"lengths": lengths, "sinks": random(2, dtype=torch.float32)}, right=0)
+    q, k, v = qkv(2, 10, 140, 1, 1, 256)
+    check_backward(q, k, v, {"kv_limit": torch.arange(20, dtype=torch.int32).reshape(2, 10)})
+
+
 @pytest.mark.parametrize("options", ({}, {"right": 0}))
 def test_backward_gives_the_same_bits_in_any_order_of_blocks(options: dict[str, int]) -> None:
     q, k, v = qkv(1, 70, 300, 2, 1, 64)

@@ -13,7 +13,9 @@ from support.ways import captured
 from torch import Tensor
 
 from rtkernels import attention_decode, emulate
-from rtkernels.ops.attention.decode_plan import split_count
+from rtkernels.ops.attention.decode_plan import arrangement, split_count
+from rtkernels.runtime import targets
+from rtkernels.runtime.launch.device import DeviceInfo
 
 BF16, FP16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
@@ -66,7 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8, 80 and 48": ({"lengths": (40,), "capacity": 64, "page": 0, "cache": INT8, "width": 80, "width_v": 48}, {}),
 }
 WIDTHS = {
-    "128": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 128}, {}),
+    "128": ({"lengths": (40,), "capacity": 64, "page": 8, "width": 128}, {}),
+    "128, a short cache of pages": ({"lengths": (40, 0), "capacity": 96, "page": 32, "width": 128}, {}),
     "192 and 128": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 192, "width_v": 128}, {}),
     "e4m3 256": ({"lengths": (40,), "capacity": 64, "page": 16, "width": 256, "cache": E4M3}, {}),
 }
@@ -101,8 +104,9 @@ def test_widths(name: str, place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
-    with emulate("sm_90"):
+    with emulate("sm_80"):
         check(*CASES["splits"], "cpu")
+    with emulate("sm_90"):
         short = torch.zeros(1, 16, 1, 128, dtype=BF16)  # test_decode_cluster.py
         attention_decode(short[:, :1], short, short, torch.tensor([16], dtype=torch.int32))
 
@@ -115,6 +119,17 @@ def test_one_token_per_sequence(place: str) -> None:
         q = arguments.pop("q")
         single, single_lse = attention_decode(q.squeeze(1), **arguments, return_lse=True)
         assert torch.equal(single, out.squeeze(1)) and torch.equal(single_lse, lse.squeeze(2))
+
+
+def test_arrangement_follows_from_shapes() -> None:
+    info = DeviceInfo("an H200", targets.parse("sm_90a"), 132, 227 << 10)
+    found = {blocks: arrangement(blocks, 8192, 128, 0, info) for blocks in (8, 64, 132, 133, 1024)}
+    assert {blocks: (made.warps, made.splits) for blocks, made in found.items()} == {
+        8: (8, 16), 64: (8, 1), 132: (8, 1), 133: (4, 1), 1024: (4, 1),
+    }  # fmt: skip
+    assert all(made.shared * (8 // made.warps) <= info.shared_per_block for made in found.values())
+    assert arrangement(8, 8192, 256, 0, info).warps == 2
+    assert arrangement(8, 8192, 128, 0, DeviceInfo("an A100", targets.parse("sm_80"), 108, 163 << 10)).warps == 4
 
 
 def test_splits_follow_from_shapes() -> None:

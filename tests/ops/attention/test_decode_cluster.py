@@ -65,7 +65,7 @@ def test_longer_caches_and_other_formats_go_elsewhere() -> None:
     call = Decode("bf16", 0, 1, 10, 8, 1, 256, 256, 978, 0, 0, (1, 1, 1), (1, 1, 1), (1, 1, 1), 0, 0, -1, -1, 0.1, 0.0)
     with rtkernels.emulate("sm_90"):
         assert decode_cluster_plan.steps(call, -1, TENSORS) is not None
-        for other in ({"codes": 1}, {"lkv": 1025}, {"page_size": 16}, {"softcap": 5.0}, {"d_v": 128}, {"d_qk": 64}):
+        for other in ({"codes": 1}, {"lkv": 1025}, {"page_size": 24}, {"softcap": 5.0}, {"d_v": 128}, {"d_qk": 64}):
             assert decode_cluster_plan.steps(call._replace(**other), -1, TENSORS) is None
     assert not decode_cluster_plan.CLUSTER.supports(targets.parse("sm_80"))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import emulate, lightning_attention, lightning_attention_step
-from rtkernels.ops.attention import lightning_reference
+from rtkernels.ops.attention import lightning_plan, lightning_reference
+from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -50,9 +54,30 @@ def rates(heads: int, device: str) -> Tensor:
     return torch.tensor([0.3, 0.0, 4.0])[:heads].to(device)  # a strong decay underflows within a chunk
 
 
+@contextmanager
+def short_segments() -> Iterator[None]:
+    """Sequences of a chunk and more are cut into segments."""
+    with mock.patch.object(lightning_plan, "SEGMENT_ROWS", 20):
+        Plans.forget_all()
+        yield
+    Plans.forget_all()
+
+
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, place: str) -> None:
+    check(name, place)
+
+
+@at("sm_80", "cuda")
+def test_segments(place: str) -> None:
+    with short_segments():
+        check_packed((0, 5, 5, 135), 1, place)
+        if place == "cuda":
+            check("chunks", place)
+
+
+def check(name: str, place: str) -> None:
     batch, length, heads, width, width_v, dtype, states = CASES[name]
     with running_on(place) as device:
         shapes = (width, width, width_v)
@@ -78,12 +103,19 @@ def test_values_and_gradients(name: str, place: str) -> None:
 
 @at("cpu", "sm_80", "cuda")
 def test_packed_sequences(place: str) -> None:
-    ends = (0, 5, 5, 80)
+    check_packed((0, 5, 5, 80), 2, place)
+
+
+def check_packed(ends: tuple[int, ...], heads: int, place: str) -> None:
+    tokens = ends[-1] + 4
     with running_on(place) as device:
-        q, k, v = (random(84, 2, 64, seed=i, device=device).requires_grad_() for i in range(3))
-        states = random(3, 2, 64, 64, seed=4, dtype=torch.float32, device=device).requires_grad_()
-        cu, decay = torch.tensor(ends, dtype=torch.int32, device=device), rates(2, device)
-        g, gs = random(84, 2, 64, seed=5, device=device), random(3, 2, 64, 64, seed=6, device=device).float()
+        q, k, v = (random(tokens, heads, 64, seed=i, device=device).requires_grad_() for i in range(3))
+        states = random(3, heads, 64, 64, seed=4, dtype=torch.float32, device=device).requires_grad_()
+        cu, decay = torch.tensor(ends, dtype=torch.int32, device=device), rates(heads, device)
+        g, gs = (
+            random(tokens, heads, 64, seed=5, device=device),
+            random(3, heads, 64, 64, seed=6, device=device).float(),
+        )
         with poisoned():
             out, final = lightning_attention(q, k, v, decay, initial_state=states, cu_seqlens=cu, return_state=True)
             got = torch.autograd.grad((out, final), (q, k, v, states), (g, gs))
@@ -103,7 +135,7 @@ def test_packed_sequences(place: str) -> None:
                 if grad is not None:
                     assert_near(all_rows[rows], grad[0], 2.0**-6, what)
             assert_near(got[3][b], grads[3][0], 2.0**-6, "dstate")
-        assert not out[80:].any() and not any(t[80:].any() for t in got[:3])
+        assert not out[ends[-1] :].any() and not any(t[ends[-1] :].any() for t in got[:3])
 
 
 @at("cpu", "sm_80", "cuda")
@@ -137,6 +169,9 @@ def emulated_coverage() -> None:
         lightning_attention(q, q, q, torch.ones(1), cu_seqlens=cu).float().sum().backward()
         with torch.no_grad():
             lightning_attention_step(q[:1], q[:1], q[:1], torch.ones(1), torch.zeros(1, 1, 16, 16))
+            with short_segments():
+                q = random(1, 65, 1, 16)
+                lightning_attention(q, q, q, torch.ones(1))
 
 
 def test_parts_continue_each_other() -> None:

@@ -45,6 +45,7 @@ DECODE: dict[str, tuple[dict[str, Any], int]] = {
     "pages": ({"lengths": (0, 1, 65), "capacity": 80, "page": 16}, 512),
     "tokens": ({"lengths": (40,), "capacity": 48, "page": 0, "heads": 11, "tokens": 3}, 512),
     "many heads": ({"lengths": (300, 20), "capacity": 320, "page": 32, "width": 72, "heads": 70}, 64),
+    "splits": ({"lengths": (130, 5), "capacity": 320, "page": 32, "width": 72}, 64),
     "splits, narrow": ({"lengths": (300, 20), "capacity": 300, "page": 10, "width": 72, "dtype": FP16}, 64),
 }
 
@@ -59,9 +60,10 @@ def check_decode(size: dict[str, Any], value_width: int, device: str) -> None:
     assert_near(lse, exact[1], 1e-4, "lse")
 
 
-@pytest.mark.slow
 @at("sm_90")
-@pytest.mark.parametrize("name", ["pages", "tokens", "many heads"])
+@pytest.mark.parametrize(
+    "name", ["tokens", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pages", "many heads", "splits"))]
+)
 def test_decode_by_wgmma(name: str, place: str) -> None:
     with running_on(place) as device:
         check_decode(*DECODE[name], device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,22 +49,41 @@ def decoded_values(codes: Tensor, scales: Tensor, keys: int) -> Tensor:
     return (codes.double()[..., :keys].transpose(-1, -2) * every).transpose(1, 2)
 
 
+def spoil_behind(used: int, k: Tensor, scale_k: Tensor, v: Tensor) -> None:
+    """Make NaN, or the largest code, of what lies behind the keys that count."""
+    k[used:], scale_k[:, used:] = 127, torch.nan
+    if v.dtype in (BF16, FP16):
+        v[used:] = torch.nan
+    else:
+        v[..., used:] = torch.finfo(v.dtype).max if v.dtype == E4M3 else 127
+
+
 def check(name: str, device: str, granularity: str = "token") -> None:
     (batch, lq, lkv, heads, heads_kv, width, width_v), dtype, code, value_code, options = CASES[name]
     options = {n: o.int().to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
     q = random(batch, lq, heads, width, dtype=dtype, device=device)
+    q[:, lq // 2] = 0
     k = random(batch, lkv, heads_kv, width, seed=1, dtype=dtype, device=device)
     v = random(batch, lkv, heads_kv, width_v, seed=2, dtype=dtype, device=device)
     with poisoned():
         qc, qs, kc, ks, taken = quantize_qk(q, k, dtype=code, granularity=granularity, smooth_k=False)
         assert not taken.any()
-        values, scale_v = (v, None) if value_code is None else quantize_v(v, dtype=value_code)
+        if granularity == "token":
+            qs[..., lq // 2] = 0  # as others may have it for a row of zeros
+        values, scale_v = (v.clone(), None) if value_code is None else quantize_v(v, dtype=value_code)
+        clean = kc.clone(), ks.clone(), values.clone(), None if scale_v is None else scale_v.clone()
+        for i, used in enumerate(options.get("seqused_k", ())):
+            spoil_behind(int(used), kc[i], ks[i], values[i])
+            if scale_v is not None:
+                scale_v[i, :, -(-int(used) // 64) :] = math.nan
         block = {"block_q": 64, "block_k": 64} if granularity == "block" else {}
         out, lse = attention_quantized(
             qc, kc, values, qs, ks, scale_v, **options, **block, out_dtype=dtype, return_lse=True
         )
+    kc, ks, values, scale_v = clean
     given = decoded(qc, qs, block.get("block_q", 1)), decoded(kc, ks, block.get("block_k", 1))
-    values = v if value_code is None else decoded_values(values, scale_v, lkv)
+    if value_code is not None:
+        values = decoded_values(values, scale_v, lkv)
     host = {n: o.cpu() if isinstance(o, Tensor) else o for n, o in options.items()}
     exact, exact_lse = exact_attention(*given, values, **host)
     assert out.dtype == dtype

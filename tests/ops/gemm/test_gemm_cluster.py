@@ -17,6 +17,13 @@ PLACES = pytest.mark.parametrize("where", ("sm_90", pytest.param("cuda", marks=p
 E4M3 = torch.float8_e4m3fn
 
 
+@pytest.fixture(autouse=True)
+def _multiprocessors_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device has 4 instead of 132, which would leave no tile to more than one block."""
+    if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("where") != "cuda":
+        monkeypatch.setattr(cluster_plan, "_ROUND", cluster_plan._ROUND * 132 / 4)
+
+
 def operands(m: int, n: int, k: int, dtype: torch.dtype, where: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(m * n + k)
     a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
@@ -35,8 +42,16 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
     assert (found.double() - wanted.cpu()).abs().max() <= tolerance * wanted.abs().max()
 
 
-# Tokens in one tile of 16, in two, in four; clusters of 1 to 8; tails of n and k; warps without a step.
+# Tokens in one tile of 16, in two, in four; clusters of 2, 1 and 4; tails of n and k; warps without a step.
 SIZES = ((10, 96, 1024), (1, 33, 24), (16, 70, 2056), (17, 40, 264), (50, 64, 512))
+
+
+def test_blocks_share_tiles() -> None:
+    def parts(m: int, n: int, k: int) -> int:
+        matrix = Matrix("bf16", k)
+        return cluster_plan.parts_of(Product(m, n, k, matrix, matrix, matrix), 4)
+
+    assert [parts(*size) for size in SIZES] == [2, 1, 4, 1, 1]
 
 
 @PLACES
@@ -51,7 +66,8 @@ def test_sums(where: str, size: tuple[int, int, int]) -> None:
 def test_scales_bias_add_and_activation(where: str) -> None:
     a, b = operands(12, 80, 528, E4M3, where)
     scale_a, scale_b = torch.linspace(0.5, 2, 12, device=a.device), torch.linspace(1, 3, 80, device=a.device)
-    bias, add = torch.linspace(-1, 1, 80, device=a.device), torch.ones(12, 80, device=a.device)
+    bias = torch.linspace(-1, 1, 80, device=a.device)
+    add = torch.linspace(-2, 2, 12 * 96, device=a.device).view(12, 96)[:, :80]
     given = {"bias": bias, "add": add, "act": "silu", "out_dtype": torch.float32}
     found = made(where, rtkernels.scaled_mm, a, b, scale_a, scale_b, **given)
     sums = (a.double() @ b.double().t()) * scale_a[:, None] * scale_b + bias + add
@@ -60,10 +76,13 @@ def test_scales_bias_add_and_activation(where: str) -> None:
 
 @PLACES
 def test_gated(where: str) -> None:
-    a, b = operands(10, 80, 256, torch.float16, where)
+    a, b = operands(10, 80, 1040, torch.float16, where)
     gate, up = (a.double() @ b.double().t()).chunk(2, -1)
     found = made(where, rtkernels.gated_mm, a, b, act="gelu_tanh", out_dtype=torch.float32)
     near(found, F.gelu(gate, approximate="tanh") * up)
+    both = torch.tensor([0.5, 3.0], device=a.device)
+    found = made(where, rtkernels.gated_mm, a, b, global_scale=both, act="gelu_tanh", out_dtype=torch.float32)
+    near(found, F.gelu(0.5 * gate, approximate="tanh") * 3.0 * up)
 
 
 @PLACES
@@ -94,6 +113,15 @@ def test_what_it_does_not_make() -> None:
     assert "operands" in refused(a=e4m3) and "summed" in refused(b=bf16._replace(across=True))
     assert "scales of b" in refused(a=e4m3, b=e4m3, scale_b=Scales(128, 32))
     assert "results" in refused(out=Matrix("int32", 64))
+
+
+def test_a_launch_waits_for_the_one_before_it() -> None:
+    """The emulator says what reads or writes too early."""
+    a, b = operands(4, 64, 64, torch.bfloat16, "sm_90")
+    with rtkernels.emulate("sm_90"):
+        half = rtkernels.scaled_mm(a, b, backend="cluster")
+        found = rtkernels.scaled_mm(half, b, backend="cluster", out_dtype=torch.float32)
+    near(found, half.double() @ b.double().t())
 
 
 @pytest.mark.gpu

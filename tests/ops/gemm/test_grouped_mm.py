@@ -12,7 +12,7 @@ from support.places import at
 from support.product_cases import assert_product, codes, exact, packed_for, scale, spread
 from torch import Tensor
 
-from rtkernels import grouped_mm, grouped_mm_masked, grouped_wgrad
+from rtkernels import explain, grouped_mm, grouped_mm_masked, grouped_wgrad
 
 # Rows of each group, and rows behind the last one.
 CUTS = {
@@ -149,6 +149,15 @@ def test_masked(kind: str, place: str) -> None:
         assert_product(got[group, :count], *wanted, codes=a.codes)
         assert_product(out[group, :count], *wanted, codes=a.codes)
         assert (out[group, count:] == 7).all()
+
+
+def test_expected_rows_choose_the_tile() -> None:
+    a, b, sizes = torch.zeros(32, 256, 512).bfloat16(), torch.zeros(32, 512, 512).bfloat16(), torch.zeros(32).int()
+    chosen = {
+        rows: str(explain(grouped_mm_masked, a, b, None, None, sizes, expected_m=rows, target="sm_90a"))
+        for rows in (0, 20, 256)
+    }
+    assert "64 x 128 tiles" in chosen[20] and "128 x 256 tiles" in chosen[0] and chosen[256] == chosen[0]
 
 
 # ---- gradients of the matrices --------------------------------------------------------------------------------------

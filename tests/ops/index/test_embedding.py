@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_close, assert_same_bits, running_on
-from support.places import DTYPES, ORDERS, at, emulated, error_tests, order_test, short
+from support.places import DTYPES, ORDERS, at, emulated, error_tests, meta_on, order_test, short
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
@@ -317,7 +317,6 @@ def test_second_order_is_refused() -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 IDS, WEIGHT, DY = torch.tensor([1, 2]), torch.ones(4, 8), torch.ones(2, 8)
-META = (torch.float32, torch.Size((4, 8)), (8, 1), 0)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "ids dtype": (lambda: embedding(IDS.float(), WEIGHT), "ids has dtype float32; expected one of int32, int64"),
     "weight dtype": (lambda: embedding(IDS, WEIGHT.double()), "weight has dtype float64; expected one of bfloat16"),
@@ -352,7 +351,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "dy dtype": (lambda: embedding_grad_(torch.ones(4, 8), IDS, DY.double()), "dy has dtype float64"),
     "device": (
-        lambda: plans.check_fwd(META, (torch.int64, torch.Size((2,)), (1,), -1)),
+        lambda: module.FORWARD.check(meta_on(0, torch.ones(4, 8)), meta_on(-1, IDS), 0),
         "ids has device index -1; expected 0, that of weight",
     ),
     "rows": (lambda: module.BACKWARD(DY, IDS, -1, 0, -1), "rows is -1; expected 0 or more"),

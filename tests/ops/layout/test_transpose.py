@@ -266,3 +266,15 @@ def test_matrices_of_a_list_in_one_launch(place: str, dtype: torch.dtype) -> Non
             found = transpose([x.to(device) for x in matrices], pad_to=pad_to)
         for x, y in zip(matrices, found, strict=True):
             assert_same_bits(y.cpu(), expected(x, 0, 1, pad_to))
+
+
+@at("cpu", "sm_90", "cuda")
+def test_conjugates_in_a_list(place: str) -> None:
+    """Their memory holds other values than they have."""
+    x = torch.view_as_complex(torch.randn(2, 5, 6, 2).half())
+    with running_on(place) as device:
+        found = transpose([t.conj() for t in x.to(device).clone().unbind()])
+        also = transpose([t.clone().conj() for t in x.to(device)])
+    for y, z, t in zip(found, also, x, strict=True):
+        for made in (y, z):
+            assert torch.equal(torch.view_as_real(made.cpu().resolve_conj()), torch.view_as_real(t.conj_physical().t()))

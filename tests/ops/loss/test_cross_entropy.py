@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, ORDERS, at, emulated, order_test, short
+from support.places import DTYPES, ORDERS, at, emulated, meta_on, order_test, short
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
@@ -384,7 +384,6 @@ def test_bad_labels_surface_later(one_pass: bool, cols: int) -> None:
 
 
 X, LABELS = torch.randn(4, 8), torch.arange(4)
-META = (torch.float32, torch.Size((4, 8)), (8, 1), 0)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: cross_entropy(X.double(), LABELS), "logits has dtype float64; expected one of bfloat16"),
     "no dimensions": (lambda: cross_entropy(X[0, 0], LABELS), "logits has no dimensions"),
@@ -392,7 +391,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "labels dtype": (lambda: cross_entropy(X, LABELS.float()), "labels has dtype float32; expected one of int32"),
     "labels shape": (lambda: cross_entropy(X, LABELS[:3]), r"labels has shape \(3,\); expected \(4,\), that of logits"),
     "labels device": (
-        lambda: plans.check(META, (torch.int32, torch.Size((4,)), (1,), -1)),
+        lambda: ops.FORWARD.check(meta_on(0, X), meta_on(-1, LABELS), -100, 0.0, 0.0, 0.0, 0, False),
         "labels has device index -1; expected 0, that of logits",
     ),
     "smoothing": (lambda: cross_entropy(X, LABELS, label_smoothing=1.5), "label_smoothing is 1.5; expected 0 to 1"),

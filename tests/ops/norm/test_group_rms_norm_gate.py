@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, at, error_tests, order_test, short
+from support.places import DTYPES, at, error_tests, meta_on, order_test, short
 from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
@@ -390,9 +390,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "gate has dtype float16; expected float32, that of x",
     ),
     "gate device": (
-        lambda: plans.check(
-            (torch.float32, (4, 8), (8, 1), 0), (torch.float32, (4, 8), (8, 1), 1), None, 2, 1e-6, "same"
-        ),
+        lambda: module.FORWARD.check(meta_on(0, _ones(4, 8)), meta_on(1, _ones(4, 8)), None, 2, 1e-6, "same"),
         "gate has device index 1; expected 0, that of x",
     ),
     "groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=3), "groups is 3; expected a number that divides the 8"),
@@ -406,13 +404,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "weight has dtype float16; expected one of float32",
     ),
     "weight device": (
-        lambda: plans.check(
-            (torch.float32, (4, 8), (8, 1), 0),
-            (torch.float32, (4, 8), (8, 1), 0),
-            (torch.float32, (8,), (1,), -1),
-            2,
-            1e-6,
-            "same",
+        lambda: module.FORWARD.check(
+            meta_on(0, _ones(4, 8)), meta_on(0, _ones(4, 8)), meta_on(-1, _ones(8)), 2, 1e-6, "same"
         ),
         "weight has device index -1; expected 0, that of x",
     ),

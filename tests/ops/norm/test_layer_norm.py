@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, at, emulated, error_tests, order_test, short
+from support.places import DTYPES, at, emulated, error_tests, meta_on, order_test, short
 from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
@@ -388,10 +388,6 @@ def test_second_order_is_refused() -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-def _meta(shape: tuple[int, ...], device: int = 0) -> tuple[Any, ...]:
-    return torch.float32, torch.Size(shape), (1,) * len(shape), device
-
-
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (
         lambda: layer_norm(torch.ones(4, 8, dtype=torch.float64)),
@@ -407,7 +403,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "weight has dtype float16; expected one of float32",
     ),
     "weight device": (
-        lambda: plans.check(_meta((4, 8)), _meta((8,), 1), None),
+        lambda: module.FORWARD.check(meta_on(0, torch.ones(4, 8)), meta_on(1, torch.ones(8)), None, 1e-5, 0.0),
         "weight has device index 1; expected 0, that of x",
     ),
     "bias shape": (
@@ -419,7 +415,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "bias has dtype float32; expected float16, that of weight",
     ),
     "bias device": (
-        lambda: plans.check(_meta((4, 8)), None, _meta((8,), -1)),
+        lambda: module.FORWARD.check(meta_on(0, torch.ones(4, 8)), None, meta_on(-1, torch.ones(8)), 1e-5, 0.0),
         "bias has device index -1; expected 0, that of x",
     ),
     "residual shape": (
@@ -431,7 +427,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "residual has dtype float16; expected float32, that of x",
     ),
     "residual device": (
-        lambda: plans.check_add(_meta((4, 8)), _meta((4, 8), 2), None, None),
+        lambda: module.ADD_FORWARD.check(
+            meta_on(0, torch.ones(4, 8)), meta_on(2, torch.ones(4, 8)), None, None, 1e-5, 0.0
+        ),
         "residual has device index 2; expected 0, that of x",
     ),
     "not a tensor": (lambda: layer_norm([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_close, assert_same_bits, running_on
-from support.places import DTYPES, ORDERS, at, emulated, error_tests, short
+from support.places import DTYPES, ORDERS, at, emulated, error_tests, meta_on, short
 from support.ways import captured
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from rtkernels.ops.norm import norm_fp8 as module
 from rtkernels.ops.norm import norm_fp8_operators as operators
 from rtkernels.ops.norm import norm_fp8_plan as plans
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
-from rtkernels.ops.norm import norm_fp8_shapes as shapes
 from rtkernels.ops.quant.reference import quantize
 from rtkernels.runtime.launch import memory
 from rtkernels.runtime.launch.device import device_info
@@ -192,7 +191,7 @@ def test_statistics_and_tiles_together(place: str, together: Callable[..., None]
         together(long=True)
         check(Inputs(x, weight), "transposed")
         used += list(operators.FORWARD._plans.values())
-        assert place == "cpu" or all(plan.steps[-1].given[-4] for plan in used), "no block made statistics"
+        assert place == "cpu" or all(plan.steps[-1].arguments[-4] for plan in used), "no block made statistics"
 
 
 def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
@@ -531,20 +530,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "keep goes with layout 'row' or 'both', not 'transposed'",
     ),
     "device": (
-        lambda: shapes.check(
-            (torch.float32, (4, 8), (8, 1), 0),
-            (torch.float32, (8,), (1,), -1),
-            None,
-            None,
-            None,
-            None,
-            1e-6,
-            0.0,
-            "row",
-            False,
-            "row",
-            False,
-            False,
+        lambda: operators.FORWARD.check(
+            meta_on(0, X), meta_on(-1, torch.ones(8)), *[None] * 4, 1e-6, 0.0, "row", False, "row", False, False
         ),
         "weight has device index -1; expected 0, that of x",
     ),

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import Quant, layer_norm, rms_norm
+from rtkernels.ops.norm import norm_modulated_plan
+from rtkernels.runtime.launch.plans import Plans
 
 normal = made(0)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,6 +44,19 @@ def test_kernels(where: str, name: str) -> None:
         x, weight = normal(5, cols), normal(cols)
         for norm, more in ((rms_norm, ()), (layer_norm, (normal(cols),))):
             assert_like_reference(where, norm, x, weight, *more, **options(5, cols, torch.bfloat16)[name])
+
+
+@EVERYWHERE
+def test_two_vectors_a_thread(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_modulated_plan, "_WAVE_THREADS", 0)
+    Plans.forget_all()
+    kinds = (Quant(E4M3, 0.02), E4M3, Quant(torch.int8, granularity="row"), Quant(E4M3, granularity="block128"))
+    for quant in (None, *kinds, Quant("nvfp4", 1.0), Quant("nvfp4", swizzled=True)):
+        for count, cols in ((5, 160), (9, 128), (1, 1032)):
+            x, style = normal(count, cols), normal(count, 3 * cols)
+            assert_like_reference(where, rms_norm, x, residual=x, gate=style[:, :cols], style=style, quant=quant)
+            assert_like_reference(where, layer_norm, x, *style[0].chunk(3)[:2], quant=quant)
+    Plans.forget_all()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from support.places import error_tests
 from torch import Tensor
 
 import rtkernels
-from rtkernels.ops.quant import pack
+from rtkernels.ops.quant import nvfp4_plan, pack
 from rtkernels.ops.shared import block_formats as formats
+from rtkernels.runtime.launch.plans import Plans
 
 normal = made(0)
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -54,6 +56,30 @@ def test_nvfp4_has_the_bits_of_the_reference(where: str, rule: str) -> None:
         results(rtkernels.dequantize_nvfp4, where, *wanted, **back),
         results(rtkernels.dequantize_nvfp4, "cpu", *wanted, **back),
     )
+
+
+@EVERYWHERE
+def test_quotients_next_to_ties(where: str) -> None:
+    """Small integers over small integers are ties but for the rounding of the steps."""
+    sixteenths = torch.arange(-56, 57).float() / 16
+    x = sixteenths[torch.randint(113, (96, 64), generator=torch.Generator().manual_seed(2))].bfloat16()
+    x[0, 0] = 3.5  # of which 2688 is a multiple
+    for elem_rule in formats.ELEMENT_RULES:
+        for scale_rule in ("rne", "ceil"):
+            options = {"elem_rule": elem_rule, "scale_rule": scale_rule}
+            wanted = results(rtkernels.quantize_nvfp4, "cpu", x, **options)
+            same_bits(results(rtkernels.quantize_nvfp4, where, x, **options), wanted)
+
+
+def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvfp4_plan, "device_info", lambda device: SimpleNamespace(sm_count=1))
+    monkeypatch.setattr(nvfp4_plan, "_THREADS", 32)
+    Plans.forget_all()
+    x = rows(131, 48, torch.bfloat16)
+    for quantize in (rtkernels.quantize_nvfp4, rtkernels.quantize_mxfp8):
+        for options in ({}, {"swizzled": True}):
+            same_bits(results(quantize, "sm_90", x, **options), results(quantize, "cpu", x, **options))
+    Plans.forget_all()
 
 
 def emulated_coverage() -> None:

@@ -11,13 +11,12 @@ import torch
 from support.compare import assert_same_bits, poisoned, running_on
 from support.fp8_cases import DEVICE_CODE, SHAPES, VIEWS, same_strides, wild
 from support.fp8_reference import E4M3, E5M2, FP8, encode, slow
-from support.places import DTYPES, ORDERS, at, emulated
+from support.places import DTYPES, ORDERS, at, emulated, meta_on
 from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant import dequantize_fp8_plan as back_plans
-from rtkernels.ops.quant import quantize_fp8_plan as plans
+from rtkernels.ops.quant import quantize_fp8 as module
 
 quantize_fp8, dequantize_fp8 = rtkernels.quantize_fp8, rtkernels.dequantize_fp8
 RECIPES = [("tensor", "row"), ("row", "row"), ("group", "row"), ("group", "column"), ("group_t", "row")]
@@ -160,7 +159,6 @@ def test_leading_dimensions_and_shapes():
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 X, Q = torch.ones(3, 130), torch.ones(3, 130).to(E4M3)
-ON_GPU = (torch.float32, (), (), 0)
 BAD = {
     "x has dtype float64; expected one of bfloat16, float16, float32": lambda: quantize_fp8(X.double()),
     "the result has dtype bfloat16; expected one of float8_e4m3fn": lambda: quantize_fp8(X, dtype=torch.bfloat16),
@@ -172,7 +170,9 @@ BAD = {
     "x has no dimensions; expected at least one": lambda: quantize_fp8(torch.tensor(1.0)),
     r"scale has shape \(2,\); expected one element": lambda: quantize_fp8(X, torch.ones(2)),
     "scale has dtype bfloat16; expected one of float32": lambda: quantize_fp8(X, torch.ones(1).bfloat16()),
-    "scale has device index 0; expected -1, that of x": lambda: plans.check_static_scale(ON_GPU, -1),
+    "scale has device index 0; expected -1, that of x": lambda: module.STATIC.check(
+        meta_on(-1, X), meta_on(0, torch.ones(())), E4M3
+    ),
     "scale can be given for granularity 'tensor' only": lambda: quantize_fp8(X, torch.ones(1), granularity="row"),
     "pow2_scale rounds computed scales": lambda: quantize_fp8(X, torch.ones(1), pow2_scale=True),
     "expected a torch.Tensor or an array with __dlpack__, got builtins.list": lambda: quantize_fp8([1.0]),
@@ -192,8 +192,8 @@ BAD = {
     ),
     "scale is a NoneType; expected a torch.Tensor": lambda: dequantize_fp8(X.to(E4M3), None),
     "scale is '0.5'; expected a torch.Tensor": lambda: quantize_fp8(X, "0.5"),
-    "scale has device index 0; expected -1, that of q": lambda: back_plans.check_dequantize(
-        (E4M3, (4, 8), (8, 1), -1), (torch.float32, (4,), (1,), 0), "row", E4M3, torch.float32, "row"
+    "scale has device index 0; expected -1, that of q": lambda: module.DEQUANTIZE.check(
+        meta_on(-1, Q), meta_on(0, torch.ones(3)), "row", E4M3, torch.float32, "row"
     ),
 }
 

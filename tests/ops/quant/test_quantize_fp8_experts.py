@@ -11,7 +11,7 @@ import torch
 from support.compare import assert_same_bits, poisoned, running_on
 from support.fp8_cases import DEVICE_CODE, same_strides, wild
 from support.fp8_reference import E4M3, E5M2, slow
-from support.places import DTYPES, ORDERS, at, emulated
+from support.places import DTYPES, ORDERS, at, emulated, meta_on
 from support.ways import captured
 from torch import Tensor
 
@@ -185,8 +185,8 @@ BAD = {
     r"counts has shape \(0,\); expected one dimension, the rows of 1 to 8192": lambda: quantize_fp8_experts(
         X, COUNTS[:0]
     ),
-    "counts has device index 0; expected -1, that of x": lambda: module._check(
-        (torch.float32, (3, 4), (4, 1), -1), (torch.int64, (2,), (1,), 0), "row", E4M3
+    "counts has device index 0; expected -1, that of x": lambda: module.QUANTIZE.check(
+        meta_on(-1, X), meta_on(0, COUNTS), "row", E4M3, False
     ),
     "x has 2147483648 rows; expected less than": lambda: module._check(
         (torch.float32, (2**31, 4), (4, 1), 0), (torch.int64, (2,), (1,), 0), "row", E4M3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import ROUNDOFF, assert_close, assert_no_worse, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, at, error_tests, order_test, short
+from support.places import DTYPES, at, error_tests, meta_on, order_test, short
 from support.ways import assert_compiles, assert_equal_bits, captured
 from torch import Tensor
 
@@ -18,7 +18,6 @@ import rtkernels
 from bench.rows import rows_of
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce import softmax as module
-from rtkernels.ops.reduce import softmax_plan as plans
 
 softmax, log_softmax = rtkernels.softmax, rtkernels.log_softmax
 FUNCTIONS = {"softmax": softmax, "log_softmax": log_softmax}
@@ -324,7 +323,6 @@ def test_second_order_is_refused(function: str) -> None:
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
-META = (torch.float32, torch.Size((4, 8)), (8, 1), 0)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (
         lambda: softmax(torch.ones(4, 8, dtype=torch.float64)),
@@ -341,7 +339,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "lengths has dtype float32; expected one of int32, int64",
     ),
     "lengths device": (
-        lambda: plans.check(META, (torch.int32, torch.Size((4,)), (1,), -1)),
+        lambda: module.FORWARD.check(
+            meta_on(0, torch.ones(4, 8)), meta_on(-1, torch.ones(4, dtype=torch.int32)), 1.0, False
+        ),
         "lengths has device index -1; expected 0, that of x",
     ),
     "scale": (lambda: log_softmax(torch.ones(4, 8), scale=float("nan")), "scale is nan; expected a finite float32"),

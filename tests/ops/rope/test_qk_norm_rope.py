@@ -12,7 +12,7 @@ import torch
 from contracts.samples import samples_of
 from support import rope_reference as reference
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, poisoned, running_on
-from support.places import DTYPES, at, error_tests, order_test, short
+from support.places import DTYPES, at, error_tests, meta_on, order_test, short
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
@@ -411,6 +411,8 @@ def test_operators_pass_opcheck() -> None:
 
 QKV, W, T = torch.ones(6, 2, 8 * 16), torch.ones(16), torch.ones(6, 8)
 HEADS = {"q_heads": 4, "kv_heads": 2}
+OPTIONS = (4, 2, True, "sbhd", 0, 0, False, 1e-6, 0.0)  # of the operators, before cos and sin
+REST = (None, None, "", 0, 1, 1.0)  # and after them
 
 
 def _run(qkv: Any = QKV, q_weight: Any = W, k_weight: Any = W, cos: Any = T, sin: Any = T, **options: Any) -> Any:
@@ -418,12 +420,7 @@ def _run(qkv: Any = QKV, q_weight: Any = W, k_weight: Any = W, cos: Any = T, sin
 
 
 def _backward(*gradients: Tensor, weights: tuple[Any, Any] = (W, W)) -> Any:
-    options = (4, 2, True, "sbhd", 0, 0, False, 1e-6, 0.0, True)
-    return module.BACKWARD(*gradients, QKV, *weights, *options, T, T, None, None, "", 0, 1, 1.0)
-
-
-def _meta(t: Tensor, device: int) -> tuple[Any, ...]:
-    return t.dtype, t.shape, t.stride(), device
+    return module.BACKWARD(*gradients, QKV, *weights, *OPTIONS, True, T, T, *REST)
 
 
 DQ, DK = torch.ones(2, 6, 4, 16), torch.ones(2, 6, 2, 16)
@@ -447,7 +444,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "k_weight has dtype float16; expected float32, that of q_weight",
     ),
     "weight device": (
-        lambda: plans.check_weights(_meta(W, 1), _meta(W, 1), _meta(QKV, 0), 16),
+        lambda: module.FORWARD.check(
+            meta_on(0, QKV), meta_on(1, W), meta_on(1, W), *OPTIONS, meta_on(0, T), meta_on(0, T), *REST
+        ),
         "q_weight has device index 1; expected 0, that of qkv",
     ),
     "odd rotary": (lambda: _run(rotary=7), "rotary is 7; expected an even number from 2 to the head size, 16"),

@@ -435,7 +435,7 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     maps = TensorMap(), TensorMap()
     launch = launching.launcher(77, launching.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     launch(*maps, -3, 4)
-    ended = launching.launcher(77, launching.Arguments(2, "qq", (6,)), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    ended = launching.launcher(77, launching.Arguments(2, "qq", {1: 6}), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
     ended(*reversed(maps), 5)
     first, second = (m.address for m in maps)
     assert seen == [(77, first, second, -3, 4, 5), (77, second, first, 5, 6, 5)]

@@ -1,0 +1,210 @@
+"""Train a model with random weights in several ways, and compare losses and gradients.
+
+``python -m bench e2e parity --model dense|moe`` starts this file for each arm and writes a result file with the gates.
+"hf" is transformers as it is; "hf_perturbed" has weights that differ by 1e-3, which says how far apart runs end that
+are equally good; "ours_fused" and "fp8" are patched, and trained with several orders of the data; "fp8_saturated"
+multiplies codes of scales that are eight times too small, a mistake that the gates have to find. Times mean nothing
+here: arms share the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import meta
+from bench.e2e import processes
+from bench.e2e.arms import MODELS
+from bench.e2e.gates import parity_gates, text
+
+ARMS = ("hf", "hf_perturbed", "ours_fused", "fp8", "fp8_saturated")
+_PATCHED_AS = {"hf_perturbed": "hf", "fp8_saturated": "fp8"}
+_SEVERAL_ORDERS = ("ours_fused", "fp8")
+LEARNING_RATE = 3e-4
+WARMUP = 0.1  # of the steps, in which the learning rate rises: without, losses jump and part for no reason of interest
+HELD_OUT_SEQUENCES = 16
+PERTURBATION = 1e-3
+TOO_SMALL = 8
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
+    made.add_argument("--model", choices=MODELS, default="dense")
+    made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
+    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
+    made.add_argument("--vocab", type=int, default=151936)
+    made.add_argument("--tokens", type=int, default=8192, help="of a step")
+    made.add_argument("--seq", type=int, default=2048)
+    made.add_argument("--steps", type=int, default=200)
+    made.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
+    made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
+    made.add_argument("--together", action="store_true", help="start all arms at once")
+    made.add_argument("--out", type=Path, help="result file")
+    made.add_argument("--one", help=argparse.SUPPRESS)
+    return made
+
+
+def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm in this process; return its record."""
+    from bench.e2e import arms
+    from bench.e2e.text import Corpus
+
+    arms.quiet()
+    corpus = Corpus(args.vocab, limit=200_000 if args.tiny else None)
+    if arm == "fp8_saturated":
+        _saturate()
+    orders = range(args.seeds if arm in _SEVERAL_ORDERS else 1)
+    with processes.sharing():
+        runs = [_trained(arm, args, corpus, order) for order in orders]
+    return {"runs": runs, "corpus": corpus.sha256[:16]}
+
+
+def _trained(arm: str, args: argparse.Namespace, corpus: Any, seed: int) -> dict[str, Any]:
+    """Train a model from the weights that all have; return losses, and how gradients of fp8 compare with bf16's."""
+    import torch
+
+    from bench.e2e import arms
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def model() -> Any:
+        return arms.build(
+            args.model, args.vocab, args.seq, tiny=args.tiny, device=device, dtype=torch.bfloat16, layers=args.layers
+        )
+
+    trained = model()
+    if arm == "hf_perturbed":
+        _perturb(trained)
+    prepared, _ = arms.prepare(_PATCHED_AS.get(arm, arm), trained)
+    loss_of = arms.loss_of(prepared)
+    optimizer = arms.optimizer(_PATCHED_AS.get(arm, arm), trained, LEARNING_RATE)
+    plain = model() if arm.startswith("fp8") else None
+    losses, gradients = [], []
+    for step in range(args.steps):
+        ids = corpus.batch(step, args.tokens, args.seq, seed).to(device)
+        for group in optimizer.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / max(1.0, WARMUP * args.steps))
+        loss = loss_of(ids)
+        loss.backward()
+        if plain is not None and step in (0, args.steps - 1):
+            gradients.append({"step": step, **_against(trained, plain, ids)})
+        optimizer.step()
+        losses.append(loss.detach())
+    return {
+        "seed": seed,
+        "losses": [round(float(loss), 5) for loss in losses],
+        "held_out": round(_held_out(prepared, loss_of, corpus, args, device), 5),
+        "gradients": gradients,
+    }
+
+
+def _against(trained: Any, plain: Any, ids: Any) -> dict[str, float]:
+    """Return cosine and quotient of the norms of the gradient that a model has and that of transformers in bf16."""
+    import torch
+
+    from bench.e2e import arms
+
+    with torch.no_grad():
+        for p, q in zip(plain.parameters(), trained.parameters(), strict=True):
+            p.copy_(q)
+    plain.zero_grad(set_to_none=True)
+    arms.loss_of(plain)(ids).backward()
+    both = first = second = 0.0
+    for p, q in zip(plain.parameters(), trained.parameters(), strict=True):
+        a, b = p.grad.double(), q.grad.double()
+        both, first, second = both + (a * b).sum(), first + a.square().sum(), second + b.square().sum()
+    plain.zero_grad(set_to_none=True)
+    return {"cosine": round(float(both / (first * second) ** 0.5), 6), "norm": round(float((second / first) ** 0.5), 5)}
+
+
+def _held_out(model: Any, loss_of: Any, corpus: Any, args: argparse.Namespace, device: str) -> float:
+    """Return the mean loss of the text that nobody trained on."""
+    import torch
+
+    whole = corpus.held_out[: min(len(corpus.held_out) // args.seq, HELD_OUT_SEQUENCES) * args.seq].view(-1, args.seq)
+    model.eval()
+    with torch.no_grad():
+        found = [float(loss_of(ids.to(device))) for ids in whole.split(max(1, args.tokens // args.seq))]
+    model.train()
+    return statistics.mean(found)
+
+
+def _perturb(model: Any) -> None:
+    """Move weights by 1e-3 of themselves; in bf16, whose steps are larger, that is some of them by a whole step."""
+    import torch
+
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator, device=p.device)
+            p.copy_(p.float() * (1 + PERTURBATION * noise))
+
+
+def _saturate() -> None:
+    """Let all products of this process have scales that are too small: the largest codes are cut."""
+    import torch
+
+    from rtkernels.models import fp8_mlp
+    from rtkernels.nn import fp8_experts
+    from rtkernels.ops.gemm import fp8_linear
+
+    def cut(codes: Any, scale: Any) -> tuple[Any, Any]:
+        if codes.dtype != torch.float8_e4m3fn:
+            return codes, scale
+        return (codes.float() * TOO_SMALL).clamp(-448, 448).to(codes.dtype), scale / TOO_SMALL
+
+    def wrapped(product: Any, names: tuple[str, str]) -> Any:
+        def call(a: Any, b: Any, *scales: Any, **options: Any) -> Any:
+            given = scales or tuple(options.pop(name) for name in names)
+            (a, first), (b, second) = cut(a, given[0]), cut(b, given[1])
+            if scales:
+                return product(a, b, first, second, **options)
+            return product(a, b, **dict(zip(names, (first, second), strict=True)), **options)
+
+        return call
+
+    for module in (fp8_linear, fp8_mlp):
+        module.scaled_mm = wrapped(module.scaled_mm, ("scale_a", "scale_b"))
+    fp8_experts.grouped_mm = wrapped(fp8_experts.grouped_mm, ("scale_a", "scale_b"))
+    fp8_experts.grouped_wgrad = wrapped(fp8_experts.grouped_wgrad, ("scale_dy", "scale_x"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all arms, each in its own process; print a table and write the result file."""
+    args = parser().parse_args(argv)
+    if args.one:
+        return processes.one(lambda: run_arm(args.one, args), args.out)
+    passed = sys.argv[1:] if argv is None else argv
+    sizes = {name: getattr(args, name) for name in ("layers", "vocab", "tokens", "seq", "steps")}
+    result: dict[str, Any] = {"kind": "parity", "model": args.model, **sizes, "arms": {}}
+    print(f"{'arm':14}{'order':>6}{'first':>9}{'last 20 %':>11}{'held out':>10}  cosine and norm of the gradient")
+    for arm, record in processes.records("bench.e2e.parity", args.arms.split(","), passed, args.together):
+        result["arms"][arm] = record
+        print(_lines(arm, record), flush=True)
+        result["gates"] = parity_gates(result["arms"])
+        result["environment"] = result.get("environment") or meta.environment()
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1))
+    print(text(result["gates"]))
+    return 1 if any("failed" in record for record in result["arms"].values()) else 0
+
+
+def _lines(arm: str, record: dict[str, Any]) -> str:
+    if "runs" not in record:
+        reason = "absent: " + record["absent"] if "absent" in record else "failed: " + record["failed"][-300:]
+        return f"{arm:14}{reason}"
+    lines = []
+    for run in record["runs"]:
+        losses = run["losses"]
+        last = statistics.mean(losses[-max(1, len(losses) // 5) :])
+        seen = ", ".join(f"{g['cosine']:.4f} {g['norm']:.3f}" for g in run["gradients"])
+        lines.append(f"{arm:14}{run['seed']:6}{losses[0]:9.4f}{last:11.4f}{run['held_out']:10.4f}  {seen}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
