@@ -295,7 +295,7 @@ def reason(name: str, family: str) -> str:
 MEASURED = """
 ## Measured
 
-One run of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 and float32
+Runs of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 and float32{before}
 (`bench/results/aten/h200.json`); times of calls in a row, host included ("operator mode"). Torch's time over ours,
 geometric mean over the shapes: of our kernel at every size; with smaller calls given back to torch, which costs
 {extra:.0f} µs of that host's time each; and the elements from which on the kernel is then taken. In a fresh process
@@ -321,9 +321,11 @@ def measured() -> list[str]:
     """Return the section on times, losses included."""
     result = chosen.load()
     about, host = result["environment"], result["host"]
+    earlier = " and ".join(result.get("cases_of_before", {}).get("families", ()))
     head = MEASURED.format(
-        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"]
-    )
+        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"],
+        before=f"; cases of {earlier} are of a run before" if earlier else "",
+    )  # fmt: skip
     lines = head.rstrip().splitlines()
     for name, (alone, best, size) in sorted(chosen.choice(result).items(), key=lambda item: -item[1][1]):
         where = "never" if size == chosen.NEVER else f"{size}"

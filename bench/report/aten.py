@@ -3,7 +3,8 @@ below which calls go to torch. ``python -m bench aten --record FILE`` keeps a re
 and writes ``rtkernels/aten/measured.py`` from it.
 
 A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size that
-makes the geometric mean over all cases best; the overload belongs to the default set if that mean is 1.05 or more.
+makes the geometric mean over all cases best; the overload belongs to the default set if that mean is 1.05 or more, and
+no case takes twice torch's time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
 MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
 WANTED = 1.05  # torch's time over ours, geometric mean
+WORST = 0.5  # the same, of one case
 NEVER = 1 << 62
 
 
@@ -57,6 +59,12 @@ def mean_ratio(cases: list[dict[str, Any]], threshold: int, given_back: float) -
     return math.exp(sum(logs) / len(logs))
 
 
+def worst_ratio(cases: list[dict[str, Any]], threshold: int) -> float:
+    """Return the smallest of torch's times over ours, from the threshold on."""
+    taken = [case for case in cases if case["elements"] >= threshold]
+    return min(case["torch"]["operator"] / case["rtkernels"]["operator"] for case in taken)
+
+
 def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
     """Return, for each overload, the mean ratio of our kernel alone, that with the best threshold, and this."""
     extra = given_back_us(result)
@@ -70,11 +78,12 @@ def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
 
 def default_set(result: dict[str, Any]) -> dict[str, int]:
     """Return the default set, with thresholds; 0 where the smallest size that was measured is faster already."""
-    smallest = {name: min(case["elements"] for case in cases) for name, cases in cases_of(result).items()}
+    cases = cases_of(result)
     return {
-        name: 0 if size == smallest[name] else size
-        for name, (_, mean, size) in choice(result).items() if mean >= WANTED and size != NEVER
-    }  # fmt: skip
+        name: 0 if size == min(case["elements"] for case in cases[name]) else size
+        for name, (_, mean, size) in choice(result).items()
+        if mean >= WANTED and size != NEVER and worst_ratio(cases[name], size) >= WORST
+    }
 
 
 def measured_module(result: dict[str, Any]) -> str:
