@@ -112,7 +112,8 @@ def headline(measured: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
             peers = report.ranked(row)
             faster = f"{peers[0][1] / row['us']:.2f} x" if peers else "-"
             body.append([title, shape, f"{row['us']:.1f}", _speed(row), _fastest(row), faster])
-    return report.table([_HEAD.strip("| "), "shape", "µs", "copy / ours, or rate", "fastest peer, µs", "faster by"], body)
+    titles = [_HEAD.strip("| "), "shape", "µs", "copy / ours, or rate", "fastest peer, µs", "faster by"]
+    return report.table(titles, body)
 
 
 def rewritten(text: str, fresh: list[str]) -> str:

@@ -77,8 +77,9 @@ def rows() -> Iterator[Row]:
         return tensors | {"decay": torch.ones(32, device=device), "state": torch.zeros(64, 32, 128, 128, device=device)}
 
     def plain_step(q, k, v, decay, state):
-        state.mul_(torch.exp(-decay).view(-1, 1, 1)).add_(k.to(state.dtype).unsqueeze(-1) * v.to(state.dtype).unsqueeze(-2))
-        return ((q.to(state.dtype).unsqueeze(-2) @ state).squeeze(-2) * 128**-0.5).to(q.dtype)
+        row, keys, values = (t.to(state.dtype) for t in (q, k, v))
+        state.mul_(torch.exp(-decay).view(-1, 1, 1)).add_(keys.unsqueeze(-1) * values.unsqueeze(-2))
+        return ((row.unsqueeze(-2) @ state).squeeze(-2) * 128**-0.5).to(q.dtype)
 
     yield Row(
         name="lightning_attention_step",
