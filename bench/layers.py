@@ -322,10 +322,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
     made.add_argument("--ways", help="comma-separated; all of a layer when left out")
     made.add_argument("--repeats", type=int, default=20)
-    made.add_argument("--tiny", action="store_true", help="small layers, on the CPU where there is no GPU")
-    made.add_argument("--together", action="store_true", help="start all ways at once; they do not measure at once")
-    made.add_argument("--out", type=Path, help="also write a file that `python -m bench record --layers` takes")
-    made.add_argument("--one", help=argparse.SUPPRESS)
+    processes.add_options(made, "also write a file that `python -m bench record --layers` takes")
     return made
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from bench import meta
@@ -38,19 +37,13 @@ FIRST_TOKEN_S = 3.0  # with patching, from a model that is there: imports and we
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
-    made.add_argument("--model", choices=MODELS, default="dense")
-    made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
-    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
-    made.add_argument("--vocab", type=int, default=151936)
+    processes.add_model_options(made, MODELS, ARMS)
     made.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
     made.add_argument("--prefill", default="1,8", help="batches of the prefill")
     made.add_argument("--decode", default="1,32", help="batches of the decode")
     made.add_argument("--new", type=int, default=256, help="tokens that are decoded")
     made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
-    made.add_argument("--together", action="store_true", help="start all arms at once; they do not measure at once")
-    made.add_argument("--out", type=Path, help="result file")
-    made.add_argument("--one", help=argparse.SUPPRESS)
+    processes.add_options(made)
     return made
 
 

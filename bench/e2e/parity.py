@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from bench import meta
@@ -33,18 +32,12 @@ TOO_SMALL = 8
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
-    made.add_argument("--model", choices=MODELS, default="dense")
-    made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
-    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
-    made.add_argument("--vocab", type=int, default=151936)
+    processes.add_model_options(made, MODELS, ARMS)
     made.add_argument("--tokens", type=int, default=8192, help="of a step")
     made.add_argument("--seq", type=int, default=2048)
     made.add_argument("--steps", type=int, default=200)
     made.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
-    made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
-    made.add_argument("--together", action="store_true", help="start all arms at once")
-    made.add_argument("--out", type=Path, help="result file")
-    made.add_argument("--one", help=argparse.SUPPRESS)
+    processes.add_options(made)
     return made
 
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
+
+
+def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], arms: Sequence[str]) -> None:
+    """Add what says which model is built, and by which arms."""
+    parser.add_argument("--model", choices=models, default="dense")
+    parser.add_argument("--arms", default=",".join(arms), help="comma-separated: " + ", ".join(arms))
+    parser.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other if left out")
+    parser.add_argument("--vocab", type=int, default=151936)
+
+
+def add_options(parser: argparse.ArgumentParser, out: str = "result file") -> None:
+    """Add what every benchmark has whose ways are measured in processes of their own."""
+    parser.add_argument("--tiny", action="store_true", help="small, on the CPU where there is no GPU")
+    parser.add_argument("--together", action="store_true", help="start all at once; they do not measure at once")
+    parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
 
 
 def one(run: Callable[[], dict[str, Any]], out: Path) -> int:

@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from bench import meta
@@ -25,20 +24,14 @@ PEAK_FLOPS = 989e12  # bf16, of an H200
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
-    made.add_argument("--model", choices=MODELS, default="dense")
-    made.add_argument("--arms", default=",".join(ARMS), help="comma-separated: " + ", ".join(ARMS))
-    made.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other when left out")
-    made.add_argument("--vocab", type=int, default=151936)
+    processes.add_model_options(made, MODELS, ARMS)
     made.add_argument("--tokens", type=int, default=16384, help="of a step")
     made.add_argument("--seq", type=int, default=2048)
     made.add_argument("--steps", type=int, default=30, help="measured ones")
     made.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
     made.add_argument("--seed", type=int, default=0, help="of the order of the data")
     made.add_argument("--cold", action="store_true", help="begin with an empty cache of our kernels")
-    made.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU")
-    made.add_argument("--together", action="store_true", help="start all arms at once; their steps do not overlap")
-    made.add_argument("--out", type=Path, help="result file")
-    made.add_argument("--one", help=argparse.SUPPRESS)
+    processes.add_options(made)
     return made
 
 
