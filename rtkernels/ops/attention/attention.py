@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator,
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _OPTIONS = "float scale, int left, int right, float softcap, int max_q, int max_k, bool heads_first, str backend"
 _INPUTS = checks.forward_arguments()
@@ -209,6 +210,7 @@ def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | 
     return FORWARD.call(*tensors, *options)
 
 
+@replayed
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
@@ -289,6 +291,7 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
 
 
+@replayed
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,

@@ -13,8 +13,10 @@ from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,

@@ -19,6 +19,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +171,7 @@ def grouped_mm(
     return FORWARD.call(*tensors, *options)
 
 
+@replayed
 def grouped_mm_masked(
     a: Tensor,
     b: Tensor,
@@ -238,6 +240,7 @@ def grouped_mm_masked(
     return out
 
 
+@replayed
 def grouped_wgrad(
     dy: Tensor,
     x: Tensor,

@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 MX_RULES = ("ocp", "nv")
 _CODES = {"mxfp8": (torch.float8_e4m3fn, torch.float8_e5m2), "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
@@ -139,6 +140,7 @@ DEQUANTIZE = Operator(
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def quantize_nvfp4(
     x: Tensor, *, global_scale: Tensor | float | None = None, swizzled: bool = False, scale_rule: str = "rne",
     elem_rule: str = "rne", channel_scale: Tensor | None = None, out: Tensor | None = None,
@@ -192,6 +194,7 @@ def quantize_nvfp4(
     return codes, scales, made
 
 
+@replayed
 def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
     dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
@@ -227,6 +230,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
+@replayed
 def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
@@ -249,6 +253,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     return formats.swizzle(scales)
 
 
+@replayed
 def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None = None) -> Tensor:
     """Undo ``nvfp4_swizzle``.
 
@@ -268,6 +273,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
     return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
+@replayed
 def quantize_mxfp8(
     x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: str = "ocp", swizzled: bool = False,
     out: Tensor | None = None, scale_out: Tensor | None = None,
@@ -293,6 +299,7 @@ def quantize_mxfp8(
     return _quantize_mx(x, "mxfp8", dtype, rule, swizzled, out, scale_out)
 
 
+@replayed
 def quantize_mxfp4(
     x: Tensor, *, rule: str = "ocp", swizzled: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -315,6 +322,7 @@ def quantize_mxfp4(
     return _quantize_mx(x, "mxfp4", torch.uint8, rule, swizzled, out, scale_out)
 
 
+@replayed
 def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -338,6 +346,7 @@ def dequantize_mxfp8(
     return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype, out)
 
 
+@replayed
 def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,

@@ -37,6 +37,7 @@ from rtkernels.runtime.operator.written import written_code
 __all__ = [
     "Aligned",
     "Argument",
+    "Declared",
     "Dense",
     "DenseFloat",
     "Exact",
@@ -55,7 +56,17 @@ __all__ = [
 ]
 
 
-class _Declared:
+under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
+
+
+def _launched_unseen(operator: str) -> None:
+    """Tell notes of a launch that the dispatcher does not see, unless it belongs to an operator that they have."""
+    for notes in under_way:
+        if not notes.inside:
+            notes.refuse(f"{operator} is launched without a call of the operator")
+
+
+class Declared:
     """What ``Operator`` and ``InPlaceOperator`` share."""
 
     def __init__(
@@ -150,6 +161,8 @@ def find({names}):
     {checks}return {self._key()}
 
 def launch({names}):
+    if under_way:
+        launched_unseen({operator!r})
     {prepare}{checks}plan = {self._key()}
     if type(plan) is StepPlan and not plan.converted:
         made = plan.run({", ".join([*given, *self._numbers])})
@@ -163,6 +176,8 @@ def launch({names}):
             "StepPlan": StepPlan,
             "increment_version": torch.autograd.graph.increment_version,
             "launch_prepared": self._launch_prepared,
+            "under_way": under_way,
+            "launched_unseen": _launched_unseen,
         }
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
         return scope
@@ -327,7 +342,7 @@ def run_and_keep({names}):
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
 
-class Operator(_Declared, TorchOp):
+class Operator(Declared, TorchOp):
     """A declared operator; ``replay`` runs the last plan if the call is like the one before."""
 
     def _make_call(self) -> Callable[..., Any]:
@@ -337,7 +352,7 @@ class Operator(_Declared, TorchOp):
         return self.call
 
 
-class InPlaceOperator(_Declared, MutatingOp):
+class InPlaceOperator(Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
 
 
@@ -350,5 +365,5 @@ class _Unregistered:
     _addresses = TorchOp._addresses
 
 
-class Internal(_Declared, _Unregistered):
+class Internal(Declared, _Unregistered):
     """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""
