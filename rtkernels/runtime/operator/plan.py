@@ -165,8 +165,9 @@ class StepPlan(Plan):
             if variable in known:
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
-            scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
-            scope[f"shape_{variable}"], scope[f"strides_{variable}"], scope[f"dtype_{variable}"] = scope[f"m_{variable}"]
+            layout = {"shape": tuple(memory.shape), "strides": strides, "dtype": memory.dtype}
+            scope[f"m_{variable}"] = tuple(layout.values())
+            scope |= {f"{part}_{variable}": value for part, value in layout.items()}
             given = f"memory('{name}.{variable}', m_{variable}, allocate)"
             allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
             made_by = f"{allocated} if not calls_under_way else {given}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,8 +74,8 @@ class _Writer:
         """Return the lines that return MISS for other calls, and take the addresses of tensors."""
         tensors, lines = self.notes.arguments, []
         for name, (kind, parts) in self.arguments.parts.items():
-            self.scope[f"type_{name}"] = kind
-            lines.append(f"if type({name}) is not type_{name} or len({name}) != {len(parts)}:\n        return MISS")
+            self.scope[f"kind_of_{name}"] = kind
+            lines.append(f"if type({name}) is not kind_of_{name} or len({name}) != {len(parts)}:\n        return MISS")
             lines += [f"{''.join(f'{part}, ' for part in parts)}= {name}"] if parts else []
         same = [self.same(name, value) for name, value in self.arguments.values.items()]
         distinct: dict[int, str] = {}
@@ -86,14 +87,14 @@ class _Writer:
         self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
         same.append(f"matches({', '.join(distinct.values())})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
-        lines += [f"p_{name} = {name}.data_ptr()" for name in tensors]
-        misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items()}
-        others = [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
+        others = [f"not ({_end(a)} <= {_begin(b)} or {_end(b)} <= {_begin(a)})" for a, b in self.notes.apart]
+        used = _words([*self.body, *others])
+        misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
+        others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
         if aligned := [f"p_{name}" for name, rest in misaligned.items() if not rest]:
-            others.insert(0, f"({' | '.join(aligned)}) & 15")
-        for a, b in self.notes.apart:
-            others.append(f"not ({_end(a)} <= {_begin(b)} or {_end(b)} <= {_begin(a)})")
-        lines.append(f"if {' or '.join(others)}:\n        return MISS")
+            others.append(f"({' | '.join(aligned)}) & 15")
+        lines += [f"p_{name} = {name}.data_ptr()" for name in misaligned]
+        lines += [f"if {' or '.join(others)}:\n        return MISS"] if others else []
         return lines
 
     def same(self, name: str, value: Any) -> str:
@@ -101,11 +102,11 @@ class _Writer:
         if value is None or type(value) is bool or isinstance(value, (torch.dtype, torch.layout)):
             return f"{name} is {self.constant(value)}"
         kind = type(value)
-        self.scope[f"type_{name}"], self.scope[f"value_{name}"] = kind, value
-        equal = f"type({name}) is type_{name} and {name} == value_{name}"
+        self.scope[f"kind_of_{name}"], self.scope[f"given_as_{name}"] = kind, value
+        equal = f"type({name}) is kind_of_{name} and {name} == given_as_{name}"
         if kind is float and value == 0:
             equal += f" and str({name}) == {str(value)!r}"
-        return f"({name} is value_{name} or ({equal}))"
+        return f"({name} is given_as_{name} or ({equal}))"
 
     # ---- what it does ----
 
@@ -174,8 +175,7 @@ class _Writer:
             inner = [self.returned(value, views) for value in result]
             kind = type(result)
             if hasattr(kind, "_fields"):
-                self.scope["result_type"] = kind
-                return lambda: f"result_type({', '.join(part() for part in inner)})"
+                return lambda: f"{self.constant(kind)}({', '.join(part() for part in inner)})"
             left, right = "[]" if kind is list else "()"
             return lambda: left + "".join(f"{part()}, " for part in inner) + right
         if result is None or isinstance(result, (bool, int, float, str, torch.dtype)):
@@ -217,15 +217,15 @@ class _Writer:
         names = [root.name for root in self.notes.roots() if not root.argument]
         last: dict[int, list[str]] = {}
         for name in names:
-            uses = [i for i, line in enumerate(self.body) if _mentions(line, name)]
+            uses = [i for i, line in enumerate(self.body) if name in _words([line])]
             if uses and uses[-1] < len(self.body) - 2:
                 last.setdefault(uses[-1], []).append(name)
         for i in sorted(last, reverse=True):
             self.body.insert(i + 1, f"del {', '.join(last[i])}")
 
 
-def _mentions(line: str, name: str) -> bool:
-    return any(word == name for word in "".join(c if c.isalnum() or c == "_" else " " for c in line).split())
+def _words(lines: Sequence[str]) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(lines)))
 
 
 def _bytes(t: View | Root) -> int:
