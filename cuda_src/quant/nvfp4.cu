@@ -94,8 +94,8 @@ RTK_DEVICE void store_fp4(u8* out, const u32 (&words)[2], int valid, bool aligne
         if (i < valid) out[i / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
 }
 
-// g: *global_scale, or from *amax (then written to global_out), or the number. kNvfp4 rounds codes to nearest even, by a scale
-// that is rounded to nearest or up; kNvfp4Rules has all rules.
+// g: *global_scale, or from *amax, or the number; it is written to global_out if there is one. kNvfp4 rounds codes to
+// nearest even, by a scale that is rounded to nearest or up; kNvfp4Rules has all rules.
 template <typename T, int FORMAT>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4Rules ? 3 : 4)
     quantize_blocks(const T* x, const void* channel_scale, const float* global_scale, const u32* amax, u8* out, u8* scales,
@@ -113,10 +113,8 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4Rules ?
     float g = static_cast<float>(number);
     if constexpr (kNv) {
         if (global_scale != nullptr) g = *global_scale;
-        if (amax != nullptr) {
-            g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
-            if (own_number() == 0) *global_out = g;
-        }
+        if (amax != nullptr) g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+        if (global_out != nullptr && own_number() == 0) *global_out = g;
     }
     const i64 scales_of_row = ceil_div(cols, 16 * kThreads), step = static_cast<i64>(gridDim.x) * blockDim.x;
     const bool whole_rows = (cols & 15) == 0;

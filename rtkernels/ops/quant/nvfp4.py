@@ -14,6 +14,7 @@ from rtkernels.ops.shared import block_formats as formats
 from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax, memory_for
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
@@ -68,8 +69,8 @@ def _reference_quantize(
     if format == "nvfp4":
         if global_out is not None:
             amax = finite_amax(y)
-            global_out.copy_(torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax)))
-            global_scale = global_out
+            found = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
+            global_scale = global_out.copy_(torch.full_like(found, static) if static else found)
         g = torch.tensor(static, device=x.device) if global_scale is None else global_scale.reshape(())
         codes, scale = formats.encode_nvfp4(y, g, scale_rule, elem_rule)
     else:
@@ -173,25 +174,21 @@ def quantize_nvfp4(
         return interop.call_with(quantize_nvfp4, locals())
     x, channel_scale = detached(x, channel_scale)
     _check_rows(x, 2)
-    static, made = 0.0, None
+    static, g, made = 0.0, None, None
     if isinstance(global_scale, Tensor):
         g = global_scale.detach()
-    elif global_scale is None:
-        g = None
-        made = torch.empty((), dtype=torch.float32, device=x.device)
     else:
-        static = float(a_number("global_scale", global_scale))
-        if not 0 < static < float("inf"):
-            raise ArgumentError(f"global_scale is {static}; expected a number above 0")
-        g = None
+        made = new_tensor((), torch.float32, x)
+        if global_scale is not None:
+            static = float(a_number("global_scale", global_scale))
+            if not 0 < static < float("inf"):
+                raise ArgumentError(f"global_scale is {static}; expected a number above 0")
     inputs: dict[str, Any] = {"x": x, "global_scale": g, "channel_scale": channel_scale}
     codes = memory_for("out", out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x, inputs)
     shape = _scale_shape(tuple(x.shape), 16, swizzled)
     scales = memory_for("scale_out", scale_out, shape, torch.float8_e4m3fn, x, {**inputs, "out": codes})
     QUANTIZE(x, g, channel_scale, codes, scales, made, "nvfp4", swizzled, scale_rule, elem_rule, static)
-    if made is None:
-        made = g.reshape(()) if g is not None else torch.full((), static, device=x.device)
-    return codes, scales, made
+    return codes, scales, g.reshape(()) if made is None else made
 
 
 @replayed
