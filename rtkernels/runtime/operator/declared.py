@@ -7,6 +7,7 @@ arguments are in ``kinds.py`` and have their names here, too; lists of tensors a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
 def _launched_unseen(operator: str) -> None:
     """Tell notes of a launch that the dispatcher does not see, unless it belongs to an operator that they have."""
     for notes in under_way:
-        if not notes.inside:
+        if not notes.inside and notes.thread == threading.get_ident():
             notes.refuse(f"{operator} is launched without a call of the operator")
 
 

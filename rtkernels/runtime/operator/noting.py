@@ -8,6 +8,7 @@ the same metadata and whose other arguments are the same, nothing but addresses 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -110,6 +111,7 @@ class Notes(TorchDispatchMode):
         super().__init__()
         self.arguments, self.lines, self.refused = arguments, [], None
         self.inside = False  # of an operator that is noted as a whole
+        self.thread = threading.get_ident()
         self.apart: list[tuple[View, View]] = []  # tensors that do not overlap, which the call wanted to know
         self._roots: dict[int, list[Root]] = {}  # by storage
         self._views: dict[Any, View | None] = {}  # by all that a tensor is; None: of several roots
@@ -161,10 +163,13 @@ class Notes(TorchDispatchMode):
             yield from roots
 
     def _note_overlap(self, a: Tensor, b: Tensor, overlap: bool) -> None:
+        if self.thread != threading.get_ident():
+            return
         try:
             views = self.view_of(a), self.view_of(b)
         except NotRepeatable as error:
-            return self.refuse(str(error))
+            self.refuse(str(error))
+            return
         if overlap:
             self.refuse("tensors overlap")
         elif views[0].root.argument and views[1].root.argument:
