@@ -84,7 +84,7 @@ def call({names}):
         "calls_under_way": calls_under_way,
     }
     exec(written_code(source, f"<rtkernels replayed {function.__name__}>"), scope)
-    finder = _Finder(function.__name__, scope, [*parameters])
+    finder = _Finder(function.__name__, scope, [*parameters], by_into="into" in function.__code__.co_names)
     made = functools.wraps(function)(scope[function.__name__])
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.replays = finder
@@ -116,10 +116,18 @@ def _add_keys(key: list[Any], values: Iterable[Any], grads: bool) -> bool:
 
 
 class _Finder:
-    """Finds what is known of calls of one function, and makes it known."""
+    """Finds what is known of calls of one function, and makes it known.
 
-    def __init__(self, name: str, scope: dict[str, Any], names: list[str]) -> None:
+    Args:
+        name: Of the function.
+        scope: What the function that users call knows: ``last`` is tried first, ``call`` is the function itself.
+        names: Of its arguments.
+        by_into: ``into`` sees to its argument `out`, and knows itself where results go.
+    """
+
+    def __init__(self, name: str, scope: dict[str, Any], names: list[str], *, by_into: bool) -> None:
         self.name, self._scope, self._names = name, scope, names
+        self._out = names.index("out") if by_into else None
         self.known: dict[Any, _Known] = {}
         Plans.replays.append(self.forget)
 
@@ -155,6 +163,8 @@ class _Finder:
 
     def _key(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return what the notes of a call are found by, its device first; None for a call that is not to be noted."""
+        if self._out is not None and values[self._out] is not None:
+            return None
         key: list[Any] = [None]
         if not _add_keys(key, values, torch.is_grad_enabled()) or key[0] is None:
             return None
