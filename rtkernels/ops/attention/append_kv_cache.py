@@ -223,10 +223,7 @@ def append_kv_cache(
         None.
     """
     if not isinstance(k, Tensor):
-        return interop.call(
-            append_kv_cache, k, v, k_cache, v_cache, seqlens, page_table=page_table, slots=slots, positions=positions,
-            cos=cos, sin=sin, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+        return interop.call_with(append_kv_cache, locals())
     refuse_gradients("append_kv_cache", (k, v, k_cache, v_cache))
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)

@@ -252,10 +252,7 @@ def attention(
         logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention, q, k, v, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
-            kv_limit=kv_limit, seqused_k=seqused_k, return_lse=return_lse, out=out, layout=layout, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -325,11 +322,7 @@ def attention_varlen(
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale,
-            causal=causal, window=window, softcap=softcap, sinks=sinks, seqused_k=seqused_k, return_lse=return_lse,
-            out=out, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(attention_varlen, locals())
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):

@@ -50,11 +50,7 @@ def mla_attention(
         As ``attention`` or ``attention_varlen``.
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            mla_attention, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, clip_value=clip_value, return_lse=return_lse,
-            layout=layout, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(mla_attention, locals())
     if out is not None:
         return into(mla_attention, locals())
     if layout not in LAYOUTS:

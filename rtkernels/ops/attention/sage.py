@@ -100,10 +100,7 @@ def sage_attention(
         queries].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            sage_attention, q, k, v, scale=scale, causal=causal, window=window, qk=qk, pv=pv, granularity=granularity,
-            smooth_k=smooth_k, return_lse=return_lse, layout=layout,
-        )  # fmt: skip
+        return interop.call_with(sage_attention, locals())
     if out is not None:
         return into(sage_attention, locals())
     choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))

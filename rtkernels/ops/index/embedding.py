@@ -221,7 +221,7 @@ def embedding_grad_(
         main_grad.
     """
     if not isinstance(main_grad, Tensor):
-        return interop.call(embedding_grad_, main_grad, ids, dy, padding_idx=padding_idx, vocab_start=vocab_start)
+        return interop.call_with(embedding_grad_, locals())
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
     refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)

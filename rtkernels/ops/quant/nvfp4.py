@@ -242,7 +242,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
         One dimension, of the dtype of scales, 0 where there is no row or block.
     """
     if not isinstance(scales, Tensor):
-        return interop.call(nvfp4_swizzle, scales)
+        return interop.call_with(nvfp4_swizzle, locals())
     if out is not None:
         return into(nvfp4_swizzle, locals())
     if scales.dim() != 2 or scales.itemsize != 1:
@@ -264,7 +264,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
         ``[rows, ceil(cols / 16)]``.
     """
     if not isinstance(scales, Tensor):
-        return interop.call(nvfp4_unswizzle, scales, rows, cols)
+        return interop.call_with(nvfp4_unswizzle, locals())
     if out is not None:
         return into(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
