@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 from support.compare import running_on
@@ -158,20 +160,35 @@ def test_memory_is_freed_when_it_is_used_no_more() -> None:
     x = torch.zeros(4)
     with rtkernels.emulate():
         noted(several, x)
-    import linecache
-
     lines = linecache.getlines("<rtkernels replay of several>")
     assert sum("del t_" in line for line in lines) == 2
     assert_equal_bits(replays(several)[0](x), x + 4)
 
 
-def test_a_launch_that_the_dispatcher_does_not_see_is_noticed() -> None:
+def test_a_launch_that_the_dispatcher_does_not_see_is_noted() -> None:
     from rtkernels.ops.act.combine import COMBINE
 
-    notes = noting.Notes({"x": torch.ones(4)})
-    with rtkernels.emulate(), notes, pytest.raises(Exception):  # noqa: B017 - what is missing here does not matter
-        COMBINE.launch(*[None] * 23)
-    assert "combine is launched" in notes.refused
+    x, s = tensors((3, COLS), (1, COLS))
+    out = torch.empty_like(x)
+    operands = x, None, None, s, None, None, None, None, None, out, None, None, None
+    with rtkernels.emulate("sm_80"), noting.Notes({"x": x, "s": s, "out": out}) as notes:
+        COMBINE.launch(*operands, "none", False, False, "plain", "", "none", False, 0.0, 0.0, 1.0)
+    assert_equal_bits(out, x * s)
+    (line,) = notes.lines
+    assert line.plan is not None and notes.refused is None
+
+
+def test_what_nobody_uses_is_left_out() -> None:
+    @replayed
+    def more(x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
+        first, second = x + 1, x.exp() * 2
+        return (first, second) if both else first
+
+    with rtkernels.emulate():
+        x = torch.zeros(4)
+        noted(more, x, False)
+        assert_equal_bits(more(x, False), x + 1)
+        assert sum("call_" in line for line in linecache.getlines("<rtkernels replay of more>")) == 1
 
 
 ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "replays")]

@@ -60,11 +60,10 @@ __all__ = [
 under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
 
 
-def _launched_unseen(operator: str) -> None:
-    """Tell notes of a launch that the dispatcher does not see, unless it belongs to an operator that they have."""
-    for notes in under_way:
-        if not notes.inside and notes.thread == threading.get_ident():
-            notes.refuse(f"{operator} is launched without a call of the operator")
+def own_notes() -> Any:
+    """Return the notes that this thread takes, unless it is inside of a call that they have as a whole."""
+    thread = threading.get_ident()
+    return next((notes for notes in under_way if notes.thread == thread and not notes.inside), None)
 
 
 class Declared:
@@ -162,8 +161,8 @@ def find({names}):
     {checks}return {self._key()}
 
 def launch({names}):
-    if under_way:
-        launched_unseen({operator!r})
+    if under_way and (notes := own_notes()) is not None:
+        return notes.launched(operator, ({names},))
     {prepare}{checks}plan = {self._key()}
     if type(plan) is StepPlan and not plan.converted:
         made = plan.run({", ".join([*given, *self._numbers])})
@@ -178,7 +177,8 @@ def launch({names}):
             "increment_version": torch.autograd.graph.increment_version,
             "launch_prepared": self._launch_prepared,
             "under_way": under_way,
-            "launched_unseen": _launched_unseen,
+            "own_notes": own_notes,
+            "operator": self,
         }
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
         return scope

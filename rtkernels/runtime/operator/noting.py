@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from rtkernels import emulator
 from rtkernels.runtime import layout
+from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Declared, under_way
 from rtkernels.runtime.operator.operator import TorchOp
-from rtkernels.runtime.operator.plan import StepPlan
+from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 MAX_PARTS = 16  # of a list among the arguments
 _MAX_LINES = 64
@@ -91,6 +93,7 @@ class Line(NamedTuple):
         given: Its arguments: ``View`` for tensors.
         keywords: The same by name.
         written: Arguments of the operator that it overwrites.
+        changes: It overwrites memory, so that it is called whether or not its results are used.
     """
 
     plan: StepPlan | None
@@ -98,6 +101,7 @@ class Line(NamedTuple):
     given: Sequence[Any]
     keywords: dict[str, Any]
     written: Sequence[View] = ()
+    changes: bool = False
 
 
 class Notes(TorchDispatchMode):
@@ -180,42 +184,68 @@ class Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = TorchOp.by_overload.get(func)
-        if self.refused is not None:
-            return func(*args, **kwargs)
-        if isinstance(operator, Declared):
+        if isinstance(operator, Declared) and self.refused is None:
             return self._run_operator(operator, _all_arguments(func, args, kwargs))
-        result = func(*args, **kwargs)
-        try:
-            if operator is not None:
-                raise NotRepeatable(f"{operator.name} has lists of tensors")
-            self._note_call(func, args, kwargs, result)
-        except NotRepeatable as error:
-            self.refuse(str(error))
+        result = self._as_a_whole(func, *args, **kwargs)
+        if self.refused is None:
+            try:
+                if operator is not None:
+                    raise NotRepeatable(f"{operator.name} has lists of tensors")
+                self._note_call(func, args, kwargs, result)
+            except NotRepeatable as error:
+                self.refuse(str(error))
         return result
+
+    def _as_a_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.inside = self.inside, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside = before
+
+    def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
+        """Launch an operator that was not called by the dispatcher, and note it."""
+        if isinstance(operator, TorchOp):
+            return operator.overload(*args)
+        with _disable_current_modes():
+            return self._run_operator(operator, list(args))
 
     def _run_operator(self, operator: Declared, args: list[Any]) -> Any:
         plan, used = None, args
         if operator._prepare is None:
             with self:  # copies are noted
                 plan, used = operator._planned(tuple(args))
-        self.inside = True
-        try:
-            made = operator.overload(*used)
-        finally:
-            self.inside = False
-        try:
-            if type(plan) is StepPlan:
-                self._note_plan(operator, plan, used, made)
-            else:  # it asks for addresses, or other operators do its work
-                views = [self.view_of(v) if isinstance(v, Tensor) else v for v in used]
-                self._add_line(Line(None, operator.call, views, {}), made)
-        except NotRepeatable as error:
-            self.refuse(str(error))
+        if type(plan) is Steps and plan.instead is not None:
+            with self:  # and so is what other operators do
+                made = plan.instead(*used)
+        else:
+            made = self._as_a_whole(self._launch, operator, used)
+            try:
+                if type(plan) is StepPlan:
+                    self._note_plan(operator, plan, used, made)
+                else:  # it asks for addresses, or plain torch does its work
+                    views = [self.view_of(v) if isinstance(v, Tensor) else v for v in used]
+                    call = operator.call if isinstance(operator, TorchOp) else operator.launch
+                    self._add_line(Line(None, call, views, {}, changes=bool(operator._written)), made)
+            except NotRepeatable as error:
+                self.refuse(str(error))
         with self:
             for i in operator._places:
                 if operator._kinds[i].written and used[i] is not args[i]:
                     args[i].copy_(used[i])
         return made
+
+    @staticmethod
+    def _launch(operator: Declared, args: tuple[Any, ...]) -> Any:
+        if isinstance(operator, TorchOp):
+            return operator.overload(*args)
+        features = emulator.active() if args[operator._places[0]].get_device() < 0 else None
+        if features is None:
+            return operator.launch(*args)
+        with emulator.lock:
+            emulate_features(features)
+            with emulator.recording():
+                return operator.launch(*args)
 
     def _note_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], made: Any) -> None:
         given = [None if used[i] is None else self.view_of(used[i]) for i in operator._places]
@@ -223,7 +253,7 @@ class Notes(TorchDispatchMode):
         written = [
             self.view_of(used[i]) for i in operator._places if operator._kinds[i].written and used[i] is not None
         ]
-        self._add_line(Line(plan, None, given, {}, written), made)
+        self._add_line(Line(plan, None, given, {}, written, changes=bool(written)), made)
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tag in func.tags for tag in _UNKNOWN_RESULTS):
@@ -245,8 +275,7 @@ class Notes(TorchDispatchMode):
             self._add_line(Line(None, None, (), {}), result)
             return
         views = torch.utils._pytree.tree_map(lambda v: self.view_of(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        line = Line(None, func, views[0], views[1])
-        self._add_line(line, None if writes else result)
+        self._add_line(Line(None, func, views[0], views[1], changes=writes), None if writes else result)
 
     def _is_plain(self, t: Tensor) -> bool:
         device = next(iter(self.arguments.values())).device

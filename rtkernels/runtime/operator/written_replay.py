@@ -58,6 +58,7 @@ class _Writer:
         """Return the written function."""
         returned: list[View] = []
         expression = self.returned(result, returned)
+        self.drop_unused(returned)
         self.reshape_memory(returned)
         for i, line in enumerate(self.notes.lines):
             self.write(i, line)
@@ -127,7 +128,7 @@ class _Writer:
             layout = ", ".join(map(self.constant, (made[0].shape, made[0].strides, made[0].dtype)))
             self.body.append(f"{names}allocate({layout})")
         else:
-            self.scope[f"call_{i}"] = line.function
+            self.scope[f"call_{i}"] = getattr(line.function, "_op", line.function)  # without the wrapper of torch
             given = [self.value(v) for v in line.given] + [f"{k}={self.value(v)}" for k, v in line.keywords.items()]
             self.body.append(f"{names}call_{i}({', '.join(given)})")
 
@@ -182,6 +183,19 @@ class _Writer:
             return lambda: self.constant(result)
         raise NotRepeatable(f"the result is a {type(result).__name__}")
 
+    def drop_unused(self, returned: list[View]) -> None:
+        """Leave out lines whose results nobody uses: a function may work out more than this call asks for."""
+        used, kept = {id(view.root) for view in returned}, []
+        made: dict[int, list[Root]] = {}
+        for root in self.notes.roots():
+            made.setdefault(id(root.line), []).append(root)
+        for line in reversed(self.notes.lines):
+            if line.changes or any(id(root) in used for root in made.get(id(line), [])):
+                kept.insert(0, line)
+                leaves = torch.utils._pytree.tree_leaves((line.given, line.keywords), is_leaf=_is_view)
+                used |= {id(view.root) for view in leaves if isinstance(view, View)}
+        self.notes.lines[:] = kept
+
     def reshape_memory(self, returned: list[View]) -> None:
         """Let memory be allocated as it is returned, where only its address is used besides: views take host time."""
         seen: dict[int, set[View]] = {}
@@ -189,7 +203,7 @@ class _Writer:
             seen.setdefault(id(view.root), set()).add(view)
         for line in self.notes.lines:
             if line.function is not None:
-                for view in torch.utils._pytree.tree_leaves((line.given, line.keywords)):
+                for view in torch.utils._pytree.tree_leaves((line.given, line.keywords), is_leaf=_is_view):
                     if isinstance(view, View):
                         seen.setdefault(id(view.root), set()).add(view)
         remade: dict[int, dict[int, View]] = {}
@@ -203,7 +217,8 @@ class _Writer:
             if root.line.plan is not None:
                 if not root.line.plan.is_allocated(root.part or 0):
                     continue
-                remade.setdefault(self.notes.lines.index(root.line), {})[root.part or 0] = view
+                i = next(i for i, line in enumerate(self.notes.lines) if line is root.line)
+                remade.setdefault(i, {})[root.part or 0] = view
             root.shape, root.strides, root.dtype = view.shape, view.strides, view.dtype
         for i, parts in remade.items():
             line = self.notes.lines[i]
@@ -226,6 +241,10 @@ class _Writer:
 
 def _words(lines: Sequence[str]) -> set[str]:
     return set(re.findall(r"\w+", " ".join(lines)))
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, View)
 
 
 def _bytes(t: View | Root) -> int:
