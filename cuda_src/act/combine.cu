@@ -14,6 +14,7 @@
 #include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -56,6 +57,15 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
     const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
     const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);
+    // Operands are read one after the other; those of the first columns come nearer meanwhile.
+    auto come_nearer = [&](const void* p, i64 stride, i64 each, i64 fp32) {
+        const i64 column = begin + group.thread * N;
+        if (p == nullptr || column >= end) return;
+        const i64 bytes = sizeof(T) == 4 || (flags & fp32) ? 4 : 2;
+        ptx::prefetch_l2(static_cast<const u8*>(p) + (operand_row(row, stride, each) + column) * bytes);
+    };
+    come_nearer(mul0, mul0_stride, mul0_each, kMul0Fp32);
+    come_nearer(base0, base0_stride, base0_each, kBase0Fp32);
 
     auto make_y = [&](i64 column, int valid, float(&y)[N]) {
         float v[N], up[N];

@@ -94,7 +94,7 @@ def _check(x: Meta, *values: Any) -> None:
 
 
 def _row_steps(stride: int, each: int) -> tuple[int, int, int]:
-    """Return what ``row_offset`` of act/combine.cu needs for an operand with a row for `each` rows, or -each in turn."""
+    """Return what ``row_offset`` of act/combine.cu needs: a row for `each` rows, or -each rows over and over."""
     if each > 0:
         return (stride, 0, divisor(1)) if each == 1 else (0, stride, divisor(each))
     return stride, each * stride, divisor(-each)

@@ -15,7 +15,7 @@ FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
 _TYPES = ("bf16", "fp16", "fp32")
 _THREADS = 256
 _THREADS_BACK, _STRETCHES = 256, 2  # of dequantize_blocks
-_RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules of NVFP4: the bounds in quant/nvfp4.cu
+_RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules: the bounds in quant/nvfp4.cu
 _ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES = 1, 2, 4, 8, 16, 32  # flags of quant/nvfp4.cu
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
@@ -32,8 +32,8 @@ _QUANTIZE = Kernel(
 )  # fmt: skip
 _DENSE = Kernel(
     "quant/nvfp4.cu", "quantize_dense", template="T", max_registers=64,
-    args="x:ptr global_scale:ptr amax:ptr out:ptr scales:ptr global_out:ptr count:i64 blocks_of_row:i64 divisor:i64 flags:i64 "
-    "scale_rule:i64 number:f64",
+    args="x:ptr global_scale:ptr amax:ptr out:ptr scales:ptr global_out:ptr count:i64 blocks_of_row:i64 "
+    "divisor:i64 flags:i64 scale_rule:i64 number:f64",
     variants=[("bf16",), ("fp16",)], tier="serve",
 )  # fmt: skip
 _DEQUANTIZE = Kernel(
@@ -50,7 +50,7 @@ def scale_block(format: str) -> int:
 
 
 def _divisor(threads: int, blocks: int) -> int:
-    return divisor(blocks) if threads < 2**31 else 0
+    return divisor(blocks) if threads < 2**31 - 1024 else 0
 
 
 def plan_quantize(
