@@ -14,7 +14,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
 from rtkernels.runtime.launch.device import device_info
@@ -51,7 +51,7 @@ _THREE = Kernel(
     args="x:ptr p:ptr q:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 "
     "cols:i64 x_stride:i64 p_own:i64 p_jump:i64 p_divisor:i64 q_own:i64 q_jump:i64 q_divisor:i64 lane_bits:i64 "
     "slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
-    variants=[(t, f) for t, f, aligned in row_variants() if aligned],
+    variants=quick_variants(),
 )  # fmt: skip
 # Flags of act/combine.cu.
 _SLOPE, _SUBTRACT, _INTERLEAVED = 2, 4, 8
@@ -143,7 +143,7 @@ def _plan(x: Meta, *values: Any) -> Steps:
     present = [name for name in OPERANDS if name in strides]
     three = (
         unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved" and span < 2**30
-        and (dtype.itemsize == 4 or not flags & sum(_FP32.values()))
+        and (quant != "nvfp4" if dtype.itemsize == 4 else not flags & sum(_FP32.values()))
     )  # fmt: skip
     # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
     waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)

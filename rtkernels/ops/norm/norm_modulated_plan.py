@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_quant import BLOCK
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -29,7 +29,7 @@ _IN_REGISTERS = Kernel(
     "scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 before_stride:i64 "
     "before_divisor:i64 p_stride:i64 p_divisor:i64 q_stride:i64 q_divisor:i64 lane_bits:i64 flags:i64 offsets:i64 "
     "quant:i64 eps:f64 number:f64 floor:f64",
-    variants=[(t, f) for t, f, aligned in row_variants() if aligned], tier="serve",
+    variants=quick_variants(), tier="serve",
 )  # fmt: skip
 KERNELS = (_KERNEL, _IN_REGISTERS)
 # Flags of norm/norm_modulated.cu.
@@ -77,7 +77,7 @@ def plan(
     present = [name for name, meta in given.items() if meta is not None]
     before = [name for name in present if name in _BEFORE]
     behind = [name for name in present if name in _BEHIND]
-    uniform = size == 4 or not flags & sum(_FP32.values())
+    uniform = quant != "nvfp4" if size == 4 else not flags & sum(_FP32.values())
     many = rows * span > each * _WAVE_THREADS * info.sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
