@@ -166,10 +166,7 @@ RTK_DEVICE void scale_to_base(const Asked<T, N>& operand, float times, float (&y
 
 // What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4. Targets with its conversions need some more.
 constexpr int three_registers(int format, int bytes) {
-#ifdef RTK_TRY_REGS
-    if (format != kFp4Output && bytes == 2) return RTK_TRY_REGS;
-#endif
-    return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 72 : 96;
+    return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
 }
 
 // Where an operand's row for a row of the result begins: `own` elements for each row and `jump` for each quotient by

@@ -164,8 +164,8 @@ struct RowOutput {
     }
 
     // Columns [begin, stop) of a row of whole vectors, none of it if not `exists`: a pass for the amax of the row, if its scale
-    // or that of the tensor depends on it, and one that stores. Vectors are asked for two before they are worked on:
-    // ask(asked, column, there), which leaves `asked` alone if not `there`, and then make_y(asked, y).
+    // or that of the tensor depends on it, and one that stores. The next vector is asked for before one is worked
+    // on: ask(asked, column, there), which leaves `asked` alone if not `there`, and then make_y(asked, y).
     template <typename Asked, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish_whole(const RowGroup& group, Scratch& scratch, i64 row, bool exists, int begin, int stop, u32* amax,
                                  Ask ask, MakeY make_y) {
@@ -173,35 +173,17 @@ struct RowOutput {
         const i64 start = row * cols;
         auto for_all = [&](bool stores, auto use) {
             int column = begin + group.thread * N;
-#ifndef RTK_TRY_DEPTH
-#define RTK_TRY_DEPTH 2
-#endif
-            constexpr int kDepth = RTK_TRY_DEPTH;
-            Asked asked[kDepth];
-#pragma unroll
-            for (int v = 0; v < kDepth; ++v) {
-                asked[v].clear();
-                ask(asked[v], column + v * pitch, column + v * pitch < limit_here);
-            }
+            Asked asked;
+            asked.clear();
+            ask(asked, column, column < limit_here);
             if (stores) take_tensor_scale();
 #pragma unroll 1
-            for (int first = begin; first < stop; first += kDepth * pitch) {
-#pragma unroll
-                for (int v = 0; v < kDepth; ++v) {
-                    if (v > 0 && first + v * pitch >= stop) break;
-                    float y[N];
-                    const int next = column + kDepth * pitch;
-                    if constexpr (kDepth == 1) {
-                        const Asked own = asked[0];
-                        ask(asked[0], next, next < limit_here);
-                        make_y(own, y);
-                    } else {
-                        make_y(asked[v], y);
-                        ask(asked[v], next, next < limit_here);
-                    }
-                    use(column, column < limit_here, y);
-                    column += pitch;
-                }
+            for (int first = begin; first < stop; first += pitch, column += pitch) {
+                const Asked own = asked;
+                ask(asked, column + pitch, column + pitch < limit_here);
+                float y[N];
+                make_y(own, y);
+                use(column, column < limit_here, y);
             }
         };
         if (reads_twice() || amax_only()) {

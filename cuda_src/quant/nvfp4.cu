@@ -12,7 +12,7 @@ namespace rtk {
 
 inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2;                                        // FORMAT
 inline constexpr i64 kAligned16 = 1, kSwizzled = 2, kChannelFp32 = 4, kE5m2 = 8, kRoundUp = 16;  // flags
-inline constexpr i64 kWholeCodes = 32;
+inline constexpr i64 kWholeCodes = 32, kDenseRows = 64;
 
 // Where N values are.
 template <int N>
@@ -99,7 +99,7 @@ RTK_DEVICE void store_fp4(u8* out, const u32 (&words)[2], int valid, bool aligne
 // call. Threads take blocks of 16 numbers in the order of memory, so there are no rows but for the place of swizzled scales
 // (`blocks_of_row` of them, `divisor`: runtime/layout.py), of which none is padding. g as below.
 template <typename T>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, 5)
     quantize_dense(const T* x, const float* global_scale, const u32* amax, u8* out, u8* scales, float* global_out, i64 count,
                    i64 blocks_of_row, i64 divisor, i64 flags, i64 scale_rule, double number) {
     const u32 blocks = static_cast<u32>(count), stride = gridDim.x * blockDim.x;
@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 
 
 // The values: 8 of a row in each thread at a time, so that neighbours write neighbouring 16 bytes of a 16-bit T, and kStretches
 // of these, 256 threads apart, whose codes are all asked for before the first is used.
+// `kDenseRows`: rows of whole blocks one behind the other, so that there is nothing to be known of them.
 inline constexpr int kStretches = 2;
 
 template <typename T>
@@ -226,7 +227,20 @@ __global__ void __launch_bounds__(256)
     Raw<8> raw[kStretches];
 #pragma unroll
     for (int s = 0; s < kStretches; ++s) {
-        const Place<8> own(first + s * 256, rows, cols, blocks, divisor);
+        const i64 number = first + s * 256;
+        if (flags & kDenseRows) {
+            scale[s] = 0u;
+            clear(raw[s]);
+            if (number >= rows * blocks) continue;
+            scale[s] = scales[number >> (shift - 3)];
+            if (fp4) {
+                raw[s].w[0] = ptx::ld_keep<4>(codes + number * 4).w[0];
+            } else {
+                raw[s] = ptx::ld_stream<8>(codes + number * 8);
+            }
+            continue;
+        }
+        const Place<8> own(number, rows, cols, blocks, divisor);
         const i64 block = own.column >> shift;
         const u8* const from = codes + own.row * codes_stride + (fp4 ? own.column / 2 : own.column);
         scale[s] = 0u;
@@ -251,8 +265,8 @@ __global__ void __launch_bounds__(256)
     const float global = global_scale != nullptr ? *global_scale : 1.0f;
 #pragma unroll
     for (int s = 0; s < kStretches; ++s) {
-        const Place<8> own(first + s * 256, rows, cols, blocks, divisor);
-        if (own.valid == 0) continue;
+        const i64 number = first + s * 256;
+        if (number >= rows * blocks) continue;
         const float step = (mx ? e8m0_value(scale[s]) : e4m3_value(scale[s])) * global;
         float v[8];
         if (fp4) {
@@ -264,7 +278,12 @@ __global__ void __launch_bounds__(256)
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] *= step;
-        store_elements<T, 8>(out + own.row * cols + own.column, own.valid, flags & kAligned16, v);
+        if (flags & kDenseRows) {
+            store_elements<T, 8>(out + number * 8, 8, true, v);
+        } else {
+            const Place<8> own(number, rows, cols, blocks, divisor);
+            store_elements<T, 8>(out + own.row * cols + own.column, own.valid, flags & kAligned16, v);
+        }
     }
 }
 

@@ -167,9 +167,9 @@ def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda
 
 def _padded_codes(q: Tensor, pad_to: int) -> Tensor:
     """Return codes ``[columns, rows]`` with zeros behind each column, up to a multiple of rows."""
-    wide = torch.zeros(q.shape[0], padded(q.shape[1], pad_to), dtype=torch.uint8, device=q.device)
-    wide[:, : q.shape[1]] = q.view(torch.uint8)
-    return wide.view(q.dtype)
+    codes = torch.zeros(q.shape[0], padded(q.shape[1], pad_to), dtype=torch.uint8, device=q.device)
+    codes[:, : q.shape[1]] = q.view(torch.uint8)
+    return codes.view(q.dtype)
 
 
 def _reference_bwd(

@@ -15,8 +15,17 @@ FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
 _TYPES = ("bf16", "fp16", "fp32")
 _THREADS = 256
 _THREADS_BACK, _STRETCHES = 256, 2  # of dequantize_blocks
+_RESIDENT_DENSE = 5  # blocks of quantize_dense
 _RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules: the bounds in quant/nvfp4.cu
-_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES = 1, 2, 4, 8, 16, 32  # flags of quant/nvfp4.cu
+_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES, _DENSE_ROWS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)  # flags of quant/nvfp4.cu
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
 _AMAX = Kernel(
@@ -83,7 +92,7 @@ def plan_quantize(
         format == "nvfp4" and whole and stride == cols and size == 2 and factor is None
         and elem_rule == "rne" and scale_rule in ("rne", "ceil")
     ):  # fmt: skip
-        grid = min(-(-threads // _THREADS), _RESIDENT * device_info(device).sm_count)
+        grid = min(-(-threads // _THREADS), _RESIDENT_DENSE * device_info(device).sm_count)
         launch = _DENSE.bind((token,), device, grid, _THREADS)
         sizes = threads, padded, divisor(padded), flags, scale_rules, float(static)
         steps.append(Step(launch, "x", "global_scale", made, "out", "scale_out", "global_out", *sizes))
@@ -108,6 +117,9 @@ def plan_dequantize(
     flags = _ALIGNED16 * (not (out.misaligned | cols * out.dtype.itemsize % 16)) | _SWIZZLED * swizzled
     flags |= _E5M2 * (codes.dtype == torch.float8_e5m2)
     flags |= _WHOLE_CODES * ((codes.misaligned | stride) % (8 if format == "mxfp8" else 4) == 0)
+    coded = cols if format == "mxfp8" else cols // 2
+    whole = flags & _ALIGNED16 and flags & _WHOLE_CODES and not swizzled and cols % scale_block(format) == 0
+    flags |= _DENSE_ROWS * bool(whole and stride == coded)
     blocks = -(-cols // 8)
     grid = -(-rows * blocks // (_STRETCHES * _THREADS_BACK))
     launch = _DEQUANTIZE.bind((DTYPE_TOKEN[out.dtype],), device, grid, _THREADS_BACK)

@@ -100,10 +100,10 @@ def test_transposed_codes_with_padding(place: str, case: str) -> None:
         given = (dy, inputs.x, None, inputs.up)
         options = {"weight": inputs.weight, "counts": inputs.counts, "layout": "transposed"}
         plain = rtkernels.glu_smooth_fp8_backward(*given, **options)
-        wide = rtkernels.glu_smooth_fp8_backward(*given, **options, pad_to=32)
-        assert_same_bits(wide.scale_t, plain.scale_t)
+        padded = rtkernels.glu_smooth_fp8_backward(*given, **options, pad_to=32)
+        assert_same_bits(padded.scale_t, plain.scale_t)
         sizes = [rows] if inputs.counts is None else inputs.counts.tolist()
-        got, want = (t.view(torch.uint8).flatten().cpu() for t in (wide.q_t, plain.q_t))
+        got, want = (t.view(torch.uint8).flatten().cpu() for t in (padded.q_t, plain.q_t))
         for size in sizes:
             room = -(-size // 32) * 32
             part, got = got[: cols * room].reshape(cols, room), got[cols * room :]
