@@ -30,7 +30,7 @@ FAMILIES = {
     "window": set(),
     "quant": {"layout"},
     "norm": {"act", "quant"},
-    "act": {"quant"},
+    "act": {"quant", "layout"},
     "moe": {"quant"},
     "loss": {"reduce"},
     "router": {"norm", "quant", "gemm"},
