@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.scan.compact import nonzero
+from rtkernels.ops.scan.compact import distinct
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import LONGEST, PLACES, best_of_rows, sort_rows
@@ -96,17 +96,17 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
         return _LONG
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _CAPTURE
-    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False, return_inverse))
-    first = torch.ones(n, dtype=torch.bool, device=x.device)
-    torch.ne(values[1:], values[:-1], out=first[1:])
-    begins = nonzero(first).view(-1)
-    none = torch.empty(0, dtype=torch.int64, device=x.device)
-    inverse = counts = none
+    ordered, order = sort_rows(x.reshape(1, -1), False, return_inverse)
+    ordered = ordered.view(-1)
+    values, begins = distinct(ordered, places=return_counts)
+    inverse = counts = torch.empty(0, dtype=torch.int64, device=x.device)
     if return_inverse:
-        inverse = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1).view(x.shape)
+        first = torch.ones(n, dtype=torch.bool, device=x.device)
+        torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+        inverse = torch.empty_like(order.view(-1)).scatter_(0, order.view(-1), first.cumsum(0) - 1).view(x.shape)
     if return_counts:
         counts = torch.diff(begins, append=begins.new_full((1,), n))
-    return values[begins], inverse, counts
+    return values, inverse, counts
 
 
 def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:

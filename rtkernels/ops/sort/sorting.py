@@ -1,8 +1,8 @@
 """Rows sorted with their indices, stable; and the first few of a sorted row.
 
-Short rows are sorted by a network, several in a block; rows of up to 4096 elements by radix in one block, longer ones by
-radix passes over memory. The best of a long row come in rounds: those of
-each part of it (up to 64 are selected without a sort), then those of what is left.
+Short rows are sorted by a network, several in a block; rows of up to 4096 elements by radix in one block, longer ones
+by radix passes over memory. The best of a long row come in rounds: those of each part of it (up to 64 are selected
+without a sort), then those of what is left.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _HISTOGRAM = Kernel(
     args="x:ptr counts:ptr n:i64 slices:i64 length:i64 descending:i64",
 )  # fmt: skip
 _BEGINS = Kernel(
-    "sort/radix.cu", "radix_begins", template="PASSES", variants=[(1,), (2,), (4,), (8,)], max_registers=40, tier="aten",
-    args="counts:ptr skips:ptr n:i64",
+    "sort/radix.cu", "radix_begins", template="PASSES", variants=[(1,), (2,), (4,), (8,)], max_registers=40,
+    args="counts:ptr skips:ptr n:i64", tier="aten",
 )  # fmt: skip
 _SWEEP = Kernel(
     "sort/radix.cu", "radix_sweep", template="T", variants=_TYPES, max_registers=128, tier="aten",
