@@ -4,8 +4,8 @@ and writes ``rtkernels/aten/measured.py`` from it.
 
 A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size with
 which the fewest cases are below 0.98 of torch's speed, and then the geometric mean over all of them is best; no case is
-taken that is below 0.9 and would not be below 0.98 if it were given back. The overload belongs to the default set if that mean is
-1.05 or more.
+taken that is below 0.9 and would not be below 0.98 if it were given back. The overload belongs to the default set if
+that mean is 1.05 or more.
 """
 
 from __future__ import annotations
