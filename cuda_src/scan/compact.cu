@@ -30,7 +30,7 @@ RTK_DEVICE void flag_slice(const T* x, i64 begin, i64 end, bool aligned, bool di
     constexpr int kWidth = 16 / sizeof(T);
     const int thread = static_cast<int>(threadIdx.x);
     if (distinct) {
-#pragma unroll 4
+#pragma unroll 1
         for (int i = thread; i < kCompactSlice; i += kCompactThreads)
             flags[i] = begin + i < end && differs(x, begin + i) ? 1 : 0;
         return;
