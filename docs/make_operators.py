@@ -12,6 +12,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from bench.measure import aten_file  # noqa: E402
 from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402
 from rtkernels.aten.measured import DEFAULT  # noqa: E402
@@ -306,6 +307,14 @@ geometric mean over the shapes: of our kernel at every size; with smaller calls 
 """
 
 
+FLAGGEMS = """
+
+FlagGems' time over ours where both have an overload, bfloat16, two sizes of each (64 x 64 and 4096 x 4096, or those of
+norms), all in one process; FlagGems with three of its configurations to choose from. {count} overloads, geometric mean
+{operator:.2f} for calls in a row and {kernel:.2f} on the device at the larger size. Below 1: {slower}.
+"""
+
+
 BOUNDS = """
 
 Shares of what memory allows (`bench/measure/aten_bounds.py`), launch included: sums of rows and of columns against the
@@ -331,6 +340,15 @@ def measured() -> list[str]:
         where = "never" if size == chosen.NEVER else f"{size}"
         mark = ", default" if name in DEFAULT else ""
         lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+    operator, kernel = (aten_file.flaggems_ratios(result["cases"], mode) for mode in ("operator", "kernel"))
+    if operator:
+        means = {name: aten_file.mean(list(cases.values())) for name, cases in operator.items()}
+        slower = ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in sorted(means.items()) if ratio < 1.0)
+        device = [aten_file.mean(list(cases.values())) for cases in kernel.values()]
+        lines += FLAGGEMS.format(
+            count=len(means), operator=aten_file.mean(list(means.values())), kernel=aten_file.mean(device),
+            slower=slower or "none",
+        ).rstrip().splitlines()  # fmt: skip
     if result.get("bounds"):
         lines += BOUNDS.rstrip().splitlines()
         for name, found in result["bounds"].items():

@@ -97,15 +97,21 @@ def mean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
+def flaggems_ratios(found: list[dict[str, Any]], mode: str = "operator") -> dict[str, dict[str, float]]:
+    """Return FlagGems' time over ours, by overload and case, where both did it."""
+    ratios: dict[str, dict[str, float]] = {}
+    for case in found:
+        ours, peers = case.get("rtkernels", {}), case.get("flaggems", {})
+        if mode in ours and mode in peers and not ours.get("why"):
+            ratios.setdefault(case["overload"], {})[_short(case)] = peers[mode] / ours[mode]
+    return ratios
+
+
 def against_flaggems(found: list[dict[str, Any]]) -> str:
-    """Return FlagGems' time over ours, for each overload that both have: the mean of all, and where it is below 1."""
+    """Return FlagGems' time over ours: the mean of all overloads that both have, and those where it is below 1."""
     lines = []
     for mode in ("operator", "kernel"):
-        ratios: dict[str, dict[str, float]] = {}
-        for case in found:
-            ours, peers = case.get("rtkernels", {}), case.get("flaggems", {})
-            if mode in ours and mode in peers and not ours.get("why"):
-                ratios.setdefault(case["overload"], {})[_short(case)] = peers[mode] / ours[mode]
+        ratios = flaggems_ratios(found, mode)
         if not ratios:
             continue
         each = {name: mean(list(cases.values())) for name, cases in ratios.items()}
