@@ -2,7 +2,7 @@
 // (radix_histogram), their beginnings found (radix_begins), and each pass is one launch that reads and writes every element one time
 // (radix_sweep): a block ranks a tile in shared memory, and asks the tiles of the row before it how many of each digit they
 // have (decoupled look-back), so that it knows where its own belong. Which tile a block has comes from a ticket: tiles before it
-// have begun, so waiting for them ends. A pass in which all elements of a row have one digit is left out, but the last one.
+// have begun, so waiting for them ends. A pass in which all elements of a row have one digit is left out, unless all are.
 //
 // counts: [rows][passes][256], then beginnings of digits; skips: [rows], a bit for each pass that is left out. Words of look-back,
 // [rows][tiles][256]: 0, or in the highest two bits whether the other 30 have this tile's count (1) or that of all tiles up to it
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kRadixDigits) radix_begins(u32* counts, u32* s
         *mine = up_to - count;
         __syncthreads();
     }
-    if (digit == 0) skips[blockIdx.x] = skipped & ~(1u << (kPasses - 1));
+    constexpr u32 kAll = (1u << kPasses) - 1u;
+    if (digit == 0) skips[blockIdx.x] = skipped == kAll ? kAll >> 1 : skipped;
 }
 
 template <typename T>
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
     const u32 skipped = skips[row];
     if (skipped >> pass & 1u) return;
     const int done = __popc(~skipped & ((1u << pass) - 1u));
-    const bool first = done == 0, last = pass == kPasses - 1, listed = indices != nullptr;
+    const bool first = done == 0, last = ((1u << kPasses) - 1u & ~skipped) >> (pass + 1) == 0, listed = indices != nullptr;
     const RadixMemory<T> a{keys_a, list_a}, b{keys_b, list_b}, source = done % 2 ? a : b, target = done % 2 ? b : a;
     const i64 begin = row * n + tile * places;
     const int count = static_cast<int>(min(n - tile * places, static_cast<i64>(places)));
