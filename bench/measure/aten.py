@@ -221,6 +221,21 @@ def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, 
     return dict(zip(("operator", "submit"), min(found), strict=True))
 
 
+def _waits(call: Callable[[], Any]) -> bool:
+    """Return True for a call in which torch waits for the device: its kernels cannot be timed apart from the host."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            return True
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
 def measure_case(
     row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...],
     quick: bool = False,
@@ -245,8 +260,8 @@ def measure_case(
             rtkernels.aten.reset()
             with _way(way, row), torch.no_grad():
                 found[way] = _wall_us(call, 80 if quick else 100, 2_000 if quick else 200_000)
-                compared = is_candidate(row) or "flaggems" in ways
-                if not quick or (compared and 1 << 20 <= math.prod(shape) < _LARGE):
+                compared = (is_candidate(row) or "flaggems" in ways) and 1 << 20 <= math.prod(shape) < _LARGE
+                if not quick or (compared and not _waits(call)):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
                         found[way]["kernel"] = timer.measure([call]).us
             if way == "rtkernels":
