@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
     u32 ranks[kRadixRounds / 2], index[kRadixRounds];
 #pragma unroll
     for (int r = 0; r < kRadixRounds; ++r) {
-        const int place = radix_place(r);
+        const int place = radix_place(r, kRadixRounds);
         keys[r] = static_cast<Key>(~static_cast<Key>(0));
         index[r] = static_cast<u32>(tile * places + place);
         if (place < count) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
         }
     }
     u32* own = counts + thread / kWarp * kRadixDigits;
-    rank_in_warp(keys, shift, own, [&](int r, u32 rank) { ranks[r / 2] = r % 2 ? ranks[r / 2] | rank << 16 : rank; });
+    rank_in_warp(keys, kRadixRounds, shift, own, [&](int r, u32 rank) { ranks[r / 2] = r % 2 ? ranks[r / 2] | rank << 16 : rank; });
     u32 here = 0;  // of the digit that this thread owns
     begin_of_digits(counts, local, [&](int, u32 total) {
         here = total;

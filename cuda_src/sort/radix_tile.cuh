@@ -1,5 +1,5 @@
 // Ranks of a tile's elements by one 8-bit digit, stable; what block_sort.cu and radix.cu have in common.
-// A tile is up to 8 warps of 512 elements: a warp owns consecutive ones, 16 rounds of 32. Places behind the last element have a
+// A tile is up to 8 warps of up to 512 elements: a warp owns consecutive ones, up to 16 rounds of 32. Places behind the last element have a
 // key of ones only: they come last in every pass, behind elements with the same key.
 #pragma once
 #include "ptx/forget.cuh"
@@ -7,7 +7,7 @@
 
 namespace rtk {
 
-inline constexpr int kRadixDigits = 256, kRadixRounds = 16, kRadixChunk = kRadixRounds * kWarp, kRadixThreads = 256;
+inline constexpr int kRadixDigits = 256, kRadixRounds = 16, kRadixThreads = 256;
 template <typename T>
 inline constexpr int kRadixBlocks = sizeof(T) == 8 ? 2 : 3;  // on a multiprocessor, by their registers
 
@@ -17,20 +17,21 @@ RTK_DEVICE u32 digit_of(Key key, int shift) {
 }
 
 // Where this thread's element of a round is in the tile.
-RTK_DEVICE int radix_place(int round) {
+RTK_DEVICE int radix_place(int round, int rounds) {
     const int thread = static_cast<int>(threadIdx.x);
-    return thread / kWarp * kRadixChunk + round * kWarp + thread % kWarp;
+    return thread / kWarp * rounds * kWarp + round * kWarp + thread % kWarp;
 }
 
 // Calls put(r, rank): how many elements of the warp have the same digit and come before. counts: the warp's own of all digits.
 template <typename Key, typename F>
-RTK_DEVICE void rank_in_warp(const Key (&keys)[kRadixRounds], int shift, u32* counts, F&& put) {
+RTK_DEVICE void rank_in_warp(const Key (&keys)[kRadixRounds], int rounds, int shift, u32* counts, F&& put) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const u32 lower = (1u << lane) - 1u;
     for (int d = lane; d < kRadixDigits; d += kWarp) counts[d] = 0;
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < kRadixRounds; ++r) {
+        if (r >= rounds) break;
         const u32 digit = digit_of(keys[r], shift);
         u32 same = 0xffffffffu;
 #pragma unroll

@@ -21,7 +21,8 @@ from rtkernels.runtime.operator.registry import Op
 
 PLACES = 2048  # of a block that sorts in shared memory
 LONGEST = 2**30 - 1  # elements of a row
-_NETWORK, _BLOCK_ROWS = 256, 4096  # up to which rows are sorted by a network, and by one block
+_NETWORK, _BLOCK_ROWS = 128, 4096  # up to which rows are sorted by a network, and by one block
+_ROUNDS = ((512, 4), (2048, 8), (_BLOCK_ROWS, 16))  # of 32 elements for each warp of such a block, by length
 _THREADS, _DIGITS, _CHUNK, _SWEEP_WARPS = 256, 256, 512, 8  # as in cuda_src/sort/radix_tile.cuh
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _KEY_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "i32": 32, "i64": 64, "u8": 8}
@@ -31,7 +32,7 @@ _ROWS = Kernel(
 )  # fmt: skip
 _BLOCK = Kernel(
     "sort/block_sort.cu", "block_sort", template="T", variants=_TYPES, max_registers=128, tier="aten",
-    args="x:ptr values:ptr indices:ptr n:i64 descending:i64",
+    args="x:ptr values:ptr indices:ptr n:i64 rounds:i64 descending:i64",
 )  # fmt: skip
 _HISTOGRAM = Kernel(
     "sort/radix.cu", "radix_histogram", template="T", variants=_TYPES, max_registers=64, tier="aten",
@@ -91,11 +92,12 @@ def _plan_block(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     rows, n = x.shape
     if rows > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
-    warps, token = -(-n // _CHUNK), TOKEN[x.dtype]
+    rounds, token = next(r for most, r in _ROUNDS if n <= most), TOKEN[x.dtype]
+    warps = -(-n // (32 * rounds))
     key = 8 if token == "i64" else 4
     index = 2 if _KEY_BITS[token] > 16 else 0
-    launch = _BLOCK.bind((token,), device, rows, 32 * warps, warps * (_CHUNK * (key + index) + 4 * _DIGITS))
-    return Steps(Step(launch, "x", "values", "indices" if ordered else 0, n, int(descending)))
+    launch = _BLOCK.bind((token,), device, rows, 32 * warps, warps * (32 * rounds * (key + index) + 4 * _DIGITS))
+    return Steps(Step(launch, "x", "values", "indices" if ordered else 0, n, rounds, int(descending)))
 
 
 _BLOCK_SORT = Primitive(
