@@ -141,7 +141,7 @@ def _saturate() -> None:
     """Let all products of this process have scales that are too small: the largest codes are cut."""
     import torch
 
-    from rtkernels.models import fp8_mlp
+    from rtkernels.models import fp8_products
     from rtkernels.nn import fp8_experts
     from rtkernels.ops.gemm import fp8_linear
 
@@ -160,8 +160,14 @@ def _saturate() -> None:
 
         return call
 
-    for module in (fp8_linear, fp8_mlp):
-        module.scaled_mm = wrapped(module.scaled_mm, ("scale_a", "scale_b"))
+    of_models = fp8_products.multiply
+
+    def multiply(site: Any, a: Any, b: Any, scale_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Any:
+        (a, scale_a), (b, scale_b) = cut(a, scale_a), cut(b, scale_b)
+        return of_models(site, a, b, scale_a, scale_b, *rest, **options)
+
+    fp8_products.multiply = multiply
+    fp8_linear.scaled_mm = wrapped(fp8_linear.scaled_mm, ("scale_a", "scale_b"))
     fp8_experts.grouped_mm = wrapped(fp8_experts.grouped_mm, ("scale_a", "scale_b"))
     fp8_experts.grouped_wgrad = wrapped(fp8_experts.grouped_wgrad, ("scale_dy", "scale_x"))
 
