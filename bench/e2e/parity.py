@@ -150,26 +150,25 @@ def _saturate() -> None:
             return codes, scale
         return (codes.float() * TOO_SMALL).clamp(-448, 448).to(codes.dtype), scale / TOO_SMALL
 
-    def wrapped(product: Any, names: tuple[str, str]) -> Any:
-        def call(a: Any, b: Any, *scales: Any, **options: Any) -> Any:
-            given = scales or tuple(options.pop(name) for name in names)
-            (a, first), (b, second) = cut(a, given[0]), cut(b, given[1])
-            if scales:
-                return product(a, b, first, second, **options)
-            return product(a, b, **dict(zip(names, (first, second), strict=True)), **options)
-
-        return call
-
-    of_models = fp8_products.multiply
+    of_models, of_linears = fp8_products.multiply, fp8_linear.scaled_mm
+    of_experts, of_gradients = fp8_experts._product, fp8_experts._weight_gradient
 
     def multiply(site: Any, a: Any, b: Any, scale_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Any:
         (a, scale_a), (b, scale_b) = cut(a, scale_a), cut(b, scale_b)
         return of_models(site, a, b, scale_a, scale_b, *rest, **options)
 
-    fp8_products.multiply = multiply
-    fp8_linear.scaled_mm = wrapped(fp8_linear.scaled_mm, ("scale_a", "scale_b"))
-    fp8_experts.grouped_mm = wrapped(fp8_experts.grouped_mm, ("scale_a", "scale_b"))
-    fp8_experts.grouped_wgrad = wrapped(fp8_experts.grouped_wgrad, ("scale_dy", "scale_x"))
+    def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
+        (a, scale_a), (b, scale_b) = cut(a, scale_a), cut(b, scale_b)
+        return of_linears(a, b, scale_a, scale_b, **options)
+
+    def product(site: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return of_experts(site, fp8_experts.Codes(*cut(*left)), fp8_experts.Codes(*cut(*right)), *rest)
+
+    def weight_gradient(site: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return of_gradients(site, fp8_experts.Codes(*cut(*left)), fp8_experts.Codes(*cut(*right)), *rest)
+
+    fp8_products.multiply, fp8_linear.scaled_mm = multiply, scaled_mm
+    fp8_experts._product, fp8_experts._weight_gradient = product, weight_gradient
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
 from rtkernels.models.reuse import glu_gradient, is_private, may_hand_on, norm_and_input, stand_in
-from rtkernels.nn.fp8_experts import E4M3, Experts
+from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
@@ -355,19 +355,27 @@ def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
+_EXPERT_WEIGHTS = "gate_up_proj", "down_proj"
+
+
 def _fp8_experts(original: type[nn.Module], act: str) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        x, weights = hidden_states, (self.gate_up_proj, self.down_proj)
+        x, weights = hidden_states, [self._parameters[name] for name in _EXPERT_WEIGHTS]
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or weights[0].dtype != x.dtype:
             return own(self, hidden_states, top_k_index, top_k_weights)
         rows = max(moe_rows(top_k_index.numel(), 1, self.num_experts, _BLOCK), _BLOCK)
         index = moe_index(top_k_index, self.num_experts, multiple_of=_BLOCK, rows=rows)
         main_grads = tuple(main_grad_of(weight) for weight in weights)
-        return Experts.apply(
-            x, top_k_weights.float(), *weights, index.rows, index.slots, index.offsets[1:], main_grads, act, E4M3, False
-        )
+        given = ()
+        if self._kept is not None:
+            found = [self.codes_of(name, w, weight_codes) for name, w in zip(_EXPERT_WEIGHTS, weights, strict=True)]
+            given = () if None in found else (part for codes in found for part in codes)
+        return experts(
+            x, top_k_weights.float(), *weights, index.rows, index.slots, group_ends(index.offsets), main_grads, act,
+            E4M3, False, *given,
+        )  # fmt: skip
 
     return forward
 
@@ -377,7 +385,7 @@ def _fp8_experts(original: type[nn.Module], act: str) -> Callable[..., Any]:
 replace.register("fp8_linear", _fp8_linear, KeepsCodes)
 replace.register("fp8_norm", _fp8_norm)
 replace.register("fp8_mlp", _fp8_mlp)
-replace.register("fp8_experts", _fp8_experts)
+replace.register("fp8_experts", _fp8_experts, KeepsCodes)
 
 
 def _is_fp8(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ def _quantized(site: Any, x: Tensor, weight: Tensor | None, residual: Tensor | N
 
 
 class _CodesOfSum(torch.autograd.Function):
-    """Stands for ``rms_norm(x + residual, weight)``, with the sum. Codes are put in `made`, out of sight of autograd."""
+    """Stands for ``rms_norm(x + residual, weight)``, with the sum. Codes go to `made`, out of sight of autograd."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, made):
