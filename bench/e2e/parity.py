@@ -10,7 +10,6 @@ here: arms share the device.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from typing import Any
@@ -178,16 +177,16 @@ def main(argv: list[str] | None = None) -> int:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
     sizes = {name: getattr(args, name) for name in ("layers", "vocab", "tokens", "seq", "steps")}
-    result: dict[str, Any] = {"kind": "parity", "model": args.model, **sizes, "arms": {}}
+    result = processes.begun(args.out, args.goes_on, {"kind": "parity", "model": args.model, **sizes})
+    arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
     print(f"{'arm':14}{'order':>6}{'first':>9}{'last 20 %':>11}{'held out':>10}  cosine and norm of the gradient")
-    for arm, record in processes.records("bench.e2e.parity", args.arms.split(","), passed, args.together):
+    for arm, record in processes.records("bench.e2e.parity", arms, passed, args.together):
         result["arms"][arm] = record
         print(_lines(arm, record), flush=True)
         result["gates"] = parity_gates(result["arms"])
         result["environment"] = result.get("environment") or meta.environment()
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1))
-    print(text(result["gates"]))
+        processes.write(args.out, result)
+    print(text(result.get("gates", [])))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

@@ -7,7 +7,6 @@ result file. Every arm has the same weights, batches and learning rate; an arm w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -125,20 +124,19 @@ def main(argv: list[str] | None = None) -> int:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
     sizes = {"layers": args.layers, "tokens": args.tokens, "seq": args.seq, "cold": args.cold}
-    result: dict[str, Any] = {"kind": "train", "model": args.model, **sizes, "arms": {}}
+    result = processes.begun(args.out, args.goes_on, {"kind": "train", "model": args.model, **sizes})
     print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}", end="")
     print(f"{'first':>8}{'itself':>9}{'last loss':>10}")
     with tempfile.TemporaryDirectory() as folder:
         environment = {"RTKERNELS_CACHE_DIR": folder} if args.cold else {}
-        arms = args.arms.split(",")
+        arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
         for arm, record in processes.records("bench.e2e.train", arms, passed, args.together, environment):
             result["arms"][arm] = record
             print(_line(arm, record), flush=True)
             result["gates"] = gates.gates(args.model, result["arms"], starts=not args.together, cold=args.cold)
             result["environment"] = result.get("environment") or meta.environment()
-            if args.out:  # what there is, in case that time runs out
-                args.out.write_text(json.dumps(result, indent=1))
-    print(gates.text(result["gates"]))
+            processes.write(args.out, result)
+    print(gates.text(result.get("gates", [])))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 
