@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from bench import meta
-from bench.e2e import gates, processes
+from bench.e2e import gates, processes, split
 from bench.e2e.arms import ARMS, MODELS
 
 LEARNING_RATE = 3e-4
@@ -85,6 +85,11 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         first = first_step() if first is None else first
         steps = [train(ids) for ids in batches][max(args.warmup, 1) - 1 :]
         processes.wait(device)
+        reached = [float(loss) for loss in losses]
+        memory = {}
+        if device == "cuda":
+            memory = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
+        profile = split.of_step(lambda: train(batches[0])) if device == "cuda" else None
     backward = [processes.between(a, b) for a, b, _ in steps]
     whole = [processes.between(a, c) for a, _, c in steps]
     median = statistics.median(whole)
@@ -94,10 +99,12 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         "quartiles_ms": [round(q, 2) for q in statistics.quantiles(whole, n=4)] if len(whole) > 1 else [],
         "tokens_per_s": round(args.tokens / median * 1000),
         "mfu": round(products / (median / 1000) / PEAK_FLOPS, 4),
-        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None,
+        "peak_mib": None,
+        **{name: round(size / 2**20) for name, size in memory.items()},
+        "profile": profile,
         "first_step_s": round(first[0], 1),
         "first_step_itself_s": round(first[1], 2),
-        "losses": [round(float(loss), 5) for loss in losses],
+        "losses": [round(loss, 5) for loss in reached],
         "corpus": corpus.sha256[:16],
         "note": note,
     }

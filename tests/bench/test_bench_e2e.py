@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.e2e import gates, infer, parity, plot, train
+from bench.e2e import gates, infer, parity, plot, split, train
 from bench.e2e import record as recording
 from rtkernels.models import fp8
 from rtkernels.nn import fp8_experts
@@ -64,6 +64,18 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
     assert infer.main([*INFER, "--arms", "hf,ours", "--out", str(tmp_path / "infer.json")]) == 0
     result = json.loads((tmp_path / "infer.json").read_text())
     assert result["kind"] == "infer" and all(g["passed"] for g in result["gates"] if "tokens" in g["gate"])
+
+
+def test_where_a_step_goes() -> None:
+    names = (
+        "void rtk::gemm_sm90<…>",
+        "nvjet_sm90_tst",
+        "void rtk::attention_sm90_bwd<…>",
+        "void rtk::glu_bwd<…>",
+        "add",
+    )
+    found = split.split((name, 500.0) for name in names)
+    assert found == {"launches": 5, "ms": {"gemm": 1.0, "attention": 0.5, "ours": 0.5, "other": 0.5}}
 
 
 def test_gates_of_training() -> None:
