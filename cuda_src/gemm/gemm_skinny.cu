@@ -3,14 +3,14 @@
 // (gemm_skinny_weights.cuh), where weights are the 16 rows and tokens the 8 columns; sums are fp32.
 //
 // A block has a tile of weight rows (gated: half of them and their counterparts) and a part of k; the blocks of a tile are a
-// cluster. Of its 8 warps some lie along the rows, 32 each, the others along k, where they take units (gemm_skinny_stage.cuh)
+// cluster. Of its 8 or 16 warps some lie along the rows, 32 each, the others along k, where they take units (gemm_skinny_stage.cuh)
 // in alternation. Every warp streams its weights through a ring of its own; barriers are where a chunk of activations begins.
 //
 // Sums of a unit or of a scale group, whatever is shorter, leave the tensor cores for fp32 registers, times the scales of that
 // group; sums of integers for int32 ones. The sums of warps, then those of the blocks, which come through distributed shared
 // memory, are added in the order of k, so that results do not depend on timing. They are rounded at the end, and only there.
 //
-// Shared memory: the rings [8 warps][kSkinnyRing units], buffers of activations, converted activations if a is quantised. When
+// Shared memory: the rings [warps][kSkinnyRing units], buffers of activations, converted activations if a is quantised. When
 // they have served, sums of warps [warps along k][tokens][rows + 4], then those of blocks, sent to the one that finishes them.
 #include "gemm/gemm_skinny_finish.cuh"
 #include "gemm/gemm_skinny_stage.cuh"
@@ -206,14 +206,14 @@ struct SkinnyWarp {
 // their `count`. 2^row_shift warps of 32 rows; `part_rounds` units of each warp in a block; 2^chunk_shift of k in a
 // chunk, of which there are `buffers`. The grid is the parts of k, which are a cluster, times tiles.
 template <typename Codes, typename Math, int TILES>
-__global__ void __launch_bounds__(kSkinnyThreads, TILES <= 2 ? 2 : 1)
+__global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     gemm_skinny(const u8* a, const u8* b, const u8* scale_a, const u8* scale_b, const float* global_scale, const void* bias,
                 const void* add, void* out, i64 m, i64 n, i64 k, i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch,
                 i64 scale_a_row, i64 scale_a_word, i64 scale_b_row, i64 scale_b_word, i64 scale_b_shift, i64 shift_b,
                 i64 count_a, i64 count_b, i64 words_a, i64 words_b, i64 group_shift, i64 period, i64 global_step, i64 flags,
                 i64 types, i64 row_shift_, i64 part_rounds, i64 chunk_shift, i64 buffers) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ float2 of_rows[kSkinnyThreads];
+    __shared__ float2 of_rows[kSkinnyMaxRows];
     using Warp = SkinnyWarp<Codes, Math, TILES>;
     using Product = typename Warp::Product;
     auto flag = [&](int i) { return (flags >> i & 1) != 0; };
@@ -238,14 +238,14 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES <= 2 ? 2 : 1)
     // Warps along k take units in alternation; blocks have whole rounds of them.
     const u32 parts = gridDim.x, rank = blockIdx.x;
     const int tile = static_cast<int>(blockIdx.y);
-    const int warp = static_cast<int>(threadIdx.x / 32), along_k = kSkinnyWarps >> row_shift;
+    const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32), along_k = warps >> row_shift;
     const int warp_k = warp >> row_shift, rows = (warp & (1 << row_shift) - 1) * kSkinnyUnitRows;
     const int units = product.units(), first_unit = static_cast<int>(rank * part_rounds) * along_k;
     const int end_unit = min(units, first_unit + static_cast<int>(part_rounds) * along_k);
     const int chunk_units = (1 << chunk_shift) / Product::kDepth;
 
     const int slot_bytes = product.slot_bytes(), buffer_bytes = product.buffer_bytes();
-    const int ring = warp * kSkinnyRing * slot_bytes, chunks = kSkinnyWarps * kSkinnyRing * slot_bytes;
+    const int ring = warp * kSkinnyRing * slot_bytes, chunks = warps * kSkinnyRing * slot_bytes;
     const int ready = chunks + static_cast<int>(buffers) * buffer_bytes;
 
     Warp own;
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES <= 2 ? 2 : 1)
     float* const received = sums + along_k * plane;
     if (parts > 1) {
 #pragma unroll 1
-        for (u32 stretch = warp; stretch < stretches; stretch += kSkinnyWarps) {
+        for (u32 stretch = warp; stretch < stretches; stretch += warps) {
             const int i = static_cast<int>(stretch) * 32 + own.lane;
             const u32 place = stretch / parts, owner = stretch - place * parts;
             if (i >= total) continue;
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kSkinnyThreads, TILES <= 2 ? 2 : 1)
         return sum;
     };
 #pragma unroll 1
-    for (u32 place = warp; place * parts + rank < stretches; place += kSkinnyWarps) {
+    for (u32 place = warp; place * parts + rank < stretches; place += warps) {
         const int i = static_cast<int>(place * parts + rank) * 32 + own.lane, row = row_of(i);
         const int column = (tile << columns_shift) + (i & (1 << columns_shift) - 1);
         if (i < total && column < product.n)

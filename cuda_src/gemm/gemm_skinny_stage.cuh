@@ -14,12 +14,11 @@
 
 namespace rtk {
 
-inline constexpr int kSkinnyThreads = 256;
-inline constexpr int kSkinnyWarps = kSkinnyThreads / 32;
+inline constexpr int kSkinnyMaxRows = 128;  // of weights, that a block has
 inline constexpr int kSkinnyUnitRows = 32;
 inline constexpr int kSkinnyRowBytes = 64;  // of a row, in a unit
 inline constexpr int kSkinnyUnitBytes = kSkinnyUnitRows * kSkinnyRowBytes;
-inline constexpr int kSkinnyRing = 4;  // units of a warp
+inline constexpr int kSkinnyRing = 3;  // units of a warp; more of them only take longer to come (H200)
 
 enum SkinnyActivations { kActivations16, kActivationsE4m3, kActivationsE5m2, kActivationsInt8, kActivationsInt4, kActivationsUint4 };
 enum SkinnyScales { kScalesFp32, kScalesE8m0, kScalesUe4m3, kScalesSwizzled = 4 };  // the last one is added to a kind
@@ -126,8 +125,8 @@ struct SkinnyProduct {
             const int some = min(max(bytes, 0), 16);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                ptx::cp_async_16_partial(ptx::shared_address(memory) + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset,
-                                         some);
+                ptx::cp_async_16_stream(ptx::shared_address(memory) + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset,
+                                        some);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) skinny_copy(memory + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset, bytes, 16);
@@ -143,7 +142,7 @@ struct SkinnyProduct {
         const int vectors_shift = chunk_shift + bits_shift - 7, bytes = ((k - first << bits_shift) + 7) >> 3;
         const u8* from = a + (static_cast<i64>(first) << bits_shift >> 3);
 #pragma unroll 1
-        for (int i = threadIdx.x; i < m << vectors_shift; i += kSkinnyThreads) {
+        for (int i = threadIdx.x; i < m << vectors_shift; i += static_cast<int>(blockDim.x)) {
             const int token = i >> vectors_shift, at = (i & (1 << vectors_shift) - 1) * 16;
             const int own = to + token * copied_pitch() + at;
             const u8* source = from + static_cast<i64>(token) * a_pitch + at;
@@ -154,7 +153,7 @@ struct SkinnyProduct {
             }
         }
 #pragma unroll 1
-        for (int i = threadIdx.x; i < scale_a.words * kTokens; i += kSkinnyThreads)
+        for (int i = threadIdx.x; i < scale_a.words * kTokens; i += static_cast<int>(blockDim.x))
             scale_a.fetch(memory, to + m * copied_pitch() + i * 4, scale_a.row(min(i % kTokens, m - 1)),
                           scale_a.word(first) + i / kTokens);
     }
@@ -163,7 +162,7 @@ struct SkinnyProduct {
     RTK_DEVICE void convert(const u8* from, u8* to) const {
         const int vectors_shift = chunk_shift - 3;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < m << vectors_shift; i += kSkinnyThreads) {
+        for (int i = threadIdx.x; i < m << vectors_shift; i += static_cast<int>(blockDim.x)) {
             const int token = i >> vectors_shift, vector = i & (1 << vectors_shift) - 1;
             float value[8];
             if (activations >= kActivationsInt4) {

@@ -16,15 +16,16 @@ from rtkernels.runtime.targets import Target
 FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
-_THREADS, _WARPS = 256, 8
+_WARPS = {1: (16, 8), 2: (16, 8), 4: (8,), 8: (8,)}  # of a block, by tiles of tokens
 _UNIT_ROWS, _ROW_BYTES = 32, 64  # what a warp works on at a time: so many weight rows, and bytes of each
-_RING = 4  # units of a warp
+_RING = 3  # units of a warp
 _ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are along k
-_CHUNK_ROUNDS = (4, 2, 1)  # units of a warp from one chunk of activations to the next
+_MAX_TILE_ROWS = 4 * _UNIT_ROWS
+_CHUNK_ROUNDS = (2, 1)  # units of a warp from one chunk of activations to the next
 _MAX_PARTS = 8  # blocks of a cluster, which share k
-_PART_ROUNDS = 0.25  # what each of them costs the others, in units of a warp
+_PART_BYTES = 32 << 10  # what each further one of them costs, in bytes that a multiprocessor could read instead (H200)
+_BLOCKS = {(1, 8): (2, 1), (2, 8): (2, 1)}  # on a multiprocessor at a time, by tiles of tokens and warps
 _TILES = (1, 2, 4, 8)  # of 8 tokens; a variant serves fewer, too
-_BLOCKS = {1: 2, 2: 2}  # that a multiprocessor has at a time, of these tiles
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "int8_codes", "int4": "int4_codes",
@@ -65,6 +66,7 @@ class _Layout(NamedTuple):
     tiles: int
     blocks: int
     rows: int
+    warps: int
     row_warps: int
     chunk: int
     buffers: int
@@ -179,30 +181,31 @@ def _layouts(p: Product, target: Target) -> list[_Layout]:
     for tiles in sorted((t for t in _TILES if t <= smallest), reverse=True):
         if p.b.token == "e5m2" and tiles != smallest:
             break
-        found = [layout for row_warps in _ROW_WARPS if (layout := _layout(p, target, tiles, row_warps))]
+        shapes = [(warps, row_warps) for warps in _WARPS[tiles] for row_warps in _ROW_WARPS]
+        found = [layout for shape in shapes if (layout := _layout(p, target, tiles, *shape))]
         if found:
             return found
     return []
 
 
-def _layout(p: Product, target: Target, tiles: int, row_warps: int) -> _Layout | None:
+def _layout(p: Product, target: Target, tiles: int, warps: int, row_warps: int) -> _Layout | None:
     """Return the largest chunks of activations that fit, None if none do."""
-    tokens, along_k = 8 * tiles, _WARPS // row_warps
+    tokens, along_k = 8 * tiles, warps // row_warps
     rows, tile_rows = min(tokens, p.m), row_warps * _UNIT_ROWS
     # Sums of warps, and of the blocks of a cluster.
     sums = 4 * (along_k * tokens * (tile_rows + 4) + rows * tile_rows + 2 * 32 * _MAX_PARTS)
-    for blocks in sorted({_BLOCKS.get(tiles, 1), 1}, reverse=True):
+    for blocks in _BLOCKS.get((tiles, warps), (1,)):
         for chunk_rounds in _CHUNK_ROUNDS:
             chunk = chunk_rounds * along_k * _unit_depth(p)
             words_a, words_b = _words(p, chunk)
-            ring = _WARPS * _RING * (_UNIT_ROWS * _ROW_BYTES + 4 * _UNIT_ROWS * words_b)
+            ring = warps * _RING * (_UNIT_ROWS * _ROW_BYTES + 4 * _UNIT_ROWS * words_b)
             pitch = -(-2 * chunk // 128) * 128 + 64
             copied = pitch if p.a.token in FLOAT16 else int(chunk * BYTES[p.a.token])
             buffers = 1 - (1 - _RING) // chunk_rounds
             chunks = buffers * (rows * copied + 4 * tokens * words_a)
             shared = max(ring + chunks + (0 if p.a.token in FLOAT16 else rows * pitch), sums)
-            if shared <= (shared_limit(target) + 1024) // blocks - 1024 - 8 * _THREADS:
-                return _Layout(tiles, blocks, rows, row_warps, chunk, buffers, shared)
+            if shared <= (shared_limit(target) + 1024) // blocks - 1024 - 8 * _MAX_TILE_ROWS:
+                return _Layout(tiles, blocks, rows, warps, row_warps, chunk, buffers, shared)
     return None
 
 
@@ -212,13 +215,16 @@ def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
     best: tuple[float, _Layout, int] | None = None
     for layout in _layouts(p, target):
         columns = layout.row_warps * _UNIT_ROWS // (2 if p.gate else 1)
-        tiles, along_k = -(-p.n // columns), _WARPS // layout.row_warps
+        tiles, along_k = -(-p.n // columns), layout.warps // layout.row_warps
         rounds = -(-p.k // (depth * along_k))
         # Bytes of a round; activations come from L2, at twice the speed.
-        weight = _WARPS * _UNIT_ROWS * _ROW_BYTES + along_k * depth * layout.rows * size / 2
+        weight = layout.warps * _UNIT_ROWS * _ROW_BYTES + along_k * depth * layout.rows * size / 2
         for parts in range(1, (_MAX_PARTS if "cluster" in target.features else 1) + 1):
-            waves = -(-tiles * parts // (layout.blocks * sm_count))
-            cost = waves * (-(-rounds // parts) + _PART_ROUNDS * parts) * weight
+            blocks = -(-tiles * parts // sm_count)  # of the busiest multiprocessor, one after the other
+            cost = blocks * -(-rounds // parts) * weight + _PART_BYTES * (parts - 1)
+            # With fewer than 16 warps on a multiprocessor too little is on its way; short stretches come slower.
+            cost *= 1.25 if min(blocks, layout.blocks) * layout.warps < 16 else 1.0
+            cost *= 1.25 if along_k * _ROW_BYTES < 256 else 1.0
             if best is None or cost < best[0]:
                 best = cost, layout, parts
     if best is None:
@@ -238,7 +244,7 @@ def steps(product: Product, device: int) -> Steps:
     layout, parts = _shape(p, info.target, info.sm_count)
     tiles_n = -(-p.n // (layout.row_warps * _UNIT_ROWS // (2 if p.gate else 1)))
     fixed, row_shift = _fixed(p, layout.chunk), layout.row_warps.bit_length() - 1
-    part_rounds = -(-p.k // (_unit_depth(p) * (_WARPS // layout.row_warps) * parts))
+    part_rounds = -(-p.k // (_unit_depth(p) * (layout.warps // layout.row_warps) * parts))
     made = []
     for first in range(0, p.m, layout.rows):
         rows = min(layout.rows, p.m - first)
@@ -247,7 +253,7 @@ def steps(product: Product, device: int) -> Steps:
             (_CODES[p.b.token], math, layout.tiles),
             device,
             (parts, tiles_n),
-            _THREADS,
+            32 * layout.warps,
             layout.shared,
             cluster=parts,
             ending=(rows, *fixed, row_shift, part_rounds, layout.chunk.bit_length() - 1, layout.buffers),

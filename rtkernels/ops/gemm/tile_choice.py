@@ -86,7 +86,6 @@ def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: in
         waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, multiprocessors)
         if waves is None:
             waves = -(-tile_count(tile, m, n) // multiprocessors)
-        slower = {LARGE: 1.0, SMALL: 1.25 if scales == COLUMN_SCALES else 1.12, ONE_WARPGROUP: 1.5}
-        return waves * tile.rows * tile.cols * slower[tile]
+        return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
 
     return min(TILES[scales], key=cost)
