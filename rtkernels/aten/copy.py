@@ -19,7 +19,7 @@ from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import dense_strides
+from rtkernels.runtime.launch.memory import allocator, dense_strides
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -311,7 +311,59 @@ def _triangle(upper: bool) -> Callable[..., Any]:
 # ---- several inputs -------------------------------------------------------------------------------------------------
 
 
+def _joined(tensors: Sequence[Tensor], dim: int, stacks: bool) -> Tensor | None:
+    """Return up to eight dense tensors of one dtype side by side, or stacked, in one launch; None for any others.
+
+    Almost all calls are such, and the host decides about their time: nothing but a key is made of the metadata.
+    """
+    if not 0 < len(tensors) <= _MAX_INPUTS:
+        return None
+    first = tensors[0]
+    dtype, device = first.dtype, first.get_device()
+    addresses, shapes, misaligned = [], [], 0
+    for tensor in tensors:
+        if tensor.dtype is not dtype or tensor.get_device() != device or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        misaligned |= address & 15
+        addresses.append(address)
+        shapes.append(tensor.shape)
+    known = _JOINED[(device, dtype, dim, stacks, not misaligned, *shapes)]
+    if known is None:
+        return None
+    allocate, memory, launch, absent = known
+    made = allocate(*memory)
+    launch(made.data_ptr(), *addresses, *absent)
+    return made
+
+
+def _plan_joined(
+    device: int, dtype: torch.dtype, dim: int, stacks: bool, aligned: bool, *shapes: tuple[int, ...]
+) -> tuple[Any, tuple[Any, ...], Any, list[int]] | None:
+    shape, rank = list(shapes[0]), len(shapes[0]) + stacks
+    if not -rank <= dim < rank or dtype.itemsize not in _TOKEN_OF_SIZE:
+        return None
+    dim %= rank
+    if stacks:
+        shape.insert(dim, 1)
+    sizes = []
+    for other in map(list, shapes):
+        if stacks:
+            other.insert(dim, 1)
+        if len(other) != rank or 0 in other or [*other[:dim], *other[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
+            return None
+        sizes.append(other[dim])
+    shape[dim] = sum(sizes)
+    ((_, absent, launch),) = _plan_concatenation(device, dtype.itemsize, tuple(shape), dim, tuple(sizes), aligned)
+    return allocator(device), (tuple(shape), dense_strides(shape), dtype), launch, absent
+
+
+_JOINED = Plans(_plan_joined)
+
+
 def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Any:
+    if out is None and (made := _joined(tensors, dim, False)) is not None:
+        return made
     used = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]  # torch skips empty vectors
     if not used or not used[0].dim():
         return _SHAPES
@@ -368,14 +420,14 @@ def _concatenate(result: Tensor, tensors: list[Tensor], dim: int) -> None:
     addresses = [tensor.data_ptr() for tensor in tensors]
     aligned = result.data_ptr() % 16 == 0 and not any(address % 16 for address in addresses)
     key = result.get_device(), result.element_size(), result.shape, dim, sizes, aligned
-    for part, pad, launch, numbers in _CONCATENATIONS[key]:
-        launch(result.data_ptr(), *addresses[part], *pad, *numbers)
+    for part, absent, launch in _CONCATENATIONS[key]:
+        launch(result.data_ptr(), *addresses[part], *absent)
 
 
 def _plan_concatenation(
     device: int, item_bytes: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], aligned: bool
-) -> list[tuple[slice, list[int], Any, tuple[int, ...]]]:
-    """Return launches: which inputs each takes, zeros for those that it lacks, and the numbers of its arguments."""
+) -> list[tuple[slice, list[int], Any]]:
+    """Return launches, with the inputs that each takes, and zeros for those that it lacks."""
     rows_, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     widths = [size * inner for size in sizes]
     starts = [sum(widths[:i]) for i in range(len(widths))]
@@ -389,9 +441,9 @@ def _plan_concatenation(
         pad = [0] * (_MAX_INPUTS - len(given))
         largest = max(given) * rows_ // (vector if vectors else 1)
         grid = (min(-(-largest // _THREADS), limit), len(given))
-        launch = _CONCAT.bind((_TOKEN_OF_SIZE[item_bytes],), device, grid, _THREADS)
         numbers = *given, *[1] * len(pad), *starts[part], *pad, rows_, out_width, int(vectors)
-        launches.append((part, pad, launch, numbers))
+        launch = _CONCAT.bind((_TOKEN_OF_SIZE[item_bytes],), device, grid, _THREADS, ending=numbers)
+        launches.append((part, pad, launch))
     return launches
 
 
@@ -401,6 +453,8 @@ _CONCATENATIONS = Plans(_plan_concatenation)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if not tensors or any(tensor.shape != tensors[0].shape for tensor in tensors):
         return _SHAPES
+    if (made := _joined(tensors, dim, True)) is not None:
+        return made
     rank = tensors[0].dim() + 1
     if not -rank <= dim < rank:
         return _DIM

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
 from rtkernels.aten.strides import SQUARES, Arrangement, arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import OVERLAP, NotHandled
+from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
@@ -450,6 +450,15 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
 _FUNCTORS |= {"Copy": COPY, "Fill": FILL}
 
 
+def row_adder(rows: list[Overload]) -> Callable[..., None]:
+    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none."""
+
+    def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
+        rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
+
+    return add
+
+
 def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
     """Yield the variants of every built-in functor for operands of one dtype: all but mixtures."""
     for made in _FUNCTORS.values():
@@ -473,7 +482,7 @@ _SAMPLED = {"V": 48, "G": 32, "T": 8, "S": 12}
 
 def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
     """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
-    import rtkernels.aten.pointwise  # noqa: F401  its functors
+    from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  their functors
 
     ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
     return ranked[: _SAMPLED[kind]]

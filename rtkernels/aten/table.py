@@ -22,6 +22,8 @@ from rtkernels.runtime.suggest import did_you_mean
 # Module -> families of its rows. A module that does not exist contributes nothing.
 MODULES = {
     "pointwise": ("ew",),
+    "ternary": ("ew",),
+    "gradients": ("ew",),
     "copy": ("copy",),
     "reduce": ("red",),
     "row": ("row",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.places import allowed_spills, compiled_for
 
-from rtkernels.aten import pointwise  # noqa: F401  registers its functors
+from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  register their functors
 from rtkernels.aten.elementwise import _FUNCTORS, KERNELS, all_variants
 from rtkernels.runtime import targets
 from rtkernels.runtime.build import cache
