@@ -25,6 +25,7 @@ MODULES = {
     "ternary": ("ew",),
     "gradients": ("ew",),
     "copy": ("copy",),
+    "concat": ("copy",),
     "reduce": ("red",),
     "row": ("row",),
     "loss": ("row",),
