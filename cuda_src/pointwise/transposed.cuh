@@ -18,7 +18,11 @@ struct TileCorner {
                                           int down) {
         const u32 per_batch = static_cast<u32>(tiles_x) * static_cast<u32>(tiles_y);
         const u32 batch = dims > 2 ? blockIdx.x / per_batch : 0, in_batch = blockIdx.x - batch * per_batch;
+#ifdef RTK_TILES_DOWN
+        const u32 x = in_batch / static_cast<u32>(tiles_y), y = in_batch - x * static_cast<u32>(tiles_y);
+#else
         const u32 y = in_batch / static_cast<u32>(tiles_x), x = in_batch - y * static_cast<u32>(tiles_x);
+#endif
         const i64 x0 = static_cast<i64>(x) * across, y0 = static_cast<i64>(y) * down;
         TileCorner corner{strides.template at<2, kInputs>(batch, static_cast<int>(dims)), strides.n[0] - x0, strides.n[1] - y0};
         corner.at.out += x0 * strides.o[0] + y0 * strides.o[1];
@@ -45,7 +49,12 @@ struct TiledOperand<A, B, D, 2> {
 
 // Blocks on a multiprocessor: what a thread has in flight, its square and as many bytes of every other operand, is in registers.
 template <typename X, int kInputs>
-inline constexpr int kSquareBlocks = sizeof(X) == 2 ? (kInputs == 1 ? 3 : 2) : (kInputs == 3 ? 3 : 4);
+inline constexpr int kSquareBlocks = 
+#ifdef RTK_SQUARE_BLOCKS
+    RTK_SQUARE_BLOCKS;
+#else
+    sizeof(X) == 2 ? (kInputs == 1 ? 3 : 2) : (kInputs == 3 ? 3 : 4);
+#endif
 
 struct Copy;
 

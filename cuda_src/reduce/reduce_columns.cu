@@ -12,6 +12,10 @@
 #define RTK_COLUMN_LOADS 4
 #endif
 
+#ifndef RTK_COLUMN_THREADS
+#define RTK_COLUMN_THREADS 1024
+#endif
+
 namespace rtk {
 
 inline constexpr int kColumnLoads = RTK_COLUMN_LOADS;
@@ -19,7 +23,8 @@ inline constexpr int kColumnLoads = RTK_COLUMN_LOADS;
 // Threads of a multiprocessor, all of which may be one block's (rtkernels/ops/reduce/reduction.py). With 768 of them the 512 tiles
 // of a matrix of 65536 columns were two waves, and a sixth slower.
 template <typename M>
-inline constexpr int kColumnThreads = is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? 1024 : 512;
+inline constexpr int kColumnThreads =
+    is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? RTK_COLUMN_THREADS : 512;
 
 // The states of N columns from all threads that have them, for those of the first row.
 template <typename M, int N>
@@ -54,11 +59,11 @@ RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, i64 begin,
         if (reduced.divider0 == 0) {
 #pragma unroll
             for (int k = 0; k < kColumnLoads; ++k)
-                if (at + k * step < count) raw[k] = ptx::ld_keep<kBytes>(p + k * stride);
+                if (at + k * step < count) raw[k] = load_reduced<kBytes>(p + k * stride);
         } else {
 #pragma unroll
             for (int k = 0; k < kColumnLoads; ++k)
-                if (at + k * step < count) raw[k] = ptx::ld_keep<kBytes>(x + reduced.offset(begin + at + k * step));
+                if (at + k * step < count) raw[k] = load_reduced<kBytes>(x + reduced.offset(begin + at + k * step));
         }
         const bool all = at + (kColumnLoads - 1) * step < count;
 #pragma unroll

@@ -42,7 +42,7 @@ RTK_DEVICE void absorb_dense(typename M::State& s, const T* x, i64 begin, int co
         Raw<16> raw[kLoads];
 #pragma unroll
         for (int k = 0; k < kLoads; ++k)
-            if (at + k * kApart < count) raw[k] = ptx::ld_keep<16>(p + k * kApart);
+            if (at + k * kApart < count) raw[k] = load_reduced<16>(p + k * kApart);
         const auto absorb_all = [&](const Lift& how) {
 #pragma unroll
             for (int k = 0; k < kLoads; ++k)
@@ -63,7 +63,7 @@ RTK_DEVICE void absorb_strided(typename M::State& s, const T* x, i64 begin, int 
         Raw<sizeof(T) * N> raw[kLoads];
 #pragma unroll
         for (int k = 0; k < kLoads; ++k)
-            if (at + k * step < count) raw[k] = ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(begin + at + k * step));
+            if (at + k * step < count) raw[k] = load_reduced<sizeof(T) * N>(x + reduced.offset(begin + at + k * step));
 #pragma unroll
         for (int k = 0; k < kLoads; ++k)
             if (at + k * step < count) absorb<T, M, N>(s, raw[k], begin + at + k * step, lift);
