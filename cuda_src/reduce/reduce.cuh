@@ -32,7 +32,7 @@ struct Reduced {
 };
 
 #ifndef RTK_REDUCE_POLICY
-#define RTK_REDUCE_POLICY 0
+#define RTK_REDUCE_POLICY 2
 #endif
 // Elements that are read one time.
 template <int B>

@@ -26,21 +26,33 @@ template <typename M>
 inline constexpr int kColumnThreads =
     is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? RTK_COLUMN_THREADS : 512;
 
-// The states of N columns from all threads that have them, for those of the first row.
-template <typename M, int N>
-RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across) {
-    typename M::State* parts = reinterpret_cast<typename M::State*>(memory);  // [N][threads]
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), row = thread / across;
+// The states of N columns from all threads that have them: afterwards thread t, and t + blockDim.x and so on, has column
+// t % across * N + t / across of the tile as `given(state, that column)`. Lanes of a warp that share columns exchange, then one
+// thread adds up what the warps have, in order: few barriers, as this is what a reduction of a moderate size waits for.
+template <typename M, int N, typename Given>
+RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across, const Given& given) {
+    typename M::State* parts = reinterpret_cast<typename M::State*>(memory);  // [N][rows][across]
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) parts[j * threads + thread] = s[j];
-    for (int half = threads / across / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (row >= half) continue;
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+        if (lanes < across) break;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            s[j] = M::combine(s[j], parts[j * threads + thread + half * across]);
-            parts[j * threads + thread] = s[j];
-        }
+        for (int j = 0; j < N; ++j) s[j] = M::combine(s[j], M::exchanged(s[j], lanes));
+    }
+    const int rows = across < kWarp ? threads / kWarp : threads / across, pitch = rows * across;
+    if (thread % kWarp < across) {
+        const int place = across < kWarp ? thread / kWarp * across + thread % kWarp : thread;
+#pragma unroll
+        for (int j = 0; j < N; ++j) parts[j * pitch + place] = s[j];
+    }
+    __syncthreads();
+    for (int t = thread; t < across * N; t += threads) {
+        const int j = t / across, a = t - j * across;
+        const typename M::State* column = parts + j * pitch + a;
+        typename M::State total = column[0];
+#pragma unroll 8
+        for (int row = 1; row < rows; ++row) total = M::combine(total, column[row * across]);
+        given(total, a * N + j);
     }
 }
 
@@ -66,8 +78,7 @@ RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, i64 begin,
                 if (at + k * step < count) raw[k] = load_reduced<kBytes>(x + reduced.offset(begin + at + k * step));
         }
         const bool all = at + (kColumnLoads - 1) * step < count;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        const auto absorb_part = [&](int part, const Lift& how) {
             ValueOf<T> v[kColumnLoads][kEach];
 #pragma unroll
             for (int k = 0; k < kColumnLoads; ++k) {
@@ -83,15 +94,22 @@ RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, i64 begin,
                     ValueOf<T> of_column[kColumnLoads];
 #pragma unroll
                     for (int k = 0; k < kColumnLoads; ++k) of_column[k] = v[k][j];
-                    M::absorb(state, of_column, begin + at, step, lift);
+                    M::absorb(state, of_column, begin + at, step, how);
                 } else {
 #pragma unroll
                     for (int k = 0; k < kColumnLoads - 1; ++k) {
                         ValueOf<T> one[1] = {v[k][j]};
-                        if (at + k * step < count) M::absorb(state, one, begin + at + k * step, step, lift);
+                        if (at + k * step < count) M::absorb(state, one, begin + at + k * step, step, how);
                     }
                 }
             }
+        };
+        if (lift.kind == 0) {  // one branch for all
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) absorb_part(part, Lift{0, 0.0f});
+        } else {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) absorb_part(part, lift);
         }
     }
 }
@@ -116,7 +134,7 @@ struct ColumnPart {
 
 template <typename T, typename M, int N>
 RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets, const Finish& finish, const Kept& kept,
-                            const Reduced& reduced, i64 results, i64 count, u32 across, i64 slices, i64 per_slice,
+                            const Reduced& reduced, i64 count, u32 across, i64 slices, i64 per_slice,
                             const Lift& lift) {
     using State = typename M::State;
     State s[N];
@@ -130,27 +148,25 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets,
     }
     ptx::forget(across);
     const ColumnPart part(across, N, kept.size0, slices, kept.size1);
-    const i64 to = part.i2 * kept.out2 + part.i1 * kept.out1 + part.column * kept.out0;
-    combine_down<M, N>(s, memory, static_cast<int>(across));
-    if (slices > 1) {
-        State* parts = static_cast<State*>(partial) + to;
-        if (part.row == 0 && part.column < kept.size0) {
-#pragma unroll
-            for (int j = 0; j < N; ++j) parts[part.slice * results + j * kept.out0] = s[j];
-        }
-        if (!is_last_block(tickets + part.ticket, slices)) return;
-#pragma unroll
-        for (int j = 0; j < N; ++j) s[j] = M::identity();
-        if (part.column < kept.size0) {
-            for (i64 i = part.row; i < slices; i += blockDim.x / across)
-#pragma unroll
-                for (int j = 0; j < N; ++j) s[j] = M::combine(s[j], parts[i * results + j * kept.out0]);
-        }
-        combine_down<M, N>(s, memory, static_cast<int>(across));
+    const i64 first = part.column - threadIdx.x % across * N, to = part.i2 * kept.out2 + part.i1 * kept.out1;
+    if (slices == 1) {
+        combine_down<M, N>(s, memory, static_cast<int>(across), [&](const State& total, int column) {
+            if (first + column < kept.size0) M::finish(total, finish, to + (first + column) * kept.out0);
+        });
+        return;
     }
-    if (part.row != 0 || part.column >= kept.size0) return;
-#pragma unroll
-    for (int j = 0; j < N; ++j) M::finish(s[j], finish, to + j * kept.out0);
+    // States of this tile: [slices][columns].
+    const int columns = static_cast<int>(across) * N;
+    State* parts = static_cast<State*>(partial) + part.ticket * slices * columns;
+    combine_down<M, N>(s, memory, static_cast<int>(across),
+                       [&](const State& total, int column) { parts[part.slice * columns + column] = total; });
+    if (!is_last_block(tickets + part.ticket, slices)) return;
+    for (int column = static_cast<int>(threadIdx.x); column < columns; column += static_cast<int>(blockDim.x)) {
+        State total = parts[column];
+#pragma unroll 8
+        for (i64 i = 1; i < slices; ++i) total = M::combine(total, parts[i * columns + column]);
+        if (first + column < kept.size0) M::finish(total, finish, to + (first + column) * kept.out0);
+    }
 }
 
 template <typename T, typename M>
@@ -166,10 +182,10 @@ __global__ void __launch_bounds__(kColumnThreads<M>, 1)
     const Lift how{static_cast<int>(lift), static_cast<float>(power)};
     const Finish last{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second};
     if (aligned) {
-        reduce_tile<T, M, kWidth>(x, memory, partial, tickets, last, kept, reduced, results, count, static_cast<u32>(across),
+        reduce_tile<T, M, kWidth>(x, memory, partial, tickets, last, kept, reduced, count, static_cast<u32>(across),
                                   slices, per_slice, how);
     } else {
-        reduce_tile<T, M, 1>(x, memory, partial, tickets, last, kept, reduced, results, count, static_cast<u32>(across), slices,
+        reduce_tile<T, M, 1>(x, memory, partial, tickets, last, kept, reduced, count, static_cast<u32>(across), slices,
                              per_slice, how);
     }
 }

@@ -38,19 +38,37 @@ RTK_DEVICE void absorb_dense(typename M::State& s, const T* x, i64 begin, int co
     const int lane = group.thread % kWarp, step = group.threads * N * kLoads;
     int at = (group.thread - lane) * N * kLoads + lane * N;
     const T* p = x + begin + at;
-    for (; at < count; at += step, p += step) {
+    for (; at + (kLoads - 1) * kApart < count; at += step, p += step) {
         Raw<16> raw[kLoads];
 #pragma unroll
-        for (int k = 0; k < kLoads; ++k)
-            if (at + k * kApart < count) raw[k] = load_reduced<16>(p + k * kApart);
-        const auto absorb_all = [&](const Lift& how) {
+        for (int k = 0; k < kLoads; ++k) raw[k] = load_reduced<16>(p + k * kApart);
+        if constexpr (is_same<M, Moments>::value) {  // in any order, so all together: one division
+            float v[kLoads * N];
 #pragma unroll
-            for (int k = 0; k < kLoads; ++k)
-                if (at + k * kApart < count) absorb<T, M, N>(s, raw[k], begin + at + k * kApart, how);
-        };
-        if (lift.kind == 0) absorb_all(Lift{0, 0.0f});  // one branch for all
-        else absorb_all(lift);
+            for (int k = 0; k < kLoads; ++k) {
+                float some[N];
+                values<T, N>(raw[k], some);
+#pragma unroll
+                for (int i = 0; i < N; ++i) v[k * N + i] = some[i];
+            }
+            M::absorb(s, v, 0, 1, lift);
+        } else {
+            const auto absorb_all = [&](const Lift& how) {
+#pragma unroll
+                for (int k = 0; k < kLoads; ++k) absorb<T, M, N>(s, raw[k], begin + at + k * kApart, how);
+            };
+            if (lift.kind == 0) absorb_all(Lift{0, 0.0f});  // one branch for all
+            else absorb_all(lift);
+        }
     }
+    if (at >= count) return;
+    Raw<16> raw[kLoads - 1];
+#pragma unroll
+    for (int k = 0; k < kLoads - 1; ++k)
+        if (at + k * kApart < count) raw[k] = load_reduced<16>(p + k * kApart);
+#pragma unroll
+    for (int k = 0; k < kLoads - 1; ++k)
+        if (at + k * kApart < count) absorb<T, M, N>(s, raw[k], begin + at + k * kApart, lift);
 }
 
 // `count` elements anywhere, N at a time.

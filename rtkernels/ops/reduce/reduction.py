@@ -132,6 +132,11 @@ def column_shape(vectors: int, others: int, count: int, per_sm: int, sm_count: i
         per_sm: Threads that a multiprocessor has at a time.
         sm_count: Multiprocessors.
     """
+    for across in (32, 16, 8, 4):  # without slices, if tiles of 64 bytes or more are enough for all multiprocessors
+        tiles = -(-vectors // across) * others
+        for threads in (_THREADS, 2 * _THREADS, 4 * _THREADS):
+            if threads <= per_sm and 0.8 * sm_count * (per_sm // threads) <= tiles and count * across >= 4 * threads:
+                return threads, across, 1
     across = min(power_of_two(vectors), 32)
     tiles = -(-vectors // across) * others
     return _THREADS, across, _slices(tiles, per_sm * sm_count // _THREADS, count, 8 * _THREADS // across)
@@ -162,18 +167,20 @@ def _plan(
         slices = -(-count // per_slice)
         kernel, tickets = _COLUMNS, tiles
         grid, shared = tiles * slices, threads * vector * bytes_each
+        part_bytes = tickets * slices * across * vector * bytes_each
     else:
         vector = 16 // size
         aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others if step != 1)
         aligned = aligned and r0 % vector == 0 and x.misaligned == 0
         vector = vector if aligned else 1
         units = -(-count // vector)
-        across, slices = row_shape(results, units, per_sm, sm_count)
+        across, slices = row_shape(results, units, _PER_SM, sm_count)
         threads = across if across > 32 else _THREADS
         per_slice = -(-units // max(slices, -(-count // _MAX_SLICE))) * vector
         slices = -(-count // per_slice)
         kernel, tickets = _ROWS, results
         grid, shared = -(-results * slices // (threads // across)), 0
+        part_bytes = slices * results * bytes_each
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
     first, second = ("out", "second") if monoid in ("arg_maximum", "moments") else ("out", 0)
@@ -188,7 +195,7 @@ def _plan(
         return Steps(Step(launch, "x", first, second, 0, 0, *walk, *ending))
     return Steps(
         Step(launch, "x", first, second, "partial", "tickets", *walk, *ending),
-        scratch={"partial": Memory((slices * results * bytes_each,), torch.uint8)},
+        scratch={"partial": Memory((part_bytes,), torch.uint8)},
         zeros={"tickets": tickets},
     )
 
