@@ -131,6 +131,7 @@ def rows() -> Iterator[Row]:
             }
 
         mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
+
         def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = causal) -> torch.Tensor:
             return _plain(q, k, v, causal)
 
