@@ -95,7 +95,8 @@ class Scan(NamedTuple):
 def by_wgmma(token: str, d_k: int, d_v: int, cu: bool, length: int, device: int) -> bool:
     """Return whether scans of these shapes are those of ``lightning_sm90.cu``; all of a call have the same kernel."""
     wgmma = "wgmma" in device_info(device).target.features
-    return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and 0 < length < 1 << 30
+    whole = 0 < length < 1 << 30 and length % _ROWS == 0
+    return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and whole
 
 
 def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, device: int) -> int:
