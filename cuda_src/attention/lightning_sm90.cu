@@ -25,7 +25,7 @@ template <typename T>
 __global__ void __launch_bounds__(512, 1)
     lightning_sm90(const __grid_constant__ ptx::TensorMap left_map, const __grid_constant__ ptx::TensorMap right_map,
                    const __grid_constant__ ptx::TensorMap value_map, const __grid_constant__ ptx::TensorMap out_map,
-                   const float* decay, const float* initial, float* final, i64 writes, i64 segments, i64 heads, i64 length,
+                   const float* decay, const float* initial, float* final, T* out, i64 segments, i64 heads, i64 length,
                    i64 d_k, i64 d_v, i64 state_row, i64 state_column, i64 lead, i64 reverse, double scale,
                    double initial_factor, double final_factor) {
     static_assert(is_same<T, bf16>::value, "the state meets left as bf16");
@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(512, 1)
     const int segment = static_cast<int>(blockIdx.y) - batch * static_cast<int>(segments), all = static_cast<int>(length);
     const Segment own(segment, segments, all);
     const int chunks = (own.rows + kScanRows - 1) / kScanRows;
+    const bool writes = out != nullptr;
     // The tensor's first row in a tile.
     auto row_of = [&](int chunk) {
         const int first = own.first + chunk * kScanRows;
@@ -186,9 +187,9 @@ __global__ void __launch_bounds__(512, 1)
         if (here == kScanRows) {
             fetch_value([&](int m, int c) { return eights[7 - m] * until[c]; });
         } else {
+            const int step = reverse ? -1 : 1, first = reverse ? kScanRows - 1 - 2 * t : 2 * t;
             fetch_value([&](int m, int c) {
-                const int place = (reverse ? kScanRows - 8 - 8 * m : 8 * m) + in_eight(c);
-                return ptx::ex2(-rate * static_cast<float>(max(here - 1 - place, 0)));
+                return ptx::ex2(-rate * static_cast<float>(max(here - 1 - first - step * (8 * m + c), 0)));
             });
         }
         if (writes) {
@@ -234,9 +235,18 @@ __global__ void __launch_bounds__(512, 1)
                                    packed_pair<T>(o[8 * j + 6], o[8 * j + 7]));
         ptx::fence_async_shared();
         ptx::named_barrier_sync(1 + group, 128);
-        if (speaks) {
-            ptx::tma_store_4d(out_map, out_tile, group * 64, row_of(chunk), head, batch);
-            ptx::bulk_store_commit();
+        if (here == kScanRows) {
+            if (speaks) {
+                ptx::tma_store_4d(out_map, out_tile, group * 64, row_of(chunk), head, batch);
+                ptx::bulk_store_commit();
+            }
+            continue;
+        }
+        for (int i = static_cast<int>(threadIdx.x) % 128; i < kScanRows * 8; i += 128) {  // the last rows
+            const int row = i / 8, vector = i % 8, at = row_of(chunk) + row;
+            if (at < 0 || at >= all || group * 64 + vector * 8 >= d_v) continue;
+            ptx::st<16>(out + ((batch * length + at) * heads + head) * d_v + group * 64 + vector * 8,
+                        ptx::ld_shared_16(out_tile + row * kTileRow + ((vector ^ (row & 7)) << 4)));
         }
     }
     if (speaks) ptx::bulk_store_wait_read();

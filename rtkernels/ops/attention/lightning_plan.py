@@ -35,7 +35,7 @@ SCAN_SM90 = Kernel(
     "attention/lightning_sm90.cu",
     "lightning_sm90",
     template="T",
-    args="left:tmap right:tmap value:tmap out:tmap decay:ptr initial:ptr final:ptr writes:i64 segments:i64 heads:i64 "
+    args="left:tmap right:tmap value:tmap out:tmap decay:ptr initial:ptr final:ptr out_rows:ptr segments:i64 heads:i64 "
     "length:i64 d_k:i64 d_v:i64 state_row:i64 state_column:i64 lead:i64 reverse:i64 scale:f64 initial_factor:f64 "
     "final_factor:f64",
     variants=[("bf16",)],
@@ -173,7 +173,7 @@ def _scan_sm90(call: Scan, device: int) -> Step:
         SCAN_SM90.bind((call.token,), device, (call.heads, call.batch * call.segments), _SM90_THREADS, _SM90_SHARED),
         *(boxes(call.left, call.d_k), boxes(call.right, call.d_k), boxes(call.value, call.d_v)),
         *(boxes(call.out if writes else call.value, call.d_v), "decay", call.initial or 0, call.final or 0),
-        *(int(writes), call.segments, call.heads, call.length, call.d_k, call.d_v, *call.state, call.lead),
+        *(call.out[0] or 0, call.segments, call.heads, call.length, call.d_k, call.d_v, *call.state, call.lead),
         *(int(call.reverse), call.scale, call.initial_factor, call.final_factor),
     )
 
