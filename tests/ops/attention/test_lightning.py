@@ -192,6 +192,9 @@ def emulated_coverage() -> None:
             with short_segments():
                 q = random(1, 65, 1, 16)
                 lightning_attention(q, q, q, torch.ones(1))
+    q = random(1, 64, 1, 72)
+    with emulate("sm_90"):
+        lightning_attention(q, q, q, rates(1, "cpu"))
 
 
 def test_parts_continue_each_other() -> None:
