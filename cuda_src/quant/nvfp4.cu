@@ -109,10 +109,8 @@ __global__ void __launch_bounds__(256, 5)
     next.ask(block < blocks, x + static_cast<i64>(block) * 16, 16, policy);
     float g = static_cast<float>(number);
     if (global_scale != nullptr) g = *global_scale;
-    if (amax != nullptr) {
-        g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
-        if (block == 0) *global_out = g;
-    }
+    if (amax != nullptr) g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+    if (global_out != nullptr && block == 0) *global_out = g;
     const int rule = static_cast<int>(scale_rule);
     for (; block < blocks; block += stride) {
         const Asked<T, 16> own = next;
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(256, 5)
     }
 }
 
-// g: *global_scale, or from *amax (then written to global_out), or the number.
+// g: *global_scale, or from *amax, or the number; it is written to global_out if there is one.
 template <typename T, int FORMAT>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 4)
     quantize_blocks(const T* x, const void* channel_scale, const float* global_scale, const u32* amax, u8* out, u8* scales,
@@ -163,10 +161,8 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 
     float g = static_cast<float>(number);
     if constexpr (kNv) {
         if (global_scale != nullptr) g = *global_scale;
-        if (amax != nullptr) {
-            g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
-            if (own_number() == 0) *global_out = g;
-        }
+        if (amax != nullptr) g = *amax == 0u ? 1.0f : __uint_as_float(*amax) / 2688.0f;
+        if (global_out != nullptr && own_number() == 0) *global_out = g;
     }
     const i64 scales_of_row = ceil_div(cols, 16 * kThreads), step = static_cast<i64>(gridDim.x) * blockDim.x;
     const bool whole_rows = (cols & 15) == 0;

@@ -21,7 +21,7 @@ FAMILIES = {
     "layout": set(),
     "reduce": set(),
     "rope": set(),
-    "pointwise": {"act"},
+    "pointwise": {"act", "layout"},
     "multi": set(),
     "index": set(),
     "scan": set(),

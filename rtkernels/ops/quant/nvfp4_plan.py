@@ -77,7 +77,7 @@ def plan_quantize(
     each = scale_block(format) // 16  # threads that share a scale: neighbours, so rows have a multiple of them
     blocks = -(-cols // (16 * each)) * each
     token, steps, zeros, made = DTYPE_TOKEN[x.dtype], [], {}, 0
-    if global_out is not None:
+    if global_out is not None and static == 0:
         threads = rows * blocks
         grid = min(-(-threads // _THREADS), 8 * device_info(device).sm_count)
         launch = _AMAX.bind((token,), device, grid, _THREADS)
