@@ -107,7 +107,9 @@ def describe(
             )
     add_pitch = 0
     if add is not None:
-        checks.check_result("add", Meta(add.dtype, add.shape, dense_strides(add.shape), add.device, 0), shape, checks.FLOATS)
+        checks.check_result(
+            "add", Meta(add.dtype, add.shape, dense_strides(add.shape), add.device, 0), shape, checks.FLOATS
+        )
         add_pitch = row_stride(add.shape, add.stride) or n
     if act is not None:
         checks.check_act(act)
