@@ -246,8 +246,9 @@ class StepPlan(Plan):
         if isinstance(argument, Offset):
             return f"{known[argument.name]} + {argument.offset}"
         if isinstance(argument, Boxes):
-            scope[f"map_{place}"] = _Maps(argument)
-            return f"map_{place}({known[argument.name]})"
+            scope[f"map_{place}"] = maps = _Maps(argument)
+            scope[f"kept_{place}"] = maps.kept.get
+            return f"kept_{place}({known[argument.name]}) or map_{place}({known[argument.name]})"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
 
@@ -269,10 +270,7 @@ class _Maps:
         self.boxes, self.kept = boxes, {}
 
     def __call__(self, address: int) -> Any:
-        try:
-            return self.kept[address]
-        except KeyError:
-            pass
+        """Make the map of an address that ``kept`` does not have."""
         b = self.boxes
         made = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
         if not hasattr(address, "tensor"):  # in the emulator addresses are those of one call's tensors
