@@ -133,7 +133,7 @@ def _operator(
     def variants(kind: str, target: Any) -> list[tuple[Any, ...]]:
         return [
             (f"user_{name}{ending}", *[TOKENS[dtype]] * (2 + len(e.tensors)), *["u8"] * (3 - len(e.tensors)),
-             *([False] if kind == "G" else []))
+             *{"G": [False], "S": [0]}.get(kind, []))
             for ending, e in structs.items() for dtype in sorted(FLOATS, key=str)
         ]  # fmt: skip
 

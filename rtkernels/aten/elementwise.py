@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
-from rtkernels.aten.strides import Arrangement, arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import OVERLAP, NotHandled
+from rtkernels.aten.strides import SQUARES, Arrangement, arrange, broadcast, overlaps_itself
+from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
@@ -88,7 +88,7 @@ class Functor:
 
 
 class Kernels:
-    """The three kernels of one unit."""
+    """The kernels of one unit, one or two for each class of layouts."""
 
     def __init__(self, unit: str, sample: Any, tier: str = "aten") -> None:
         types = "F T O A B D"
@@ -108,16 +108,23 @@ class Kernels:
             args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
             variants=lambda target: sample("T", target),
         )  # fmt: skip
+        self.squares = Kernel(
+            unit, "pointwise_squares", template=f"{types} TILED", tier=tier, max_registers=128,
+            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
+            variants=lambda target: sample("S", target),
+        )  # fmt: skip
 
     def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
         if how.kind == "V":
             return self.flat.bind(types, device, how.grid, 256, ending=how.ending)
+        if how.tiled is not None:
+            return self.squares.bind((*types, how.tiled), device, how.grid, 256, ending=how.ending)
         if how.kind == "T":
             return self.transposed.bind(types, device, how.grid, 256, ending=how.ending)
         return self.strided.bind((*types, how.index64), device, how.grid, 256, ending=how.ending)
 
     def all(self) -> tuple[Kernel, ...]:
-        return self.flat, self.strided, self.transposed
+        return self.flat, self.strided, self.transposed, self.squares
 
 
 # ---- promotion ------------------------------------------------------------------------------------------------------
@@ -443,6 +450,15 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
 _FUNCTORS |= {"Copy": COPY, "Fill": FILL}
 
 
+def row_adder(rows: list[Overload]) -> Callable[..., None]:
+    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none."""
+
+    def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
+        rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
+
+    return add
+
+
 def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
     """Yield the variants of every built-in functor for operands of one dtype: all but mixtures."""
     for made in _FUNCTORS.values():
@@ -453,15 +469,20 @@ def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
             result = TOKENS[made.result] if made.result is not None else token
             types = ["boolean" if made.own >> i & 1 and made is not COPY else token for i in range(made.inputs)]
             variant = (made.name, token, result, *types, *[_ABSENT] * (3 - made.inputs))
-            yield (*variant, False) if kind == "G" else variant
+            if kind == "S":  # the last operand that has the promoted dtype is transposed
+                tiled = next((i for i in reversed(range(made.inputs)) if types[i] == token), None)
+                if tiled is not None and dtype.itemsize in SQUARES and (made.result or dtype).itemsize <= 4:
+                    yield (*variant, tiled)
+            else:
+                yield (*variant, False) if kind == "G" else variant
 
 
-_SAMPLED = {"V": 48, "G": 32, "T": 12}
+_SAMPLED = {"V": 48, "G": 32, "T": 8, "S": 12}
 
 
 def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
     """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
-    import rtkernels.aten.pointwise  # noqa: F401  its functors
+    from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  their functors
 
     ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
     return ranked[: _SAMPLED[kind]]

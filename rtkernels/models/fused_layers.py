@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import replace, reuse
-from rtkernels.models.merged import NormedHeads, RotatedHeads, make_adjacent, merged
+from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
 
@@ -196,11 +196,11 @@ def _heads(
     if qkv is None:
         return None
     if norm is None:
-        return RotatedHeads.apply(qkv, cos, sin, counts, form[0])
+        return rotated_heads(qkv, cos, sin, counts, form[0])
     cos, sin, options = rope_tables(size, cos, sin, form[0])
     weights, eps = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0])
     if torch.is_grad_enabled():
-        return NormedHeads.apply(qkv, *weights, cos, sin, counts, *options.values(), eps, norm[1])
+        return normed_heads(qkv, *weights, cos, sin, counts, *options.values(), eps, norm[1])
     return rtkernels.qk_norm_rope(
         qkv, *weights, cos, sin, q_heads=counts[0], kv_heads=counts[1], head_order="plain", layout="bshd", eps=eps,
         offset=norm[1], **options,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models.fp8 import codes_of
 from rtkernels.models.recognize import NotRecognized
-from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, Experts
+from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 
@@ -107,8 +107,8 @@ class ServedExperts(_KeepsScales):
             *ExpertCodes(down.flatten(0, 1), self.down_proj_scale_inv.flatten(0, 1), none),
         )
         with torch.no_grad():
-            return Experts.apply(
-                hidden_states, top_k_weights.float(), up, down, index.rows, index.slots, index.offsets[1:],
+            return experts(
+                hidden_states, top_k_weights.float(), up, down, index.rows, index.slots, group_ends(index.offsets),
                 (None, None), self.act, E4M3, False, *given,
             )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.__main__ import main
-from bench.measure import aten
+from bench.measure import aten, aten_file
 from bench.report import aten as chosen
 from rtkernels.aten import measured, table
 
@@ -31,7 +31,7 @@ def test_cases_and_summary(capsys) -> None:
     assert all(len(shape) == 2 for row, shape, _ in aten.cases("^copy cat"))
     times = {"torch": {"operator": 4.0}, "rtkernels": {"operator": 2.0}, "inductor": {"error": "no"}}
     found = [{"overload": "cat", "family": "copy", "shape": (2, 2), "dtype": "float32", **times}] * 2
-    assert "| cat | 2.00 | 2.00 |  |  | 2x2f 2.00, 2x2f 2.00 |" in aten.summary(found)
+    assert "| cat | 2.00 | 2.00 |  |  | 2x2f 2.00, 2x2f 2.00 |" in aten_file.summary(found)
     assert main(["aten", "--ways", "nobody"]) == 2
     assert "unknown ways nobody" in capsys.readouterr().err
 

@@ -352,6 +352,18 @@ class Operator(Declared, TorchOp):
             self._write_run_and_keep()
         return self.call
 
+    def at_site(self) -> Callable[..., Any]:
+        """Return another ``call`` for one place in somebody's code, with a last call of its own.
+
+        Where several places call an operator by turns, each with other metadata, none of them is like the call before;
+        but in a model of equal layers each is like the last one of its own place.
+        """
+        call, replay = self.call, self.replay
+        try:
+            return self._make_call()
+        finally:
+            self.call, self.replay = call, replay
+
 
 class InPlaceOperator(Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""

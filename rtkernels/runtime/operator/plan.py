@@ -21,7 +21,7 @@ from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
-_MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
+_MAPS_PER_STEP = 256  # addresses whose tensor maps an argument remembers
 
 
 class Plan(ABC):
@@ -246,9 +246,9 @@ class StepPlan(Plan):
         if isinstance(argument, Offset):
             return f"{known[argument.name]} + {argument.offset}"
         if isinstance(argument, Boxes):
-            scope[f"map_{place}"] = maps = _Maps(argument)
-            scope[f"kept_{place}"] = maps.kept.get
-            return f"kept_{place}({known[argument.name]}) or map_{place}({known[argument.name]})"
+            maps = scope[f"map_{place}"] = _Maps(argument)
+            scope[f"kept_{place}"] = maps.kept.get  # a method of C, which nearly always has the map
+            return f"(kept_{place}(address := {known[argument.name]}) or map_{place}(address))"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
 

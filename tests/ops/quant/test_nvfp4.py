@@ -83,7 +83,8 @@ def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def emulated_coverage() -> None:
-    test_nvfp4_has_the_bits_of_the_reference("sm_90", "two levels")
+    for rule in ("two levels", "search, zero"):
+        test_nvfp4_has_the_bits_of_the_reference("sm_90", rule)
 
 
 @pytest.mark.slow
