@@ -14,7 +14,7 @@ from torch import Tensor
 import rtkernels
 from bench.measure import host_calls
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime import layout
+from rtkernels.runtime import env, layout
 from rtkernels.runtime.operator import noting
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -128,6 +128,21 @@ def test_what_cannot_be_repeated_is_not_noted() -> None:
                 assert_equal_bits(function(x), function.__wrapped__(x))
             (known,) = function.replays.known.values()
             assert known.replay is None and known.why_not
+
+
+def test_a_call_that_is_to_look_at_values_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    @replayed
+    def checked(x: Tensor) -> Tensor:
+        if env.get("DEBUG") and x.min() < 0:
+            raise ArgumentError("x is negative")
+        return x + 1
+
+    with rtkernels.emulate():
+        noted(checked, torch.ones(4))
+        assert_equal_bits(checked(-torch.ones(4)), torch.zeros(4))
+        monkeypatch.setenv("RTKERNELS_DEBUG", "1")
+        with pytest.raises(ArgumentError, match="negative"):
+            checked(-torch.ones(4))
 
 
 def test_views_and_results_of_torch_are_made_anew() -> None:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rtkernels import emulator
-from rtkernels.runtime import layout
+from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Declared, under_way
 from rtkernels.runtime.operator.operator import TorchOp
@@ -114,6 +114,7 @@ class Notes(TorchDispatchMode):
     def __init__(self, arguments: dict[str, Tensor]) -> None:
         super().__init__()
         self.arguments, self.lines, self.refused = arguments, [], None
+        self.debug = False  # the call asked whether it is to look at values
         self.inside = False  # of an operator that is noted as a whole
         self.thread = threading.get_ident()
         self.apart: list[tuple[View, View]] = []  # tensors that do not overlap, which the call wanted to know
@@ -124,11 +125,13 @@ class Notes(TorchDispatchMode):
 
     def __enter__(self) -> Notes:
         layout.overlap_questions.append(self._note_overlap)
+        env.questions.append(self._note_variable)
         under_way.append(self)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
         layout.overlap_questions.remove(self._note_overlap)
+        env.questions.remove(self._note_variable)
         under_way.remove(self)
         return super().__exit__(*exc)
 
@@ -178,6 +181,10 @@ class Notes(TorchDispatchMode):
             self.refuse("tensors overlap")
         elif views[0].root.argument and views[1].root.argument:
             self.apart.append(views)
+
+    def _note_variable(self, name: str) -> None:
+        if name == "RTKERNELS_DEBUG" and self.thread == threading.get_ident():  # others are for what is slow anyway
+            self.debug = True
 
     # ---- what is called ----
 

@@ -270,6 +270,7 @@ class _Maps:
         self.boxes, self.kept = boxes, {}
 
     def __call__(self, address: int) -> Any:
+        """Make the map of an address that ``kept`` does not have."""
         b = self.boxes
         made = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
         if not hasattr(address, "tensor"):  # in the emulator addresses are those of one call's tensors

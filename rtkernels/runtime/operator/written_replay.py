@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,6 +86,9 @@ class _Writer:
                 same.append(f"{name} is {first}")
         if any(t.requires_grad for t in tensors.values()):
             same.append("not is_grad_enabled()")
+        if self.notes.debug:
+            self.scope["environ"] = os.environ
+            same.append("not environ.get('RTKERNELS_DEBUG')")
         self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
         same.append(f"matches({', '.join(distinct.values())})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
