@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
     // Weight gradients have few tiles and a long k, of which several blocks may have parts.
-    constexpr bool kSplits = SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1;
+    constexpr bool kSplits =
+        SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
