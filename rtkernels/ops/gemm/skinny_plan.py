@@ -210,8 +210,8 @@ def _layout(p: Product, target: Target, tiles: int, warps: int, row_warps: int) 
 
 def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
     """Return the layout, and the parts of k, whose busiest multiprocessor has least to read, as `_cost` counts it."""
-    most_parts = _MAX_PARTS if "cluster" in target.features else 1
-    shapes = [(layout, parts) for layout in _layouts(p, target) for parts in range(1, most_parts + 1)]
+    highest = _MAX_PARTS if "cluster" in target.features else 1
+    shapes = [(layout, parts) for layout in _layouts(p, target) for parts in range(1, highest + 1)]
     if not shapes:
         raise ValueError(f"the skinny kernel does not make this product: {unsupported(p, target)}")
     return min(shapes, key=lambda shape: _cost(p, *shape, sm_count))
