@@ -252,28 +252,25 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     own.lane = static_cast<int>(threadIdx.x % 32);
     const typename Product::Source source = product.source(tile, rows, own.lane);
 
-    // Units are asked for in rounds of `along_k`; a chunk of activations together with its first round.
-    int fetch_unit = first_unit, fetch_slot = 0, chunk_unit = first_unit, fetch_buffer = 0;
-    auto fetch_weights = [&]() {
-        if (fetch_unit + warp_k < end_unit)
-            product.fetch(memory, ring + fetch_slot * slot_bytes, source, own.lane, fetch_unit + warp_k);
-        fetch_unit += along_k;
-        if (++fetch_slot == kSkinnyRing) fetch_slot = 0;
-    };
-    auto fetch_activations = [&](int unit) {
-        if (unit != chunk_unit || unit >= end_unit) return;
-        product.fetch_chunk(memory, chunks + fetch_buffer * buffer_bytes, unit * Product::kDepth);
-        chunk_unit += chunk_units;
-        if (++fetch_buffer == static_cast<int>(buffers)) fetch_buffer = 0;
-    };
-    // Weights before anything else: the code of what follows comes while they are on their way.
-#pragma unroll
-    for (int i = 0; i < kSkinnyRing - 1; ++i) fetch_weights();
-#pragma unroll 1
-    for (int i = 0; i < kSkinnyRing - 1; ++i) {
-        fetch_activations(first_unit + i * along_k);
+    // Units are asked for in rounds of `along_k`, those of a chunk of activations together with the chunk.
+    int fetch_unit = first_unit, fetch_slot = 0, fetch_in_chunk = 0, fetch_buffer = 0;
+    auto fetch = [&]() {
+        if (fetch_unit < end_unit) {
+            if (fetch_unit + warp_k < units)
+                product.fetch(memory, ring + fetch_slot * slot_bytes, source, own.lane, fetch_unit + warp_k);
+            if (fetch_in_chunk == 0) {
+                product.fetch_chunk(memory, chunks + fetch_buffer * buffer_bytes, fetch_unit * Product::kDepth);
+                fetch_in_chunk = chunk_units;
+                if (++fetch_buffer == static_cast<int>(buffers)) fetch_buffer = 0;
+            }
+            fetch_in_chunk -= along_k;
+            fetch_unit += along_k;
+            if (++fetch_slot == kSkinnyRing) fetch_slot = 0;
+        }
         ptx::cp_async_commit();
-    }
+    };
+#pragma unroll 1
+    for (int i = 0; i < kSkinnyRing - 1; ++i) fetch();
 
     own.tiles = static_cast<int>((m + 7) / 8);
     own.folded = (kind & 3) == kScalesUe4m3;
@@ -294,9 +291,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
         } else {
             __syncwarp();
         }
-        fetch_activations(fetch_unit);
-        fetch_weights();
-        ptx::cp_async_commit();
+        fetch();
         const u8* now = memory + chunks + buffer * buffer_bytes;
         const float* of_tokens = reinterpret_cast<const float*>(now + product.m * product.copied_pitch());
         if (converted) {

@@ -23,7 +23,6 @@ _ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are
 _MAX_TILE_ROWS = 4 * _UNIT_ROWS
 _CHUNK_ROUNDS = (2, 1)  # units of a warp from one chunk of activations to the next
 _MAX_PARTS = 8  # blocks of a cluster, which share k
-_PART_BYTES = 32 << 10  # what each further one of them costs, in bytes that a multiprocessor could read instead (H200)
 _BLOCKS = {(1, 8): (2, 1), (2, 8): (2, 1)}  # on a multiprocessor at a time, by tiles of tokens and warps
 _TILES = (1, 2, 4, 8)  # of 8 tokens; a variant serves fewer, too
 
@@ -210,26 +209,30 @@ def _layout(p: Product, target: Target, tiles: int, warps: int, row_warps: int) 
 
 
 def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
-    """Return the layout, and the parts of k, that leave the busiest multiprocessor with the least to read."""
-    depth, size = _unit_depth(p), BYTES[p.a.token]
-    best: tuple[float, _Layout, int] | None = None
-    for layout in _layouts(p, target):
-        columns = layout.row_warps * _UNIT_ROWS // (2 if p.gate else 1)
-        tiles, along_k = -(-p.n // columns), layout.warps // layout.row_warps
-        rounds = -(-p.k // (depth * along_k))
-        # Bytes of a round; activations come from L2, at twice the speed.
-        weight = layout.warps * _UNIT_ROWS * _ROW_BYTES + along_k * depth * layout.rows * size / 2
-        for parts in range(1, (_MAX_PARTS if "cluster" in target.features else 1) + 1):
-            blocks = -(-tiles * parts // sm_count)  # of the busiest multiprocessor, one after the other
-            cost = blocks * -(-rounds // parts) * weight + _PART_BYTES * (parts - 1)
-            # With fewer than 16 warps on a multiprocessor too little is on its way; short stretches come slower.
-            cost *= 1.25 if min(blocks, layout.blocks) * layout.warps < 16 else 1.0
-            cost *= 1.25 if along_k * _ROW_BYTES < 256 else 1.0
-            if best is None or cost < best[0]:
-                best = cost, layout, parts
-    if best is None:
+    """Return the layout, and the parts of k, whose busiest multiprocessor has least to read, as `_cost` counts it."""
+    highest = _MAX_PARTS if "cluster" in target.features else 1
+    shapes = [(layout, parts) for layout in _layouts(p, target) for parts in range(1, highest + 1)]
+    if not shapes:
         raise ValueError(f"the skinny kernel does not make this product: {unsupported(p, target)}")
-    return best[1:]
+    return min(shapes, key=lambda shape: _cost(p, *shape, sm_count))
+
+
+def _cost(p: Product, layout: _Layout, parts: int, sm_count: int) -> float:
+    """Return what a shape costs, in bytes that a multiprocessor could read instead: 30 000 in a us, as an H200 does."""
+    tile_rows = layout.row_warps * _UNIT_ROWS
+    tiles = -(-p.n // (tile_rows // 2 if p.gate else tile_rows))
+    weights = tiles * tile_rows * p.k * BYTES[p.b.token]
+    activations = tiles * layout.rows * p.k * BYTES[p.a.token]  # of which L2 gives four in the time of one weight
+    # Few warps have too little on its way, and, of many tokens, too much to multiply.
+    warps = min(tiles * parts / sm_count, layout.blocks) * layout.warps
+    cost = (weights + 0.25 * activations) / sm_count * max(1.0, 13.0 / warps) ** (0.4 if layout.tiles == 1 else 0.7)
+    # Clusters of three and more leave some multiprocessors without a block. In its last round a block has a
+    # multiprocessor to itself, and reads faster; before, the start of a block is hidden behind another one's loop.
+    rounds = tiles * parts / (layout.blocks * sm_count * (1.0 if parts <= 2 else 0.85))
+    if rounds > 1.0:
+        cost += 0.37 * weights / (tiles * parts) * (-rounds % 1.0)
+        cost += (-(-rounds // 1.0) - 1.0) * (60_000 if layout.blocks == 1 or parts > 1 else 30_000)
+    return cost + 12_000 * (parts - 1)
 
 
 def _bytes(matrix: Matrix, elements: int) -> int:
