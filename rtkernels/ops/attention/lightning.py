@@ -34,6 +34,7 @@ from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32 = torch.float32
 
@@ -289,6 +290,7 @@ ONE = InPlaceOperator(
 )  # fmt: skip
 
 
+@replayed
 def lightning_attention_step(
     q: Tensor,
     k: Tensor,
