@@ -98,7 +98,6 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     using M = typename MmaType<T, kByte>::type;
     extern __shared__ __align__(128) u8 shared[];
     ptx::wait_for_previous();
-    ptx::launch_dependents();  // all blocks have begun then; those that merge splits wait next to the last of them
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -299,6 +298,7 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         }
     }
     ptx::cp_async_wait<0>();
+    ptx::launch_dependents();
     __syncthreads();
 
     // Sums of the warps, by rows of kSumPitch floats, with which rows of a fragment are in different banks; their maxima (in log2) and

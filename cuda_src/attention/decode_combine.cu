@@ -21,15 +21,6 @@ __global__ void __launch_bounds__(128)
     const i64 query = token % static_cast<u32>(lq), batch = token / static_cast<u32>(lq);
     const float sink = sinks == nullptr ? negative_infinity() : sinks[head];
     ptx::wait_for_previous();
-    // The first splits are on their way while weights are made.
-    constexpr int kFirst = 8;
-    float first[kFirst][4];
-#pragma unroll
-    for (int i = 0; i < kFirst; ++i) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) first[i][c] = 0.0f;
-        if (warp + 4 * i < count && lane * 4 < width) load_keep<float, 4>(parts + ((warp + 4 * i) * rows + row) * d_v + lane * 4, first[i]);
-    }
     float own[4], top = sink;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // every warp has them all
@@ -50,15 +41,8 @@ __global__ void __launch_bounds__(128)
     __syncthreads();
     for (int column = lane * 4; column < width; column += kWarp * 4) {
         float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        int s = warp;
-        if (column == lane * 4) {
-#pragma unroll
-            for (int i = 0; i < kFirst; ++i, s += 4)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) value[c] += (s < count ? weights[s] : 0.0f) * first[i][c];
-        }
 #pragma unroll 8
-        for (; s < count; s += 4) {
+        for (int s = warp; s < count; s += 4) {
             float part[4];
             load_keep<float, 4>(parts + (s * rows + row) * d_v + column, part);
 #pragma unroll

@@ -5,7 +5,8 @@
 // out^T = S^T left^T + value^T scores^T, of which S^T comes from the registers where it is (rounded to bf16), and S^T then grows by
 // value^T (decayed) right. A third warpgroup makes the scores of the next chunks, which depend on no state, and leaves them
 // decayed and masked in shared memory; a warp of a fourth one asks for tiles. The copy engine reads and writes rows, so those of
-// `reverse` are in memory's order in a tile: row r is row 63 - r of the scan. Rows outside of the tensor are 0, and not written.
+// `reverse` are in memory's order in a tile: row r is row 63 - r of the scan. Rows outside of the tensor are 0; threads store
+// the rows of a chunk that has any, since a store of the copy engine must not begin before the tensor (it is an illegal instruction).
 //
 // Numerics: as lightning_scan.cu, but that the decay of the state and of its update is on value's side, and that scores and powers
 // contain `scale`. Powers of the decay are never larger than 1.
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(512, 1)
                    i64 d_k, i64 d_v, i64 state_row, i64 state_column, i64 lead, i64 reverse, double scale,
                    double initial_factor, double final_factor) {
     static_assert(is_same<T, bf16>::value, "the state meets left as bf16");
-    constexpr int kWidth = 128, kStages = 4, kScoreWarps = 4, kStateWarps = 8;
+    constexpr int kWidth = 128, kStages = 3, kScoreWarps = 4, kStateWarps = 8;
     using Tile = Boxed<kScanRows, kWidth>;
     using Scores = Boxed<kScanRows, kScanRows>;
     constexpr u32 kStageBytes = 3 * Tile::kBytes;

@@ -18,7 +18,7 @@ MAX_WIDTH = _WIDTHS[-1]
 _ROWS, _COLUMNS, _THREADS = 64, 64, 128  # lightning_scan.cu
 _RESIDENT = 2  # blocks of a multiprocessor
 _SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
-_SM90_SHARED = 64 * 256 * (4 * 3 + 1) + 2 * 64 * 128 + 16 * (4 + 2) + 1024
+_SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024
 SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 
 SCAN = Kernel(
@@ -95,8 +95,7 @@ class Scan(NamedTuple):
 def by_wgmma(token: str, d_k: int, d_v: int, cu: bool, length: int, device: int) -> bool:
     """Return whether scans of these shapes are those of ``lightning_sm90.cu``; all of a call have the same kernel."""
     wgmma = "wgmma" in device_info(device).target.features
-    whole = 0 < length < 1 << 30 and length % _ROWS == 0
-    return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and whole
+    return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and 0 < length < 1 << 30
 
 
 def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, device: int) -> int:

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, bool]] = {
     "128": (1, 70, 3, 128, 128, BF16, False),
     "fp16": (1, 70, 2, 40, 24, FP16, True),
 }
-BY_WGMMA = (1, 192, 2, 128, 72, BF16, True)
+BY_WGMMA = (1, 130, 2, 128, 72, BF16, True)
 
 
 def rates(heads: int, device: str) -> Tensor:
@@ -80,7 +80,7 @@ def test_by_wgmma(segmented: bool, place: str) -> None:
 @emulated
 @pytest.mark.slow
 def test_by_wgmma_in_every_order() -> None:
-    q, k, v = (random(1, 128, 1, 128, seed=i) for i in range(3))
+    q, k, v = (random(1, 130, 1, 128, seed=i) for i in range(3))
     made = []
     for order in ("forward", "reverse", 7):
         with emulate("sm_90", order), poisoned():
