@@ -18,11 +18,7 @@ struct TileCorner {
                                           int down) {
         const u32 per_batch = static_cast<u32>(tiles_x) * static_cast<u32>(tiles_y);
         const u32 batch = dims > 2 ? blockIdx.x / per_batch : 0, in_batch = blockIdx.x - batch * per_batch;
-#ifdef RTK_TILES_DOWN
-        const u32 x = in_batch / static_cast<u32>(tiles_y), y = in_batch - x * static_cast<u32>(tiles_y);
-#else
         const u32 y = in_batch / static_cast<u32>(tiles_x), x = in_batch - y * static_cast<u32>(tiles_x);
-#endif
         const i64 x0 = static_cast<i64>(x) * across, y0 = static_cast<i64>(y) * down;
         TileCorner corner{strides.template at<2, kInputs>(batch, static_cast<int>(dims)), strides.n[0] - x0, strides.n[1] - y0};
         corner.at.out += x0 * strides.o[0] + y0 * strides.o[1];
@@ -50,18 +46,14 @@ struct TiledOperand<A, B, D, 2> {
 // Blocks on a multiprocessor: what a thread has in flight, its square and as many bytes of every other operand, is in registers.
 template <typename X, int kInputs>
 inline constexpr int kSquareBlocks = 
-#ifdef RTK_SQUARE_BLOCKS
-    RTK_SQUARE_BLOCKS;
-#else
-    sizeof(X) == 2 ? (kInputs == 1 ? 3 : 2) : (kInputs == 3 ? 3 : 4);
-#endif
+    sizeof(X) == 2 ? (kInputs == 3 ? 2 : 3) : (kInputs == 3 ? 3 : 4);
 
 struct Copy;
 
 // Operand TILED (0: a, 1: b, 2: d), of 2 or 4 bytes, is contiguous in dimension 1, the others and the output in dimension 0, or
 // constant there (`steps` has a bit for each that is not). A block owns a tile of 128 x 128 or 64 x 64 elements. A thread turns
 // a square of 16 x 16 bytes round (layout/transpose_tile.cuh), then computes as many vectors, one of every 16th line of the
-// tile; its accesses to all operands are on their way before it uses the first one. Sizes of dimensions 0 and 1, strides and
+// tile; accesses to the square and to four vectors of each other operand are on their way before it uses the first one. Sizes of dimensions 0 and 1, strides and
 // addresses allow vectors of 16 bytes of TILED, and as many elements of the others. Threads: 256.
 template <typename F, typename T, typename O, typename A, typename B, typename D, int TILED>
 __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename TiledOperand<A, B, D, TILED>::Type, F::kInputs>)
@@ -88,10 +80,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename Tile
     const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * b0 + high * b1;
     const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * d0 + high * d1;
     Operands<F, T, A, B, D, N> in[N];
-#ifndef RTK_SQUARE_FLIGHT
-#define RTK_SQUARE_FLIGHT N
-#endif
-    constexpr int kInFlight = kInputs == 3 ? 4 : RTK_SQUARE_FLIGHT;  // lines of two more operands of 2 bytes would take too many registers
+    constexpr int kInFlight = 4;  // lines; eight of 2-byte types take registers of a third block
     const int lines = low * N < width ? height - high : 0;
     const auto fetch_line = [&](int k) {
         const int line = k * Shape::kAcross;

@@ -200,6 +200,18 @@ struct ArgMaximum {
             if (equals(v[i], best)) best = v[i], at = i;  // which may be another zero
         s = State{best, first + at * step};
     }
+    // The same for elements side by side, one by one: of eight and more in short rows, one of a warp's lanes has a larger one in
+    // almost every vector, and the search above would come on top of the maximum.
+    template <int N>
+    RTK_DEVICE static void absorb_each(State& s, V (&v)[N], i64 first, const Lift& lift) {
+        lifted(v, lift);
+        V best = v[0];
+        int at = 0;  // the first of equal ones
+#pragma unroll
+        for (int i = 1; i < N; ++i)
+            if (exceeds(v[i], best)) best = v[i], at = i;
+        if (s.index < 0 || exceeds(best, s.value)) s = State{best, first + at};
+    }
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.index < 0) return b;
         if (b.index < 0) return a;
@@ -214,6 +226,11 @@ struct ArgMaximum {
         static_cast<i64*>(f.second)[at] = s.index;
     }
 };
+
+template <typename M>
+inline constexpr bool kHasIndex = false;
+template <typename V>
+inline constexpr bool kHasIndex<ArgMaximum<V>> = true;
 
 // Mean and sum of squared distances from it, by Chan's formula. `out`: the variance or its root; `second`: the mean.
 struct Moments {

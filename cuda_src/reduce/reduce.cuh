@@ -31,14 +31,11 @@ struct Reduced {
     }
 };
 
-#ifndef RTK_REDUCE_POLICY
-#define RTK_REDUCE_POLICY 2
-#endif
-// Elements that are read one time.
+// Elements that are read one time: L2 gives them up first.
 template <int B>
 RTK_DEVICE Raw<B> load_reduced(const void* p) {
-    if constexpr (B != 16 || RTK_REDUCE_POLICY == 0) return ptx::ld_keep<B>(p);
-    else return ptx::ld_stream_16(p, ptx::l2_policy(RTK_REDUCE_POLICY == 2));
+    if constexpr (B == 16) return ptx::ld_stream_16(p, ptx::l2_first());
+    else return ptx::ld_keep<B>(p);
 }
 
 // True in the last of `blocks` blocks that come here, each after it has stored its part: that one sees all parts. `ticket` is 0

@@ -1,30 +1,24 @@
 // Reductions whose kept dimension is the one with elements side by side: a thread owns N neighbouring columns (up to 16 bytes) and
 // walks down its share of the reduced dimension; `across` threads of a block share a row, so that reads are whole lines.
 // The threads of a column combine in shared memory, in a fixed order; parts of long columns go to `partial`
-// ([slices][results]), and the last block of a tile (`tickets`) combines them.
+// ([tiles][slices][columns]), and the last block of a tile (`tickets`) combines them.
 //
 // Grid: tiles of columns * slices * other kept dimensions; block: a power of two of threads up to kColumnThreads. Shared memory: a
 // state for each column of each thread.
 #include "ptx/forget.cuh"
 #include "reduce/reduce.cuh"
 
-#ifndef RTK_COLUMN_LOADS
-#define RTK_COLUMN_LOADS 4
-#endif
-
-#ifndef RTK_COLUMN_THREADS
-#define RTK_COLUMN_THREADS 1024
-#endif
-
 namespace rtk {
-
-inline constexpr int kColumnLoads = RTK_COLUMN_LOADS;
 
 // Threads of a multiprocessor, all of which may be one block's (rtkernels/ops/reduce/reduction.py). With 768 of them the 512 tiles
 // of a matrix of 65536 columns were two waves, and a sixth slower.
 template <typename M>
 inline constexpr int kColumnThreads =
-    is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? RTK_COLUMN_THREADS : 512;
+    is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? 1024 : 512;
+
+// Accesses of a thread that are on their way together.
+template <typename M>
+inline constexpr int kLoadsDown = kColumnThreads<M> == 1024 ? 4 : 8;
 
 // The states of N columns from all threads that have them: afterwards thread t, and t + blockDim.x and so on, has column
 // t % across * N + t / across of the tile as `given(state, that column)`. Lanes of a warp that share columns exchange, then one
@@ -56,62 +50,62 @@ RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across, 
     }
 }
 
-// Absorbs `count` rows from number `begin` on, of N columns from x on; this thread begins at row `at` of them and goes on by
-// `step`.
-template <typename T, typename M, int N>
-RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, i64 begin, int at, int count, int step,
-                               const Reduced& reduced, const Lift& lift) {
+// Where a thread walks: rows `at`, at + step and so on of `count` from number `begin` on.
+struct WalkDown {
+    i64 begin;
+    int at, count, step;
+};
+
+// Absorbs N columns from x on, kLoads rows at a time, as long as there are so many; the accesses to these are on their way together,
+// and the elements of a column enter together: one comparison or division for all.
+template <typename T, typename M, int N, int kLoads>
+RTK_DEVICE void absorb_rows(typename M::State (&s)[N], const T* x, WalkDown& walk, const Reduced& reduced, const Lift& lift) {
     // Columns are unpacked by words: all of them at a time would take more registers than their states.
     constexpr int kBytes = sizeof(T) * N, kPart = sizeof(T) > 4 ? sizeof(T) : kBytes < 4 ? kBytes : 4;
     constexpr int kParts = kBytes / kPart, kEach = N / kParts, kWords = (kPart + 3) / 4;
+    const int step = walk.step;
     const i64 stride = step * reduced.stride0;
-    const T* p = x + (begin + at) * reduced.stride0;
-    for (; at < count; at += step * kColumnLoads, p += kColumnLoads * stride) {
-        Raw<kBytes> raw[kColumnLoads];
+    const T* p = x + (walk.begin + walk.at) * reduced.stride0;
+    for (; walk.at + (kLoads - 1) * step < walk.count; walk.at += step * kLoads, p += kLoads * stride) {
+        const i64 first = walk.begin + walk.at;
+        Raw<kBytes> raw[kLoads];
         if (reduced.divider0 == 0) {
 #pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k)
-                if (at + k * step < count) raw[k] = load_reduced<kBytes>(p + k * stride);
+            for (int k = 0; k < kLoads; ++k) raw[k] = load_reduced<kBytes>(p + k * stride);
         } else {
 #pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k)
-                if (at + k * step < count) raw[k] = load_reduced<kBytes>(x + reduced.offset(begin + at + k * step));
+            for (int k = 0; k < kLoads; ++k) raw[k] = load_reduced<kBytes>(x + reduced.offset(first + k * step));
         }
-        const bool all = at + (kColumnLoads - 1) * step < count;
-        const auto absorb_part = [&](int part, const Lift& how) {
-            ValueOf<T> v[kColumnLoads][kEach];
+        const auto absorb_all = [&](const Lift& how) {
 #pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k) {
-                Raw<kPart> words;
+            for (int part = 0; part < kParts; ++part) {
+                ValueOf<T> v[kLoads][kEach];
 #pragma unroll
-                for (int w = 0; w < kWords; ++w) words.w[w] = raw[k].w[part * kWords + w];
-                values<T, kEach>(words, v[k]);
-            }
+                for (int k = 0; k < kLoads; ++k) {
+                    Raw<kPart> words;
 #pragma unroll
-            for (int j = 0; j < kEach; ++j) {
-                typename M::State& state = s[part * kEach + j];
-                if (all) {  // several elements of a column together: one comparison or division for all
-                    ValueOf<T> of_column[kColumnLoads];
+                    for (int w = 0; w < kWords; ++w) words.w[w] = raw[k].w[part * kWords + w];
+                    values<T, kEach>(words, v[k]);
+                }
 #pragma unroll
-                    for (int k = 0; k < kColumnLoads; ++k) of_column[k] = v[k][j];
-                    M::absorb(state, of_column, begin + at, step, how);
-                } else {
+                for (int j = 0; j < kEach; ++j) {
+                    ValueOf<T> of_column[kLoads];
 #pragma unroll
-                    for (int k = 0; k < kColumnLoads - 1; ++k) {
-                        ValueOf<T> one[1] = {v[k][j]};
-                        if (at + k * step < count) M::absorb(state, one, begin + at + k * step, step, how);
-                    }
+                    for (int k = 0; k < kLoads; ++k) of_column[k] = v[k][j];
+                    M::absorb(s[part * kEach + j], of_column, first, step, how);
                 }
             }
         };
-        if (lift.kind == 0) {  // one branch for all
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) absorb_part(part, Lift{0, 0.0f});
-        } else {
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) absorb_part(part, lift);
-        }
+        if (kColumnThreads<M> == 1024 && lift.kind == 0) absorb_all(Lift{0, 0.0f});  // one branch for all columns
+        else absorb_all(lift);
     }
+}
+
+template <typename T, typename M, int N>
+RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, WalkDown walk, const Reduced& reduced, const Lift& lift) {
+    if constexpr (kLoadsDown<M> == 8) absorb_rows<T, M, N, 8>(s, x, walk, reduced, lift);
+    absorb_rows<T, M, N, 4>(s, x, walk, reduced, lift);
+    absorb_rows<T, M, N, 1>(s, x, walk, reduced, lift);
 }
 
 // What a block works on, and the column of this thread. Made a second time after the elements, from a number of threads that the
@@ -143,8 +137,8 @@ RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets,
     if (const ColumnPart part(across, N, kept.size0, slices, kept.size1); part.column < kept.size0) {
         const i64 begin = part.slice * per_slice;
         const int here = static_cast<int>(min(per_slice, count - begin)), down = static_cast<int>(blockDim.x / across);
-        absorb_columns<T, M, N>(s, x + part.i2 * kept.x2 + part.i1 * kept.x1 + part.column, begin, part.row, here, down, reduced,
-                                lift);
+        absorb_columns<T, M, N>(s, x + part.i2 * kept.x2 + part.i1 * kept.x1 + part.column,
+                                WalkDown{begin, part.row, here, down}, reduced, lift);
     }
     ptx::forget(across);
     const ColumnPart part(across, N, kept.size0, slices, kept.size1);

@@ -9,29 +9,20 @@
 #include "reduce/group_state.cuh"
 #include "reduce/reduce.cuh"
 
-#ifndef RTK_ROW_LOADS
-#define RTK_ROW_LOADS 8
-#endif
-#ifndef RTK_HEAVY_LOADS
-#define RTK_HEAVY_LOADS 4
-#endif
-#ifndef RTK_ROW_BLOCKS
-#define RTK_ROW_BLOCKS 4
-#endif
-
 namespace rtk {
 
 // Blocks of 256 threads on a multiprocessor, and accesses of a thread that are on their way together.
 template <typename M>
-inline constexpr int kRowBlocks = sizeof(typename M::State) == 4 ? RTK_ROW_BLOCKS : 2;
+inline constexpr int kRowBlocks = sizeof(typename M::State) == 4 ? 4 : 2;
 template <typename M>
-inline constexpr int kRowLoads = sizeof(typename M::State) == 4 ? RTK_ROW_LOADS : RTK_HEAVY_LOADS;
+inline constexpr int kRowLoads = sizeof(typename M::State) == 4 ? 8 : 4;
 
 template <typename T, typename M, int N>
 RTK_DEVICE void absorb(typename M::State& s, const Raw<sizeof(T) * N>& raw, i64 at, const Lift& lift) {
     ValueOf<T> v[N];
     values<T, N>(raw, v);
-    M::absorb(s, v, at, 1, lift);
+    if constexpr (N > 4 && kHasIndex<M>) M::absorb_each(s, v, at, lift);
+    else M::absorb(s, v, at, 1, lift);
 }
 
 // `count` elements side by side, for whole warps: each has kLoads times 512 bytes at a time, so that one address serves.

@@ -64,7 +64,7 @@ _ROWS = Kernel(
 )  # fmt: skip
 _COLUMNS = Kernel(
     "reduce/reduce_columns.cu", "reduce_columns", template="T Monoid", args=_ARGS.format(across="across"),
-    variants=_VARIANTS, max_registers=104, tier="aten",
+    variants=_VARIANTS, max_registers=128, tier="aten",
 )  # fmt: skip
 
 
