@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kPoolThreads)
         for (int column = across.first; column <= across.last; ++column) {
             const int columns = counted(column, static_cast<int>(kernel_w), static_cast<int>(stride_w), static_cast<int>(pad_w),
                                         static_cast<int>(width), count_padding != 0);
-            sum += element(line, column) / (divisor != 0 ? static_cast<float>(divisor) : static_cast<float>(rows) * static_cast<float>(columns));
+            const float inside = static_cast<float>(rows) * static_cast<float>(columns);
+            sum += element(line, column) / (divisor != 0 ? static_cast<float>(divisor) : inside);
         }
     }
     const float made[1] = {sum};
