@@ -1,7 +1,7 @@
 // The functors of the pointwise family. Each has kInputs operands (a, b, d) in Compute<T>, T being torch's promoted dtype, and
 // scalars s.s0 to s.s3. They propagate NaN as torch does; integers wrap; integer division by zero gives 0 (torch: undefined).
 #pragma once
-#include "pointwise/kernels.cuh"
+#include "pointwise/transposed.cuh"
 #include "ptx/math.cuh"
 
 namespace rtk {

@@ -60,7 +60,8 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
     if not replays or any("List" in kind and "Tensor" in kind for kind in kinds):
 
         def sized(*args: Any, **kwargs: Any) -> Any:
-            return table.SMALL if _elements(args) < limits[measured] else None
+            limit = limits[measured]
+            return table.SMALL if limit and _elements(args) < limit else None
 
         return sized, lambda *args, **kwargs: None
     numbers_too = family in ("ew", "copy")  # a number may come in the place of a tensor
