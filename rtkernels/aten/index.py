@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import functor, run
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import functor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
