@@ -80,6 +80,7 @@ CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
     ),
     "copy_": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d).mT.contiguous().mT), {}),
     "repeat": lambda s, t, d: ((_dense(s, t, d), (2, 2)), {}),
+    "diag_embed": lambda s, t, d: ((_dense(s[-1:], t, d),), {}),
     "constant_pad_nd": lambda s, t, d: ((_dense(s, t, d), (1, 1), 0.5), {}),
     "slice_scatter": lambda s, t, d: ((_dense(s, t, d), _dense((s[0] // 2, *s[1:]), t, d), 0, 0, s[0] // 2), {}),
     "select_scatter": lambda s, t, d: ((_dense(s, t, d), _dense(s[1:], t, d), 0, 1), {}),

@@ -11,13 +11,15 @@ RTK_DEVICE i64 quotient(i64 a, i64 b) {
     return (a | b) >> 32 == 0 ? static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b)) : a / b;
 }
 
+// Rows and columns are counted in 32 bits: the host refuses planes with more.
 struct PoolPlace {
-    i64 plane, row, column;
+    i64 plane;
+    int row, column;
     RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
         const i64 rest = quotient(at, width);
-        column = at - rest * width;
+        column = static_cast<int>(at - rest * width);
         plane = quotient(rest, height);
-        row = rest - plane * height;
+        row = static_cast<int>(rest - plane * height);
     }
 };
 
@@ -35,8 +37,8 @@ RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel)
 }
 
 // Elements of the input for each of the result: the nearest one above, or to the left.
-RTK_DEVICE i64 nearest(i64 at, double scale, i64 size) {
-    return min(static_cast<i64>(floorf(static_cast<float>(at) * static_cast<float>(scale))), size - 1);
+RTK_DEVICE int nearest(int at, float scale, int size) {
+    return min(static_cast<int>(floorf(static_cast<float>(at) * scale)), size - 1);
 }
 
 }  // namespace rtk
