@@ -58,6 +58,39 @@ RTK_DEVICE void transpose_square(Raw<16> (&raw)[16 / S]) {
     }
 }
 
+// Reads a thread's square, of which `rows` rows exist; others are zeros. Stride in bytes, or in elements of X.
+template <int S, typename X>
+RTK_DEVICE void load_square(Raw<16> (&raw)[16 / S], const X* p, i64 stride, int rows) {
+#pragma unroll
+    for (int r = 0; r < 16 / S; ++r, p += stride) {
+        clear(raw[r]);
+        if (r < rows) raw[r] = ptx::ld_stream<16>(p);
+    }
+}
+
+// Puts the columns of a thread's square, number `across` and `down` of its tile, into shared memory.
+template <int S>
+RTK_DEVICE void stage_square(Raw<16> (&raw)[16 / S], int across, int down, u8* memory) {
+    using Shape = Squares<S>;
+    constexpr int kPerWord = 4 / S;
+    transpose_square<S>(raw);
+    u8* unit = memory + (across * Shape::N * Shape::kDown + (down ^ (across % Shape::kDown))) * 16;
+#pragma unroll
+    for (int i = 0; i < Shape::N; ++i) {
+        Raw<16> column;
+#pragma unroll
+        for (int b = 0; b < 4; ++b) column.w[b] = raw[b * kPerWord + i % kPerWord].w[i / kPerWord];
+        *reinterpret_cast<Raw<16>*>(unit + i * Shape::kDown * 16) = column;
+    }
+}
+
+// Unit u of a column of the tile.
+template <int S>
+RTK_DEVICE const Raw<16>& staged_unit(const u8* memory, int column, int u) {
+    using Shape = Squares<S>;
+    return *reinterpret_cast<const Raw<16>*>(memory + (column * Shape::kDown + (u ^ (column / Shape::N % Shape::kDown))) * 16);
+}
+
 RTK_DEVICE u32 load_one(const u8* p, int size) {
     return size == 1 ? ptx::ld_stream<1>(p).w[0] : size == 2 ? ptx::ld_stream<2>(p).w[0] : ptx::ld_stream<4>(p).w[0];
 }
@@ -82,35 +115,21 @@ RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out
     const int thread = static_cast<int>(threadIdx.x);
     if constexpr (S != 0) {
         using Shape = Squares<S>;
-        constexpr int N = Shape::N, kDown = Shape::kDown, kPerWord = 4 / S;
+        constexpr int N = Shape::N, kDown = Shape::kDown;
         const int across = thread % Shape::kAcross, down = thread / Shape::kAcross;
         const int here = across * N < cols ? static_cast<int>(min(rows, static_cast<i64>(Shape::kRows))) - down * N : 0;
         const int rows_here = static_cast<int>(min(rows_out, static_cast<i64>(Shape::kRows)));
         const int cols_here = static_cast<int>(min(cols, static_cast<i64>(Shape::kCols)));
-        const u8* p = x + down * N * x_stride + across * 16;
         Raw<16> raw[N];
-#pragma unroll
-        for (int r = 0; r < N; ++r, p += x_stride) {
-            clear(raw[r]);
-            if (r < here) raw[r] = ptx::ld_stream<16>(p);
-        }
-        transpose_square<S>(raw);
-        u8* unit = memory + (across * N * kDown + (down ^ (across % kDown))) * 16;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            Raw<16> column;
-#pragma unroll
-            for (int b = 0; b < 4; ++b) column.w[b] = raw[b * kPerWord + i % kPerWord].w[i / kPerWord];
-            *reinterpret_cast<Raw<16>*>(unit + i * kDown * 16) = column;
-        }
+        load_square<S>(raw, x + down * N * x_stride + across * 16, x_stride, here);
+        stage_square<S>(raw, across, down, memory);
         __syncthreads();
         const int u = thread % kDown, first = thread / kDown;
         u8* to = y + first * y_stride + u * 16;
 #pragma unroll
         for (int step = 0; step < N; ++step, to += Shape::kAcross * y_stride) {
             const int column = first + step * Shape::kAcross;
-            const u8* from = memory + (column * kDown + (u ^ (column / N % kDown))) * 16;
-            if (column < cols_here && u * N < rows_here) ptx::st<16>(to, *reinterpret_cast<const Raw<16>*>(from));
+            if (column < cols_here && u * N < rows_here) ptx::st<16>(to, staged_unit<S>(memory, column, u));
         }
     } else {
         using Shape = SingleElements;

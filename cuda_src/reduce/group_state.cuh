@@ -1,4 +1,4 @@
-// The state of a monoid over the threads that share a row: lanes of a warp, or a block of 256.
+// The state of a monoid over the threads that share a row: lanes of a warp, or all of a block of whole warps.
 #pragma once
 #include "common/reduce.cuh"
 #include "reduce/monoids.cuh"
@@ -7,10 +7,11 @@ namespace rtk {
 
 inline constexpr int kReduceThreads = 256;
 
-// All threads of a group get it. A group that is wider than a warp is the whole block; a second call needs a barrier before it.
-template <typename M>
+// All threads of a group get it. A group that is wider than a warp is the whole block, a power of two of at most kThreads
+// threads; a second call needs a barrier before it.
+template <typename M, int kThreads = kReduceThreads>
 RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
-    __shared__ typename M::State parts[kReduceThreads / kWarp];
+    __shared__ typename M::State parts[kThreads / kWarp];
 #pragma unroll
     for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
         if (lanes < threads) s = M::combine(s, M::exchanged(s, lanes));
@@ -18,9 +19,10 @@ RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     if (lane == 0) parts[warp] = s;
     __syncthreads();
-    s = parts[lane % (kReduceThreads / kWarp)];
+    s = parts[lane & (threads / kWarp - 1)];
 #pragma unroll
-    for (int lanes = kReduceThreads / kWarp / 2; lanes > 0; lanes /= 2) s = M::combine(s, M::exchanged(s, lanes));
+    for (int lanes = kThreads / kWarp / 2; lanes > 0; lanes /= 2)
+        if (lanes < threads / kWarp) s = M::combine(s, M::exchanged(s, lanes));
     return s;
 }
 

@@ -190,12 +190,15 @@ struct ArgMaximum {
     RTK_DEVICE static void absorb(State& s, V (&v)[N], i64 first, i64 step, const Lift& lift) {
         lifted(v, lift);
         V best = v[0];
-        int at = 0;  // the first of equal ones
 #pragma unroll
-        for (int i = 1; i < N; ++i)
-            if (exceeds(v[i], best)) best = v[i], at = i;
+        for (int i = 1; i < N; ++i) best = larger_of(best, v[i]);
         // A thread meets its elements in their order: of equal ones the first stays.
-        if (s.index < 0 || exceeds(best, s.value)) s = State{best, first + at * step};
+        if (s.index >= 0 && !exceeds(best, s.value)) return;
+        int at = 0;
+#pragma unroll
+        for (int i = N - 1; i >= 0; --i)
+            if (equals(v[i], best)) best = v[i], at = i;  // which may be another zero
+        s = State{best, first + at * step};
     }
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.index < 0) return b;
@@ -232,7 +235,7 @@ struct Moments {
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.count == 0.0f) return b;
         if (b.count == 0.0f) return a;
-        const float count = a.count + b.count, delta = b.mean - a.mean, share = b.count / count;
+        const float count = a.count + b.count, delta = b.mean - a.mean, share = b.count * ptx::rcp(count);
         return {a.mean + delta * share, a.squares + b.squares + delta * delta * (a.count * share), count};
     }
     RTK_DEVICE static State exchanged(const State& s, int lanes) {

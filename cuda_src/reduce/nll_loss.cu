@@ -3,8 +3,9 @@
 // that is ignore_index counts as nothing; one outside of the classes stops the kernel, as it stops torch's.
 //
 // Forward: a thread owns places, a block writes the sums of losses and weights to `partial`, or, if it is the only one, the results;
-// nll_finish adds partial sums up in order. Backward: a thread owns N neighbouring elements of dx, dense, and writes zeros or the
-// gradient. Arithmetic: fp32, one rounding.
+// nll_finish adds partial sums up in order. Backward: dx is dense; a thread reads the targets of up to 16 bytes of neighbouring places
+// one time and writes these places for kClasses classes, zeros or the gradient. Without spatial places it owns 16 bytes of
+// neighbouring classes. Arithmetic: fp32, one rounding.
 #include "reduce/group_state.cuh"
 
 namespace rtk {
@@ -66,45 +67,79 @@ __global__ void __launch_bounds__(kReduceThreads)
     if (threadIdx.x == 0) write_loss(s, out, total, reduction);
 }
 
-// N > 1 only for spatial 1 and classes in multiples of N. Dividers are 0 for 2^31 elements or more.
-template <typename T, int N>
-RTK_DEVICE void nll_gradient(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 at, i64 classes,
-                             i64 spatial, i64 class_divider, i64 spatial_divider, i64 ignore_index, i64 reduction) {
-    i64 plane, batch;
-    if (class_divider != 0) {
-        plane = divided(static_cast<u32>(at), spatial_divider);
-        batch = divided(static_cast<u32>(plane), class_divider);
-    } else {
-        plane = at / spatial, batch = plane / classes;
-    }
-    const i64 place = batch * spatial + (at - plane * spatial), target = targets[place];
-    const i64 here = target - (plane - batch * classes);  // of this thread's elements
-    float g[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) g[i] = 0.0f;
-    if (target != ignore_index && here >= 0 && here < N) {
-        float gradient = -scalar(dy, reduction == kNone ? place : 0);
-        if (weight != nullptr) gradient *= scalar(weight, target);
-        if (reduction == kMean) gradient /= scalar(total, 0);
-#pragma unroll
-        for (int i = 0; i < N; ++i) g[i] = here == i ? gradient : 0.0f;
-    }
-    store<T, N>(dx + at, g);
+// The gradient at a place's target class.
+template <typename T>
+RTK_DEVICE float nll_gradient(const T* dy, const T* weight, const T* total, i64 place, i64 target, i64 reduction) {
+    float gradient = -scalar(dy, reduction == kNone ? place : 0);
+    if (weight != nullptr) gradient *= scalar(weight, target);
+    if (reduction == kMean) gradient /= scalar(total, 0);
+    return gradient;
 }
 
+// kVector neighbouring classes of a row. class_divider is 0 for 2^31 elements or more.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
-    nll_backward(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 count, i64 classes, i64 spatial,
-                 i64 class_divider, i64 spatial_divider, i64 ignore_index, i64 reduction, i64 vectors) {
+    nll_backward(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 count, i64 classes,
+                 i64 class_divider, i64 ignore_index, i64 reduction) {
     constexpr int kVector = 16 / sizeof(T);
-    const i64 at = (static_cast<i64>(blockIdx.x) * kReduceThreads + threadIdx.x) * (vectors ? kVector : 1);
+    const i64 at = (static_cast<i64>(blockIdx.x) * kReduceThreads + threadIdx.x) * kVector;
     if (at >= count) return;
+    const i64 row = class_divider != 0 ? static_cast<i64>(divided(static_cast<u32>(at), class_divider)) : at / classes;
+    const i64 target = targets[row], here = target - (at - row * classes);
+    float g[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) g[i] = 0.0f;
+    if (target != ignore_index && here >= 0 && here < kVector) {
+        const float gradient = nll_gradient(dy, weight, total, row, target, reduction);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) g[i] = here == i ? gradient : 0.0f;
+    }
+    store<T, kVector>(dx + at, g);
+}
+
+inline constexpr int kClasses = 8;
+
+template <typename T, int N>
+RTK_DEVICE void write_places(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 batch, i64 place,
+                             i64 first, int step, i64 classes, i64 spatial, i64 ignore_index, i64 reduction) {
+    const i64 number = batch * spatial + place;
+    i64 target[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        target[i] = targets[number + i];
+        if (target[i] == ignore_index) target[i] = -1;
+    }
+    T* to = dx + (batch * classes + first) * spatial + place;
+#pragma unroll
+    for (int k = 0; k < kClasses; ++k, to += step * spatial) {
+        const i64 which = first + k * step;
+        if (which >= classes) return;
+        float g[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            g[i] = target[i] == which ? nll_gradient(dy, weight, total, number + i, which, reduction) : 0.0f;
+        store<T, N>(to, g);
+    }
+}
+
+// A block has `across` (a power of two) threads for neighbouring places, with `vectors` 16 bytes each, and 256 / across classes at
+// a time, kClasses times. Grid: tiles of places, tiles of classes, batch; numbered in this order.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    nll_backward_places(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 classes, i64 spatial,
+                        i64 ignore_index, i64 reduction, i64 across, i64 place_tiles, i64 class_tiles, i64 vectors) {
+    constexpr int kVector = 16 / sizeof(T);
+    const u32 lanes = static_cast<u32>(across), rest = blockIdx.x / static_cast<u32>(place_tiles);
+    const u32 tile = blockIdx.x - rest * static_cast<u32>(place_tiles), batch = rest / static_cast<u32>(class_tiles);
+    const int step = static_cast<int>(kReduceThreads / lanes);
+    const i64 first = static_cast<i64>(rest - batch * static_cast<u32>(class_tiles)) * (step * kClasses) + threadIdx.x / lanes;
+    const i64 place = (static_cast<i64>(tile) * lanes + threadIdx.x % lanes) * (vectors ? kVector : 1);
+    if (place >= spatial || first >= classes) return;
     if (vectors) {
-        nll_gradient<T, kVector>(dy, targets, weight, total, dx, at, classes, spatial, class_divider, spatial_divider,
-                                 ignore_index, reduction);
+        write_places<T, kVector>(dy, targets, weight, total, dx, batch, place, first, step, classes, spatial, ignore_index,
+                                 reduction);
     } else {
-        nll_gradient<T, 1>(dy, targets, weight, total, dx, at, classes, spatial, class_divider, spatial_divider, ignore_index,
-                           reduction);
+        write_places<T, 1>(dy, targets, weight, total, dx, batch, place, first, step, classes, spatial, ignore_index, reduction);
     }
 }
 

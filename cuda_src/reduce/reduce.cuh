@@ -31,6 +31,16 @@ struct Reduced {
     }
 };
 
+#ifndef RTK_REDUCE_POLICY
+#define RTK_REDUCE_POLICY 2
+#endif
+// Elements that are read one time.
+template <int B>
+RTK_DEVICE Raw<B> load_reduced(const void* p) {
+    if constexpr (B != 16 || RTK_REDUCE_POLICY == 0) return ptx::ld_keep<B>(p);
+    else return ptx::ld_stream_16(p, ptx::l2_policy(RTK_REDUCE_POLICY == 2));
+}
+
 // True in the last of `blocks` blocks that come here, each after it has stored its part: that one sees all parts. `ticket` is 0
 // before.
 RTK_DEVICE bool is_last_block(u32* ticket, i64 blocks) {

@@ -3,122 +3,190 @@
 // The threads of a column combine in shared memory, in a fixed order; parts of long columns go to `partial`
 // ([slices][results]), and the last block of a tile (`tickets`) combines them.
 //
-// Grid: tiles of columns * slices * other kept dimensions; block: 256 threads. Shared memory: a state for each column of each thread.
+// Grid: tiles of columns * slices * other kept dimensions; block: a power of two of threads up to kColumnThreads. Shared memory: a
+// state for each column of each thread.
+#include "ptx/forget.cuh"
 #include "reduce/reduce.cuh"
+
+#ifndef RTK_COLUMN_LOADS
+#define RTK_COLUMN_LOADS 4
+#endif
+
+#ifndef RTK_COLUMN_THREADS
+#define RTK_COLUMN_THREADS 1024
+#endif
 
 namespace rtk {
 
-inline constexpr int kColumnThreads = 256, kColumnLoads = 4;
+inline constexpr int kColumnLoads = RTK_COLUMN_LOADS;
 
-// Blocks on a multiprocessor: with three of them the 512 tiles of a matrix of 65536 columns were two waves, and a sixth slower.
+// Threads of a multiprocessor, all of which may be one block's (rtkernels/ops/reduce/reduction.py). With 768 of them the 512 tiles
+// of a matrix of 65536 columns were two waves, and a sixth slower.
 template <typename M>
-inline constexpr int kColumnBlocks = !is_same<typename M::Value, float>::value ? 2 : sizeof(typename M::State) <= 8 ? 4 : 3;
+inline constexpr int kColumnThreads =
+    is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? RTK_COLUMN_THREADS : 512;
 
-// The states of N columns from all threads that have them, for those of the first row.
-template <typename M, int N>
-RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across) {
-    typename M::State* parts = reinterpret_cast<typename M::State*>(memory);  // [N][threads]
-    const int thread = static_cast<int>(threadIdx.x), row = thread / across;
+// The states of N columns from all threads that have them: afterwards thread t, and t + blockDim.x and so on, has column
+// t % across * N + t / across of the tile as `given(state, that column)`. Lanes of a warp that share columns exchange, then one
+// thread adds up what the warps have, in order: few barriers, as this is what a reduction of a moderate size waits for.
+template <typename M, int N, typename Given>
+RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across, const Given& given) {
+    typename M::State* parts = reinterpret_cast<typename M::State*>(memory);  // [N][rows][across]
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) parts[j * kColumnThreads + thread] = s[j];
-    for (int half = kColumnThreads / across / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (row >= half) continue;
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+        if (lanes < across) break;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            s[j] = M::combine(s[j], parts[j * kColumnThreads + thread + half * across]);
-            parts[j * kColumnThreads + thread] = s[j];
+        for (int j = 0; j < N; ++j) s[j] = M::combine(s[j], M::exchanged(s[j], lanes));
+    }
+    const int rows = across < kWarp ? threads / kWarp : threads / across, pitch = rows * across;
+    if (thread % kWarp < across) {
+        const int place = across < kWarp ? thread / kWarp * across + thread % kWarp : thread;
+#pragma unroll
+        for (int j = 0; j < N; ++j) parts[j * pitch + place] = s[j];
+    }
+    __syncthreads();
+    for (int t = thread; t < across * N; t += threads) {
+        const int j = t / across, a = t - j * across;
+        const typename M::State* column = parts + j * pitch + a;
+        typename M::State total = column[0];
+#pragma unroll 8
+        for (int row = 1; row < rows; ++row) total = M::combine(total, column[row * across]);
+        given(total, a * N + j);
+    }
+}
+
+// Absorbs `count` rows from number `begin` on, of N columns from x on; this thread begins at row `at` of them and goes on by
+// `step`.
+template <typename T, typename M, int N>
+RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, i64 begin, int at, int count, int step,
+                               const Reduced& reduced, const Lift& lift) {
+    // Columns are unpacked by words: all of them at a time would take more registers than their states.
+    constexpr int kBytes = sizeof(T) * N, kPart = sizeof(T) > 4 ? sizeof(T) : kBytes < 4 ? kBytes : 4;
+    constexpr int kParts = kBytes / kPart, kEach = N / kParts, kWords = (kPart + 3) / 4;
+    const i64 stride = step * reduced.stride0;
+    const T* p = x + (begin + at) * reduced.stride0;
+    for (; at < count; at += step * kColumnLoads, p += kColumnLoads * stride) {
+        Raw<kBytes> raw[kColumnLoads];
+        if (reduced.divider0 == 0) {
+#pragma unroll
+            for (int k = 0; k < kColumnLoads; ++k)
+                if (at + k * step < count) raw[k] = load_reduced<kBytes>(p + k * stride);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kColumnLoads; ++k)
+                if (at + k * step < count) raw[k] = load_reduced<kBytes>(x + reduced.offset(begin + at + k * step));
+        }
+        const bool all = at + (kColumnLoads - 1) * step < count;
+        const auto absorb_part = [&](int part, const Lift& how) {
+            ValueOf<T> v[kColumnLoads][kEach];
+#pragma unroll
+            for (int k = 0; k < kColumnLoads; ++k) {
+                Raw<kPart> words;
+#pragma unroll
+                for (int w = 0; w < kWords; ++w) words.w[w] = raw[k].w[part * kWords + w];
+                values<T, kEach>(words, v[k]);
+            }
+#pragma unroll
+            for (int j = 0; j < kEach; ++j) {
+                typename M::State& state = s[part * kEach + j];
+                if (all) {  // several elements of a column together: one comparison or division for all
+                    ValueOf<T> of_column[kColumnLoads];
+#pragma unroll
+                    for (int k = 0; k < kColumnLoads; ++k) of_column[k] = v[k][j];
+                    M::absorb(state, of_column, begin + at, step, how);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < kColumnLoads - 1; ++k) {
+                        ValueOf<T> one[1] = {v[k][j]};
+                        if (at + k * step < count) M::absorb(state, one, begin + at + k * step, step, how);
+                    }
+                }
+            }
+        };
+        if (lift.kind == 0) {  // one branch for all
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) absorb_part(part, Lift{0, 0.0f});
+        } else {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) absorb_part(part, lift);
         }
     }
 }
 
+// What a block works on, and the column of this thread. Made a second time after the elements, from a number of threads that the
+// compiler does not know: kept in registers meanwhile, it would be in the way of loads.
+struct ColumnPart {
+    i64 column, i1, i2;
+    int row, slice;
+    u32 ticket;
+
+    RTK_DEVICE ColumnPart(u32 across, int width, i64 columns, i64 slices, i64 size1) {
+        const u32 tiles = static_cast<u32>(ceil_div(columns, across * width));
+        const u32 rest = blockIdx.x / tiles, tile = blockIdx.x - rest * tiles;
+        const u32 outer = rest / static_cast<u32>(slices);
+        row = static_cast<int>(threadIdx.x / across), slice = static_cast<int>(rest - outer * static_cast<u32>(slices));
+        column = (static_cast<i64>(tile) * across + threadIdx.x % across) * width;
+        i2 = outer / static_cast<u32>(size1), i1 = outer - static_cast<u32>(i2) * static_cast<u32>(size1);
+        ticket = outer * tiles + tile;
+    }
+};
+
 template <typename T, typename M, int N>
-RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets, const Finish& finish, i64 column,
-                            i64 columns, i64 begin, i64 end, int across, i64 out, i64 out0, i64 slice, i64 slices,
-                            i64 results, const Reduced& reduced, const Lift& lift) {
+RTK_DEVICE void reduce_tile(const T* x, u8* memory, void* partial, u32* tickets, const Finish& finish, const Kept& kept,
+                            const Reduced& reduced, i64 count, u32 across, i64 slices, i64 per_slice,
+                            const Lift& lift) {
     using State = typename M::State;
-    const int thread = static_cast<int>(threadIdx.x), down = kColumnThreads / across, row = thread / across;
     State s[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) s[j] = M::identity();
-    if (column < columns) {
-        i64 at = begin + row;
-        for (; at + (kColumnLoads - 1) * down < end; at += down * kColumnLoads) {
-            Raw<sizeof(T) * N> raw[kColumnLoads];
-#pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k)
-                raw[k] = ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at + k * down) + column);
-            ValueOf<T> v[kColumnLoads][N];
-#pragma unroll
-            for (int k = 0; k < kColumnLoads; ++k) values<T, N>(raw[k], v[k]);
-#pragma unroll
-            for (int j = 0; j < N; ++j) {  // several elements of a column together: one comparison or division for all
-                ValueOf<T> of_column[kColumnLoads];
-#pragma unroll
-                for (int k = 0; k < kColumnLoads; ++k) of_column[k] = v[k][j];
-                M::absorb(s[j], of_column, at, down, lift);
-            }
-        }
-        for (; at < end; at += down) {
-            ValueOf<T> v[N];
-            values<T, N>(ptx::ld_keep<sizeof(T) * N>(x + reduced.offset(at) + column), v);
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-                ValueOf<T> one[1] = {v[j]};
-                M::absorb(s[j], one, at, down, lift);
-            }
-        }
+    if (const ColumnPart part(across, N, kept.size0, slices, kept.size1); part.column < kept.size0) {
+        const i64 begin = part.slice * per_slice;
+        const int here = static_cast<int>(min(per_slice, count - begin)), down = static_cast<int>(blockDim.x / across);
+        absorb_columns<T, M, N>(s, x + part.i2 * kept.x2 + part.i1 * kept.x1 + part.column, begin, part.row, here, down, reduced,
+                                lift);
     }
-    combine_down<M, N>(s, memory, across);
-    if (slices > 1) {
-        State* parts = static_cast<State*>(partial) + out + column * out0;
-        if (row == 0 && column < columns) {
-#pragma unroll
-            for (int j = 0; j < N; ++j) parts[slice * results + j * out0] = s[j];
-        }
-        const i64 tiles = ceil_div(columns, across * N);  // computed here: registers are short above
-        u32* ticket = tickets + blockIdx.x / (tiles * slices) * tiles + blockIdx.x % tiles;
-        if (!is_last_block(ticket, slices)) return;
-#pragma unroll
-        for (int j = 0; j < N; ++j) s[j] = M::identity();
-        if (column < columns) {
-            for (i64 i = row; i < slices; i += down)
-#pragma unroll
-                for (int j = 0; j < N; ++j) s[j] = M::combine(s[j], parts[i * results + j * out0]);
-        }
-        combine_down<M, N>(s, memory, across);
+    ptx::forget(across);
+    const ColumnPart part(across, N, kept.size0, slices, kept.size1);
+    const i64 first = part.column - threadIdx.x % across * N, to = part.i2 * kept.out2 + part.i1 * kept.out1;
+    if (slices == 1) {
+        combine_down<M, N>(s, memory, static_cast<int>(across), [&](const State& total, int column) {
+            if (first + column < kept.size0) M::finish(total, finish, to + (first + column) * kept.out0);
+        });
+        return;
     }
-    if (row != 0 || column >= columns) return;
-#pragma unroll
-    for (int j = 0; j < N; ++j) M::finish(s[j], finish, out + (column + j) * out0);
+    // States of this tile: [slices][columns].
+    const int columns = static_cast<int>(across) * N;
+    State* parts = static_cast<State*>(partial) + part.ticket * slices * columns;
+    combine_down<M, N>(s, memory, static_cast<int>(across),
+                       [&](const State& total, int column) { parts[part.slice * columns + column] = total; });
+    if (!is_last_block(tickets + part.ticket, slices)) return;
+    for (int column = static_cast<int>(threadIdx.x); column < columns; column += static_cast<int>(blockDim.x)) {
+        State total = parts[column];
+#pragma unroll 8
+        for (i64 i = 1; i < slices; ++i) total = M::combine(total, parts[i * columns + column]);
+        if (first + column < kept.size0) M::finish(total, finish, to + (first + column) * kept.out0);
+    }
 }
 
 template <typename T, typename M>
-__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<M>)
+__global__ void __launch_bounds__(kColumnThreads<M>, 1)
     reduce_columns(const T* x, void* out, void* second, void* partial, u32* tickets, i64 results, i64 size1, i64 size0, i64 x2, i64 x1,
                    i64 x0, i64 out2, i64 out1, i64 out0, i64 count, i64 reduced1, i64 reduced0, i64 divider1,
                    i64 divider0, i64 stride2, i64 stride1, i64 stride0, i64 slices, i64 per_slice, i64 across,
                    i64 aligned, i64 lift, double power, i64 finish, double number, i64 type) {
-    constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
+    constexpr int kWidth = sizeof(T) == 8 ? 2 : sizeof(T) == 2 && is_same<typename M::Value, float>::value ? 8 : 4;
     extern __shared__ __align__(16) u8 memory[];
-    const int width = aligned ? kWidth : 1;
-    const i64 tiles = ceil_div(size0, across * width);
-    const i64 rest = blockIdx.x / tiles, tile = blockIdx.x - rest * tiles;
-    const i64 outer = rest / slices, slice = rest - outer * slices;
-    const i64 column = (tile * across + threadIdx.x % across) * width;
-    const i64 i2 = outer / size1, i1 = outer - i2 * size1;
-    const T* from = x + i2 * x2 + i1 * x1;
-    const i64 to = i2 * out2 + i1 * out1;
-    const i64 begin = slice * per_slice, end = min(begin + per_slice, count);
+    const Kept kept{size1, size0, x2, x1, x0, out2, out1, out0};
     const Reduced reduced{reduced1, reduced0, divider1, divider0, stride2, stride1, stride0};
     const Lift how{static_cast<int>(lift), static_cast<float>(power)};
     const Finish last{static_cast<int>(finish), static_cast<int>(type), number, how.kind, out, second};
     if (aligned) {
-        reduce_tile<T, M, kWidth>(from, memory, partial, tickets, last, column, size0, begin, end, static_cast<int>(across),
-                                  to, out0, slice, slices, results, reduced, how);
+        reduce_tile<T, M, kWidth>(x, memory, partial, tickets, last, kept, reduced, count, static_cast<u32>(across),
+                                  slices, per_slice, how);
     } else {
-        reduce_tile<T, M, 1>(from, memory, partial, tickets, last, column, size0, begin, end, static_cast<int>(across), to,
-                             out0, slice, slices, results, reduced, how);
+        reduce_tile<T, M, 1>(x, memory, partial, tickets, last, kept, reduced, count, static_cast<u32>(across), slices,
+                             per_slice, how);
     }
 }
 

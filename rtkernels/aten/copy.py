@@ -1,7 +1,7 @@
-"""Family ``copy``: clones, conversions, concatenation, padding and the like, as copies between strided views.
+"""Family ``copy``: clones, conversions, padding and the like, as copies between strided views.
 
-Copies move bits where both sides have one dtype, so every dtype of up to eight bytes is taken. Several inputs of a
-concatenation go in one launch; what torch writes as a fill and a copy is that here too.
+Copies move bits where both sides have one dtype, so every dtype of up to eight bytes is taken. What torch writes as a
+fill and a copy is that here too. Concatenation is in ``concat.py``.
 """
 
 from __future__ import annotations
@@ -13,34 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
-from rtkernels.aten.strides import arrange, overlaps_itself
+from rtkernels.aten.elementwise import copy_into, run
+from rtkernels.aten.functors import FILL, KERNELS, TOKENS
+from rtkernels.aten.strides import MAX_DIMS, arrange, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
-from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.operator.declared import Argument, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta
+from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
-_MAX_INPUTS = 8
+TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
 _THREADS = 256
 _TRIANGLE = Kernel(
     "pointwise/triangle.cu", "triangle", template="T UPPER", tier="aten", max_registers=64,
     args="x:ptr y:ptr rows:i64 columns:i64 matrices:i64 inner:i64 outer_stride:i64 matrix_stride:i64 row_stride:i64 "
     "column_stride:i64 diagonal:i64 vectors:i64",
-    variants=[(token, upper) for token in _TOKEN_OF_SIZE.values() for upper in (False, True)],
+    variants=[(token, upper) for token in TOKEN_OF_SIZE.values() for upper in (False, True)],
 )  # fmt: skip
-_CONCAT = Kernel(
-    "pointwise/concat.cu", "concat", template="T", tier="aten", max_registers=64,
-    args="y:ptr " + " ".join([f"x{i}:ptr" for i in range(8)] + [f"w{i}:i64" for i in range(8)]
-                             + [f"t{i}:i64" for i in range(8)]) + " rows:i64 out_width:i64 vectors:i64",
-    variants=[(token,) for token in _TOKEN_OF_SIZE.values()],
-)  # fmt: skip
-OP = Op("aten_copy", public=(), kernels=(_TRIANGLE, _CONCAT), torch_ops=())
+OP = Op("aten_copy", public=(), kernels=(_TRIANGLE,), torch_ops=())
 
 _FORMAT = NotHandled("memory format")
 _NUMBER = NotHandled("a number")
@@ -58,18 +50,17 @@ def rows() -> Iterator[Overload]:
         Overload("clone", "copy", _clone, opinfo=("clone", "contiguous"), replays=True),
         Overload("copy_", "copy", _copy_, opinfo=("clone",), replays=True),
         Overload("_to_copy", "copy", _to_copy, opinfo=("to",), replays=True),
-        Overload("cat", "copy", _cat, opinfo=("cat",)),
-        Overload("cat.out", "copy", lambda tensors, dim=0, *, out: _cat(tensors, dim, out=out), opinfo=("cat",)),
-        Overload("stack", "copy", _stack, opinfo=("stack",)),
         Overload("repeat", "copy", _repeat, opinfo=("repeat",), replays=True),
-        Overload("flip", "copy", _flip, opinfo=("flip",)),
-        Overload("constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd")),
+        Overload("flip", "copy", _flip, opinfo=("flip",), replays=True),
+        Overload(
+            "constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd"), replays=True
+        ),
         Overload("triu", "copy", _triangle(True), opinfo=("triu",), replays=True),
         Overload("tril", "copy", _triangle(False), opinfo=("tril",), replays=True),
-        Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",)),
-        Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",)),
+        Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",), replays=True),
+        Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",), replays=True),
         Overload("diagonal_backward", "copy", _diagonal_backward, opinfo=("diagonal",)),
-        Overload("diag_embed", "copy", _diag_embed, opinfo=("diag_embed",)),
+        Overload("diag_embed", "copy", _diag_embed, opinfo=("diag_embed",), replays=True),
     )
 
 
@@ -106,6 +97,8 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
+    if not isinstance(self, Tensor):  # a number that is compared with a CPU tensor, in the emulator
+        return _NUMBER
     if device is not None and torch.device(device) != self.device:
         return _DEVICE
     if pin_memory or (layout is not None and layout != torch.strided):
@@ -138,6 +131,8 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return _DIM
     flipped = {dim % rank for dim in dims}
+    if self.numel() and self.is_contiguous() and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
+        return _FLIPPED(self, tuple(sorted(flipped)))
     result = torch.empty_like(self)
     if self.numel() == 0:
         return result
@@ -148,7 +143,7 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
 
 def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
     size = self.element_size()
-    token = _TOKEN_OF_SIZE.get(size)
+    token = TOKEN_OF_SIZE.get(size)
     if token is None:
         return _ITEM_SIZE
     strides = [-step if i in flipped else step for i, step in enumerate(self.stride())]
@@ -159,6 +154,22 @@ def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
     launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, self.get_device())
     launch(result.data_ptr(), self.data_ptr() + start * size, 0, 0, *[0] * 7)
     return result
+
+
+def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
+    size, dense = x.dtype.itemsize, dense_strides(x.shape)
+    strides = tuple(-step if i in dims else step for i, step in enumerate(dense))
+    start = size * sum((x.shape[i] - 1) * dense[i] for i in dims)
+    how = arrange(tuple(x.shape), [dense, strides], [size, size], [0, (x.misaligned + start) % 16])
+    token = TOKEN_OF_SIZE[size]
+    launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, device)
+    return Steps(Step(launch, "out", Offset("x", start), 0, 0, *[0] * 7))
+
+
+_FLIPPED = Primitive(
+    "flip", (Dense("x", None),), "dims", results="out", outputs=lambda x, _: (Memory(x.shape, x.dtype),),
+    plan=_plan_flip,
+)  # fmt: skip
 
 
 def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
@@ -205,7 +216,7 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
     """Return a copy of `self`, with its strides, of which the view `part(copy)` is overwritten."""
     if self.dtype != src.dtype or self.device != src.device:
         return _DTYPES
-    if _TOKEN_OF_SIZE.get(self.element_size()) is None:
+    if TOKEN_OF_SIZE.get(self.element_size()) is None:
         return _ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
         return OVERLAP
@@ -281,7 +292,7 @@ def _plan_triangle(x: Meta, diagonal: int, upper: bool, device: int) -> Steps:
         and all(step % vector == 0 for step in strides)
     )
     count //= vector if vectors else 1
-    launch = _TRIANGLE.bind((_TOKEN_OF_SIZE[size], upper), device, -(-count // _THREADS), _THREADS)
+    launch = _TRIANGLE.bind((TOKEN_OF_SIZE[size], upper), device, -(-count // _THREADS), _THREADS)
     numbers = rows_, columns, matrices, inner, *strides, x.stride[-1], diagonal, int(vectors)
     return Steps(Step(launch, "x", "y", *numbers))
 
@@ -294,7 +305,7 @@ _TRIANGLES = Primitive(
 
 def _triangle(upper: bool) -> Callable[..., Any]:
     def handler(self: Tensor, diagonal: int = 0) -> Any:
-        if self.element_size() not in _TOKEN_OF_SIZE:
+        if self.element_size() not in TOKEN_OF_SIZE:
             return _ITEM_SIZE
         if self.dim() < 2:
             return _SHAPES
@@ -306,104 +317,3 @@ def _triangle(upper: bool) -> Callable[..., Any]:
         return _TRIANGLES(self, diagonal, upper) if self.numel() else torch.empty_like(self)
 
     return handler
-
-
-# ---- several inputs -------------------------------------------------------------------------------------------------
-
-
-def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Any:
-    used = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]  # torch skips empty vectors
-    if not used or not used[0].dim():
-        return _SHAPES
-    first, rank, dense, total = used[0], used[0].dim(), True, 0
-    dtype, device = first.dtype, first.device
-    if any(tensor.dtype != dtype or tensor.device != device for tensor in tensors):
-        return _DTYPES
-    if not -rank <= dim < rank:
-        return _DIM
-    dim %= rank
-    shape = list(first.shape)
-    for tensor in used:
-        sizes = list(tensor.shape)
-        if len(sizes) != rank:
-            return _SHAPES
-        total += sizes[dim]
-        sizes[dim] = shape[dim]
-        if sizes != shape:
-            return _SHAPES
-        dense = dense and tensor.is_contiguous()
-    if _TOKEN_OF_SIZE.get(first.element_size()) is None:
-        return _ITEM_SIZE
-    shape[dim] = total
-    if out is not None:
-        if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
-            return NotHandled("out= of another dtype or shape")
-        if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
-            return OVERLAP
-        result = out
-    elif dense:
-        result = first.new_empty(shape)
-    else:
-        formats = (torch.channels_last, torch.channels_last_3d)
-        if any(t.is_contiguous(memory_format=f) for t in used for f in formats if t.dim() == (4, 5)[f is formats[1]]):
-            return _FORMAT
-        result = first.new_empty(shape)
-    if result.numel() == 0:
-        return result
-    if dense and result.is_contiguous():
-        _concatenate(result, [tensor for tensor in used if tensor.numel()], dim)
-        return result
-    start = 0
-    for tensor in used:
-        if tensor.numel():
-            done = copy_into(result.narrow(dim, start, tensor.shape[dim]), tensor)
-            if type(done) is NotHandled:
-                return done
-        start += tensor.shape[dim]
-    return result
-
-
-def _concatenate(result: Tensor, tensors: list[Tensor], dim: int) -> None:
-    sizes = tuple(tensor.shape[dim] for tensor in tensors)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    aligned = result.data_ptr() % 16 == 0 and not any(address % 16 for address in addresses)
-    key = result.get_device(), result.element_size(), result.shape, dim, sizes, aligned
-    for part, pad, launch, numbers in _CONCATENATIONS[key]:
-        launch(result.data_ptr(), *addresses[part], *pad, *numbers)
-
-
-def _plan_concatenation(
-    device: int, item_bytes: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], aligned: bool
-) -> list[tuple[slice, list[int], Any, tuple[int, ...]]]:
-    """Return launches: which inputs each takes, zeros for those that it lacks, and the numbers of its arguments."""
-    rows_, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    widths = [size * inner for size in sizes]
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    out_width, vector = sum(widths), 16 // item_bytes
-    vectors = aligned and not any(width % vector for width in (*widths, out_width))
-    limit = 16 * device_info(device).sm_count
-    launches = []
-    for first in range(0, len(widths), _MAX_INPUTS):
-        part = slice(first, first + _MAX_INPUTS)
-        given = widths[part]
-        pad = [0] * (_MAX_INPUTS - len(given))
-        largest = max(given) * rows_ // (vector if vectors else 1)
-        grid = (min(-(-largest // _THREADS), limit), len(given))
-        launch = _CONCAT.bind((_TOKEN_OF_SIZE[item_bytes],), device, grid, _THREADS)
-        numbers = *given, *[1] * len(pad), *starts[part], *pad, rows_, out_width, int(vectors)
-        launches.append((part, pad, launch, numbers))
-    return launches
-
-
-_CONCATENATIONS = Plans(_plan_concatenation)
-
-
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    if not tensors or any(tensor.shape != tensors[0].shape for tensor in tensors):
-        return _SHAPES
-    rank = tensors[0].dim() + 1
-    if not -rank <= dim < rank:
-        return _DIM
-    if tensors[0].numel() == 0:
-        return _SHAPES
-    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)

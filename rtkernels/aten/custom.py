@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rtkernels import emulator
-from rtkernels.aten.elementwise import FLOATS, NUMBERS, TOKENS, Functor, Kernels, run
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, Kernels
 from rtkernels.aten.table import NotHandled
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import places
@@ -133,7 +134,7 @@ def _operator(
     def variants(kind: str, target: Any) -> list[tuple[Any, ...]]:
         return [
             (f"user_{name}{ending}", *[TOKENS[dtype]] * (2 + len(e.tensors)), *["u8"] * (3 - len(e.tensors)),
-             *([False] if kind == "G" else []))
+             *{"G": [False], "S": [0]}.get(kind, []))
             for ending, e in structs.items() for dtype in sorted(FLOATS, key=str)
         ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Family ``ew``: torch's pointwise operators by functors of ``cuda_src/pointwise/functors.cuh``.
+"""Family ``ew``: torch's pointwise operators of one and two operands, by functors of
+``cuda_src/pointwise/functors.cuh``. Those of three operands are in ``ternary.py``, gradients in ``gradients.py``.
 
 An operator is one entry below: its functor, the dtypes it is for, and its forms. Functional, in-place and ``out=``
 overloads, numbers for operands, the conformance test and the benchmark row follow from the entry.
@@ -6,40 +7,27 @@ overloads, numbers for operands, the conformance test and the benchmark row foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import (
-    FILL,
-    FLOATS,
-    INTEGERS,
-    NUMBERS,
-    Functor,
-    copy_into,
-    functor,
-    meta_of,
-    output_strides,
-    run,
-)
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 
-_ROWS: list[Overload] = []
-_BOOL = NotHandled("bool")
-_ALIASED = NotHandled("result of another dtype or shape than self")
 _NEGATIVE = NotHandled("negative integer exponent")
 _OPTION = NotHandled("option")
 
 
+_ROWS: list[Overload] = []
+_add_row = row_adder(_ROWS)
+
+
 def rows() -> Iterator[Overload]:
-    """Yield the rows of this family."""
+    """Yield the rows of this module."""
     yield from _ROWS
-
-
-def _add_row(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
-    _ROWS.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
 
 
 # ---- unary ----------------------------------------------------------------------------------------------------------
@@ -203,9 +191,9 @@ for _name, _camel in (("bitwise_left_shift", "ShiftLeft"), ("bitwise_right_shift
         _name, functor(_camel, 2, dtypes=INTEGERS),
         "Tensor Tensor_Scalar Scalar_Tensor _Tensor _Tensor_Scalar Tensor_out",
     )  # fmt: skip
-_MAXIMUM = functor("Maximum", 2, rounds_numbers=True)
-_MINIMUM = functor("Minimum", 2, rounds_numbers=True)
-for _name, _made in (("maximum", _MAXIMUM), ("minimum", _MINIMUM)):
+MAXIMUM = functor("Maximum", 2, rounds_numbers=True)
+MINIMUM = functor("Minimum", 2, rounds_numbers=True)
+for _name, _made in (("maximum", MAXIMUM), ("minimum", MINIMUM)):
     _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
     _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)
 _REMAINDER = functor("Remainder", 2, dtypes=NUMBERS, rounds_numbers=True)
@@ -332,243 +320,3 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
 
 
 _add_row("isclose", _isclose, "isclose", composite="no gradient")
-
-# ---- three operands -------------------------------------------------------------------------------------------------
-
-_CLAMP = functor("Clamp", 3, dtypes=NUMBERS)
-
-
-def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -> Any:
-    if isinstance(min, bool) or isinstance(max, bool):
-        return _BOOL
-    if min is None and max is None:
-        return _OPTION
-    if max is None:
-        return run(_MAXIMUM, (self, min), out=out)
-    if min is None:
-        return run(_MINIMUM, (self, max), out=out)
-    return run(_CLAMP, (self, min, max), out=out)
-
-
-for _form in ("", ".Tensor"):
-    _add_row(f"clamp{_form}", _clamp, "clamp")
-    _add_row(f"clamp_{_form}", lambda self, min=None, max=None: _clamp(self, min, max, out=self), "clamp")
-    _add_row(f"clamp_min{_form}", lambda self, min: _clamp(self, min), "clamp_min")
-    _add_row(f"clamp_min_{_form}", lambda self, min: _clamp(self, min, out=self), "clamp_min")
-    _add_row(f"clamp_max{_form}", lambda self, max: _clamp(self, None, max), "clamp_max")
-    _add_row(f"clamp_max_{_form}", lambda self, max: _clamp(self, None, max, out=self), "clamp_max")
-_add_row("clamp.out", _clamp, "clamp")
-_add_row("clamp.Tensor_out", _clamp, "clamp")
-
-_LERP = functor("Lerp", 3, dtypes=FLOATS)
-_LERP_NUMBER = functor("LerpNumber", 2, dtypes=FLOATS)
-
-
-def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
-    if self.dtype != end.dtype or (isinstance(weight, Tensor) and weight.dtype != self.dtype):
-        return _OPTION
-    if isinstance(weight, Tensor):
-        return run(_LERP, (self, end, weight), out=out)
-    return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else _OPTION
-
-
-for _form in ("Tensor", "Scalar"):
-    _add_row(f"lerp.{_form}", _lerp, "lerp")
-    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp")
-    _add_row(f"lerp.{_form}_out", _lerp, "lerp")
-
-
-def _addc(name: str, made: Functor) -> None:
-    def plain(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
-        if type(value) not in (int, float):
-            return _OPTION
-        return run(made, (self, tensor1, tensor2), (value,), out=out)
-
-    _add_row(name, plain, name)
-    _add_row(f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name)
-    _add_row(f"{name}.out", plain, name)
-
-
-_addc("addcmul", functor("Addcmul", 3, dtypes=NUMBERS))
-_addc("addcdiv", functor("Addcdiv", 3, dtypes=FLOATS))
-_ADDR = functor("Addr", 3, dtypes=NUMBERS)
-
-
-def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if vec1.dim() != 1 or vec2.dim() != 1 or type(beta) is bool or type(alpha) is bool:
-        return _OPTION
-    if self.dim() > 2 or any(
-        size not in (1, of) for size, of in zip(self.shape[::-1], (len(vec2), len(vec1)), strict=False)
-    ):
-        return _OPTION
-    return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
-
-
-_add_row("addr", _addr, "addr")
-_WHERE = functor("Where", 3, own=1)
-_MASKED_FILL = functor("MaskedFill", 3, own=2, promotion="first")
-
-
-def _where(condition: Tensor, self: Tensor, other: Tensor, *, out: Any = None) -> Any:
-    if condition.dtype != torch.bool:
-        return NotHandled("condition that is not bool")
-    return run(_WHERE, (condition, self, other), out=out)
-
-
-_add_row("where.self", _where, "where")
-_add_row("where.self_out", _where, "where")
-
-
-def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> Any:
-    if mask.dtype != torch.bool or type(value) is complex:
-        return _OPTION
-    if isinstance(value, Tensor):
-        if value.dim() or not _castable(value.dtype, self.dtype):
-            return _OPTION
-    elif isinstance(value, float) and not self.is_floating_point():
-        return _OPTION
-    elif self.dtype == torch.bool:
-        value = bool(value)
-    if out is None:
-        # Where self is the larger one, or both are, torch keeps its strides; the mask does not count.
-        try:
-            shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
-        except RuntimeError:
-            return _OPTION
-        out = self.new_empty_strided(shape, output_strides(shape, [meta_of(self)]))
-    return run(_MASKED_FILL, (self, mask, value), out=out)
-
-
-def _castable(source: torch.dtype, to: torch.dtype) -> bool:
-    return torch.can_cast(source, to)
-
-
-for _form in ("Scalar", "Tensor"):
-    _add_row(f"masked_fill.{_form}", _masked_fill, "masked_fill")
-    _add_row(
-        f"masked_fill_.{_form}", lambda self, mask, value: _masked_fill(self, mask, value, out=self), "masked_fill"
-    )
-
-
-def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
-    to = torch.empty_like(self) if out is None else out
-    if isinstance(value, Tensor):
-        return copy_into(to, value) if value.dim() == 0 and value.device == self.device else _OPTION
-    if type(value) is complex or (isinstance(value, float) and not self.is_floating_point()):
-        return _OPTION
-    if self.dtype == torch.bool:
-        value = bool(value)
-    return run(FILL, (), (value,), out=to, common=self.dtype)
-
-
-for _form in ("Scalar", "Tensor"):
-    _add_row(f"fill.{_form}", _fill, "fill")
-    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill")
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def _gradient(name: str, made: Functor, opinfo: str) -> None:
-    def handler(grad_output: Tensor, other: Tensor) -> Any:
-        return run(made, (grad_output, other))
-
-    _add_row(name, handler, opinfo)
-
-
-_gradient("sigmoid_backward", functor("SigmoidBackward", 2, dtypes=FLOATS), "sigmoid")
-_gradient("tanh_backward", functor("TanhBackward", 2, dtypes=FLOATS), "tanh")
-_gradient("silu_backward", functor("SiluBackward", 2, dtypes=FLOATS), "nn.functional.silu")
-_GELU_BACKWARD = {
-    "none": functor("GeluBackward", 2, dtypes=FLOATS),
-    "tanh": functor("GeluTanhBackward", 2, dtypes=FLOATS),
-}
-_add_row(
-    "gelu_backward",
-    lambda grad_output, self, *, approximate="none": run(_GELU_BACKWARD[approximate], (grad_output, self)),
-    "nn.functional.gelu",
-)
-_ELU_BACKWARD = {
-    False: functor("EluBackward", 2, dtypes=FLOATS),
-    True: functor("EluBackwardResult", 2, dtypes=FLOATS),
-}
-
-
-def _elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_result):
-    if is_result and alpha < 0:
-        return _OPTION
-    scalars = (alpha * scale, scale, input_scale)
-    return run(_ELU_BACKWARD[bool(is_result)], (grad_output, self_or_result), scalars)
-
-
-_add_row("elu_backward", _elu_backward, "nn.functional.elu")
-_SOFTPLUS_BACKWARD = functor("SoftplusBackward", 2, dtypes=FLOATS)
-_add_row(
-    "softplus_backward",
-    lambda grad_output, self, beta, threshold: run(_SOFTPLUS_BACKWARD, (grad_output, self), (beta, threshold)),
-    "nn.functional.softplus",
-)
-_THRESHOLD_BACKWARD = functor("ThresholdBackward", 2, dtypes=NUMBERS)
-_add_row(
-    "threshold_backward",
-    lambda grad_output, self, threshold: run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,)),
-    "nn.functional.relu",
-)
-_LOG_SIGMOID_BACKWARD = functor("LogSigmoidBackward", 2, dtypes=FLOATS)
-_add_row(
-    "log_sigmoid_backward", lambda grad_output, self, buffer: run(_LOG_SIGMOID_BACKWARD, (grad_output, self)),
-    "nn.functional.logsigmoid",
-)  # fmt: skip
-_GLU = functor("Glu", 2, dtypes=FLOATS)
-_GLU_FIRST = functor("GluBackwardFirst", 2, dtypes=FLOATS)
-_GLU_SECOND = functor("GluBackwardSecond", 3, dtypes=FLOATS)
-
-
-def _glu_halves(self: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
-    if self.dim() == 0 or not -self.dim() <= dim < self.dim() or self.shape[dim] % 2:
-        return None
-    return self.chunk(2, dim) if self.shape[dim] else None
-
-
-def _glu(self: Tensor, dim: int = -1) -> Any:
-    halves = _glu_halves(self, dim)
-    return _OPTION if halves is None else run(_GLU, halves)
-
-
-def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
-    halves = _glu_halves(self, dim)
-    if halves is None or self.dtype not in FLOATS or grad_output.dtype != self.dtype:
-        return _OPTION
-    result = torch.empty_like(self, memory_format=torch.contiguous_format)
-    first, second = result.chunk(2, dim)
-    for done in (
-        run(_GLU_FIRST, (grad_output, halves[1]), out=first),
-        run(_GLU_SECOND, (grad_output, *halves), out=second),
-    ):
-        if type(done) is NotHandled:
-            return done
-    return result
-
-
-_add_row("glu", _glu, "nn.functional.glu")
-_add_row("glu_backward", _glu_backward, "nn.functional.glu")
-_MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
-
-
-def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Any:
-    if not grad_output.dtype == self.dtype == target.dtype or self.shape != target.shape or not self.numel():
-        return _OPTION
-    scale = 2.0 / self.numel() if reduction == 1 else 2.0
-    return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
-
-
-_add_row("mse_loss_backward", _mse_loss_backward, "nn.functional.mse_loss")
-_DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotion="first")
-
-
-def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Any:
-    if mask.dtype != torch.bool or mask.shape != grad_output.shape:
-        return _OPTION
-    return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
-
-
-_add_row("native_dropout_backward", _native_dropout_backward, "")

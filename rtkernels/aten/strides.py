@@ -4,7 +4,8 @@ tensors.
 After dimensions are ordered by the output's strides and merged where all operands allow it, a launch is of class
 
 * V: one dimension, every operand contiguous or a single element;
-* T: an operand is contiguous along another dimension than the output, and goes through a tile in shared memory;
+* T: an operand is contiguous along another dimension than the output, and goes through a tile in shared memory; with
+  ``tiled``, it is the only one, and everything moves by 16 bytes;
 * R: several dimensions, the inner one contiguous or constant in every operand and vectors possible;
 * G: anything else.
 """
@@ -18,7 +19,9 @@ from rtkernels.runtime.layout import divisor
 MAX_DIMS = 6
 THREADS = 256
 TILE = 32, 64  # entries of the output's inner dimension and of the other one
+SQUARES = {2: 128, 4: 64}  # entries of both, by the bytes of an element of the one operand that is transposed
 _MIN_TILED = 16  # entries of both dimensions from which on tiles pay
+_MIN_SQUARES = 16  # tiles of a matrix from which on large ones pay
 _MAX_BLOCKS = 2**31 - 1
 
 Ints = tuple[int, ...]
@@ -33,12 +36,14 @@ class Arrangement:
         grid: Blocks.
         index64: More indices than the divisors serve.
         ending: The arguments of the kernel after its numbers.
+        tiled: The number of the only transposed input, for the kernel of 16-byte accesses; None: the general one.
     """
 
     kind: str
     grid: int
     index64: bool
     ending: Ints
+    tiled: int | None = None
 
 
 def broadcast(shape: Ints, stride: Ints, to: Ints) -> Ints:
@@ -111,11 +116,11 @@ def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: 
         count *= size
     if len(sizes) == 1 and flat:
         return _launch("V", -(-count // (2 * THREADS * vector)), False, (count, moving, int(aligned)))
-    if not flat and (tiled := _tiled(sizes, steps)) is not None:
+    if not flat and (tiled := _tiled(sizes, steps, itemsizes, misaligned)) is not None:
         return tiled
     vectors = (
         flat and aligned and sizes[0] % vector == 0
-        and all(step % vector == 0 for operand in steps for step in operand[1:])
+        and all(step % vector == 0 for operand in steps if operand[0] for step in operand[1:])
     )  # fmt: skip
     if vectors:
         sizes = [sizes[0] // vector, *sizes[1:]]
@@ -127,7 +132,9 @@ def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: 
     return _launch("R" if flat else "G", grid, index64, ending)
 
 
-def _tiled(sizes: list[int], steps: list[list[int]]) -> Arrangement | None:
+def _tiled(
+    sizes: list[int], steps: list[list[int]], itemsizes: list[int], misaligned: list[int]
+) -> Arrangement | None:  # fmt: skip
     if steps[0][0] != 1 or sizes[0] < _MIN_TILED:
         return None
     other = next(
@@ -143,11 +150,41 @@ def _tiled(sizes: list[int], steps: list[list[int]]) -> Arrangement | None:
     order = [0, other, *(i for i in range(1, len(sizes)) if i != other)]
     sizes, steps = [sizes[i] for i in order], [[operand[i] for i in order] for operand in steps]
     tiles = sum(1 << i for i, operand in enumerate(steps[1:]) if operand[0] not in (0, 1) and operand[1] == 1)
-    across, down = -(-sizes[0] // TILE[0]), -(-sizes[1] // TILE[1])
+    tiled = _square_operand(sizes, steps, itemsizes, misaligned)
+    width, height, bits = *TILE, tiles
+    if tiled is not None:
+        width = height = SQUARES[itemsizes[1 + tiled]]
+        bits = sum(1 << i for i, operand in enumerate(steps[1:]) if operand[0] == 1)
+    across, down = -(-sizes[0] // width), -(-sizes[1] // height)
     grid = across * down
     for size in sizes[2:]:
         grid *= size
-    return _launch("T", grid, False, (*_table(sizes, steps, True), len(sizes), tiles, across, down))
+    if grid > _MAX_BLOCKS:
+        return None
+    return Arrangement("T", grid, False, (*_table(sizes, steps, True), len(sizes), bits, across, down), tiled)
+
+
+def _square_operand(
+    sizes: list[int], steps: list[list[int]], itemsizes: list[int], misaligned: list[int]
+) -> int | None:  # fmt: skip
+    """Return the only transposed input if all operands allow 16-byte accesses of it, and as many elements of others."""
+    transposed = [i for i, operand in enumerate(steps[1:]) if operand[0] not in (0, 1)]
+    if len(transposed) != 1 or itemsizes[0] > 4:
+        return None
+    tiled = transposed[0]
+    itemsize = itemsizes[1 + tiled]
+    if itemsize not in SQUARES or any(size > itemsize for size in itemsizes[1:]):
+        return None
+    vector = 16 // itemsize
+    if sizes[0] % vector or sizes[1] % vector or sizes[0] * sizes[1] < _MIN_SQUARES * SQUARES[itemsize] ** 2:
+        return None
+    for i, (operand, size, start) in enumerate(zip(steps, itemsizes, misaligned, strict=True)):
+        along = 1 if i == 1 + tiled else 0
+        if operand[along] and start % min(16, vector * size):
+            return None
+        if operand[along] and any(step % vector for j, step in enumerate(operand) if j != along):
+            return None
+    return tiled
 
 
 def _table(sizes: list[int], steps: list[list[int]], index64: bool) -> list[int]:

@@ -22,7 +22,10 @@ from rtkernels.runtime.suggest import did_you_mean
 # Module -> families of its rows. A module that does not exist contributes nothing.
 MODULES = {
     "pointwise": ("ew",),
+    "ternary": ("ew",),
+    "gradients": ("ew",),
     "copy": ("copy",),
+    "concat": ("copy",),
     "reduce": ("red",),
     "row": ("row",),
     "loss": ("row",),

@@ -13,7 +13,8 @@ from support.overrides import taken
 from support.places import emulated
 
 import rtkernels
-from rtkernels.aten import table
+from rtkernels.aten import strides, table
+from rtkernels.runtime.launch.plans import Plans
 
 pytestmark = emulated
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -80,6 +81,33 @@ def test_layouts(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transposed_squares(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that exist in part, batches, constants beside the operand, copies and conversions."""
+    monkeypatch.setattr(strides, "_MIN_SQUARES", 0)
+    Plans.forget_all()
+    x, y = torch.randn(152, 72, device=device).to(dtype), torch.randn(72, 152, device=device).to(dtype).t()
+    check(torch.add, x, y, device=device)
+    if dtype == torch.float32:
+        batches = torch.randn(3, 72, 24, device=device).mT
+        check(torch.add, x[:24], batches, device=device)
+        check(torch.add, x[:24, :1], batches.contiguous().mT.contiguous().mT, device=device)
+        check(lambda y: y.contiguous(), y, device=device)
+    else:
+        check(lambda x, y: torch.addcmul(x, x, y, value=2), x, y, device=device)
+        check(lambda y: torch.empty(152, 72, device=device).copy_(y), y, device=device)
+    Plans.forget_all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "dim"), [((6, 32), 1), ((4, 6, 8), 1), ((3, 2064), -1), ((7, 30), 1)], ids=str)
+def test_gradient_of_glu(shape: tuple[int, ...], dim: int, device: str) -> None:
+    x = torch.randn(shape, device=device)
+    dy = torch.randn_like(x.chunk(2, dim)[0], memory_format=torch.contiguous_format)
+    check(lambda dy, x: torch.ops.aten.glu_backward(dy, x, dim), dy, x, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_in_place_and_out(device: str) -> None:
     x, y = torch.randn(6, 8, device=device), torch.randn(8, device=device)
     check(lambda x, y: x.add_(y), x.clone(), y, device=device)
@@ -141,6 +169,12 @@ def test_copies(device: str) -> None:
         lambda x: torch.empty_like(x).copy_(x[0]),
     ):
         check(function, x, device=device)
+    y, longer = x + 1, torch.cat([x, x])
+    for _ in range(2):  # the second call is recognised
+        check(lambda x, y: torch.cat([x, y]), x, y, device=device)
+        check(lambda x, y: torch.cat([x, y], 1), x, y, device=device)
+        check(lambda x, y: torch.stack([x, y], 1), x, y, device=device)
+        check(lambda x, y: torch.cat([y, x]), longer, x, device=device)
     check(lambda x: torch.cat([x]), x, device=device)
     one = x.clone()
     with taken("sm_80" if device == "cpu" else "cuda", "cat"):

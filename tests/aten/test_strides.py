@@ -7,10 +7,20 @@ import random
 
 import pytest
 
-from rtkernels.aten.strides import MAX_DIMS, THREADS, TILE, arrange, broadcast, collapse, overlaps_itself
+from rtkernels.aten import strides as strides_module
+from rtkernels.aten.strides import (
+    MAX_DIMS,
+    SQUARES,
+    THREADS,
+    TILE,
+    arrange,
+    broadcast,
+    collapse,
+    overlaps_itself,
+)
 
 
-def visited(how, vector: int, operands: int) -> list[tuple[int, ...]]:
+def visited(how, vector: int, operands: int, size: int = 4) -> list[tuple[int, ...]]:
     """Return the offsets of output and inputs of every element, as the kernels of cuda_src/pointwise/kernels.cuh do."""
     if how.kind == "V":
         count, steps, _ = how.ending
@@ -23,7 +33,8 @@ def visited(how, vector: int, operands: int) -> list[tuple[int, ...]]:
         batches = 1
         for size in sizes[2:dims]:
             batches *= size
-        assert how.grid == across * down * batches and across * TILE[0] >= sizes[0] and down * TILE[1] >= sizes[1]
+        tile = TILE if how.tiled is None else (SQUARES[size],) * 2
+        assert how.grid == across * down * batches and across * tile[0] >= sizes[0] and down * tile[1] >= sizes[1]
         steps, each = 0, 1
     else:
         count, dims, steps, vectors = how.ending[6 * MAX_DIMS :]
@@ -71,7 +82,27 @@ def test_every_element_is_visited(seed: int) -> None:
     size = chosen.choice((1, 2, 4, 8))
     how = arrange(shape, strides, [size] * len(strides), [chosen.choice((0, 0, size))] * len(strides))
     vector = 8 if size <= 2 else 4
-    assert sorted(visited(how, vector, len(strides) - 1)) == sorted(expected(shape, strides))
+    assert sorted(visited(how, vector, len(strides) - 1, size)) == sorted(expected(shape, strides))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "size", "start", "tiled"),
+    [
+        ((64, 64), [(64, 1), (64, 1), (1, 64)], 4, 0, 1),
+        ((64, 64), [(64, 1), (1, 64)], 2, 0, 0),
+        ((2, 32, 64), [(2048, 64, 1), (2048, 1, 32), (64, 0, 1)], 2, 0, 0),
+        ((64, 64), [(64, 1), (64, 1), (1, 64)], 4, 8, None),
+        ((64, 64), [(64, 1), (64, 1), (1, 64)], 8, 0, None),
+        ((64, 62), [(62, 1), (62, 1), (1, 64)], 4, 0, None),
+        ((64, 64), [(64, 1), (64, 1), (1, 66)], 4, 0, None),
+        ((64, 64), [(64, 1), (1, 64), (1, 64)], 4, 0, None),
+    ],
+)
+def test_squares_want_vectors(monkeypatch, shape, strides, size, start, tiled) -> None:
+    monkeypatch.setattr(strides_module, "_MIN_SQUARES", 0)
+    how = arrange(shape, strides, [size] * len(strides), [0] * (len(strides) - 1) + [start])
+    assert how.kind == "T" and how.tiled == tiled
+    assert sorted(visited(how, 16 // size, len(strides) - 1, size)) == sorted(expected(shape, strides))
 
 
 @pytest.mark.parametrize(

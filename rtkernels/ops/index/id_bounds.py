@@ -7,8 +7,10 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return where each stretch of equal ids begins in a sorted list, and its length after the last one.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
-from rtkernels.ops.shared.strided import TOKEN
+from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor
@@ -26,10 +26,16 @@ _FINISH = Kernel(
     args="partial:ptr out:ptr total:ptr blocks:i64 reduction:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/nll_loss.cu", "nll_backward", template="T", variants=_TYPES, max_registers=64, tier="aten",
-    args="dy:ptr targets:ptr weight:ptr total:ptr dx:ptr count:i64 classes:i64 spatial:i64 class_divider:i64 "
-    "spatial_divider:i64 ignore_index:i64 reduction:i64 vectors:i64",
+    "reduce/nll_loss.cu", "nll_backward", template="T", variants=_TYPES, max_registers=40, tier="aten",
+    args="dy:ptr targets:ptr weight:ptr total:ptr dx:ptr count:i64 classes:i64 class_divider:i64 ignore_index:i64 "
+    "reduction:i64",
 )  # fmt: skip
+_BWD_PLACES = Kernel(
+    "reduce/nll_loss.cu", "nll_backward_places", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    args="dy:ptr targets:ptr weight:ptr total:ptr dx:ptr classes:i64 spatial:i64 ignore_index:i64 reduction:i64 "
+    "across:i64 place_tiles:i64 class_tiles:i64 vectors:i64",
+)  # fmt: skip
+_CLASSES = 8  # kClasses of cuda_src/reduce/nll_loss.cu
 
 
 def _plan_fwd(x: Meta, targets: Meta, weight: Meta | None, ignore_index: int, reduction: int, device: int) -> Steps:
@@ -55,14 +61,22 @@ def _plan_bwd(
     reduction: int, device: int,
 ) -> Steps:  # fmt: skip
     count, vector = targets.numel() * classes, 16 // dy.dtype.itemsize
-    vectors = spatial == 1 and classes % vector == 0
-    grid = -(-count // (_THREADS * (vector if vectors else 1)))
+    tensors, types = ("dy", "targets", "weight", "total", "dx"), (TOKEN[dy.dtype],)
+    if spatial == 1 and classes % vector == 0:
+        grid = -(-count // (_THREADS * vector))
+        numbers = count, classes, divisor(classes) if count < 2**31 else 0, ignore_index, reduction
+        kernel = _BWD
+    else:
+        vectors = spatial % vector == 0
+        places = spatial // vector if vectors else spatial
+        across = min(power_of_two(places), _THREADS)
+        place_tiles, class_tiles = -(-places // across), -(-classes // (_THREADS // across * _CLASSES))
+        grid = targets.numel() // spatial * place_tiles * class_tiles
+        numbers = classes, spatial, ignore_index, reduction, across, place_tiles, class_tiles, int(vectors)
+        kernel = _BWD_PLACES
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
-    dividers = (divisor(classes), divisor(spatial)) if count < 2**31 else (0, 0)
-    launch = _BWD.bind((TOKEN[dy.dtype],), device, grid, _THREADS)
-    numbers = count, classes, spatial, *dividers, ignore_index, reduction, int(vectors)
-    return Steps(Step(launch, "dy", "targets", "weight", "total", "dx", *numbers))
+    return Steps(Step(kernel.bind(types, device, grid, _THREADS), *tensors, *numbers))
 
 
 _FORWARD = Primitive(
@@ -122,5 +136,5 @@ def nll_loss_grad(
     return _BACKWARD(dy, targets, weight, total, classes, spatial, ignore_index, reduction)
 
 
-OP = Op("nll_loss", public=(), kernels=(_FWD, _FINISH, _BWD), torch_ops=())
+OP = Op("nll_loss", public=(), kernels=(_FWD, _FINISH, _BWD, _BWD_PLACES), torch_ops=())
 __all__ = ["OP", "nll_loss", "nll_loss_grad"]

@@ -37,6 +37,8 @@ LIFT = {"value": 0, "abs": 1, "square": 2, "power": 3, "nonzero": 4, "flip": 8, 
 FINISH = {"value": 0, "divide": 1, "root": 2, "power": 3, "any": 4, "all": 5}
 
 _THREADS = 256
+_PER_SM = 1024  # threads on a multiprocessor, those of states of 4 bytes; others have half of them
+_MAX_SLICE = 2**30  # elements, which kernels count in 32 bits
 _FLOAT_TOKENS, _INT_TOKENS = ("bf16", "fp16", "fp32"), ("i64", "i32", "u8")
 # Monoids by name: template argument for floats, for integers, bytes of a state, names of results.
 _MONOIDS = {
@@ -95,10 +97,49 @@ def geometry(shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, .
     return Geometry(kept, reduced, down)
 
 
-def _slices(blocks: int, units: int, shortest: int, device: int) -> int:
-    """Return how many parts reductions are cut into: enough for three waves of blocks, of `shortest` units or more."""
-    wanted = 3 * device_info(device).sm_count
-    return max(1, min(wanted // max(blocks, 1), units // shortest, 4096))
+def _slices(blocks: int, resident: int, units: int, shortest: int) -> int:
+    """Return how many parts reductions are cut into: as many as the device has blocks at a time, of `shortest` units or
+    more.
+    """
+    return max(1, min(resident // max(blocks, 1), units // shortest, 4096))
+
+
+def row_shape(results: int, units: int, per_sm: int, sm_count: int) -> tuple[int, int]:
+    """Return the threads that share a row, and the slices of a row.
+
+    Args:
+        results: Rows.
+        units: Accesses of a row.
+        per_sm: Threads that a multiprocessor has at a time.
+        sm_count: Multiprocessors.
+    """
+    threads = min(power_of_two(-(-units // 4)), 32)
+    # As many as give all multiprocessors something to do, as long as a thread has several accesses.
+    while threads >= 32 and threads < _THREADS and results * threads < 0.6 * per_sm * sm_count and units > 8 * threads:
+        threads *= 2
+    if threads < _THREADS:
+        return threads, 1
+    return threads, _slices(results, per_sm * sm_count // _THREADS, units, 8 * _THREADS)
+
+
+def column_shape(vectors: int, others: int, count: int, per_sm: int, sm_count: int) -> tuple[int, int, int]:
+    """Return the threads of a block, those that share a row, and the slices of a column.
+
+    Args:
+        vectors: Accesses of a row.
+        others: Entries of other kept dimensions.
+        count: Elements of a column.
+        per_sm: Threads that a multiprocessor has at a time.
+        sm_count: Multiprocessors.
+    """
+    for across in (32, 16, 8, 4):  # without slices, if tiles of 64 bytes or more are enough for all multiprocessors
+        tiles = -(-vectors // across) * others
+        for threads in (_THREADS, 2 * _THREADS, 4 * _THREADS):
+            if threads <= per_sm and 0.8 * sm_count * (per_sm // threads) <= tiles and count * across >= 4 * threads:
+                return threads, across, 1
+    across = min(power_of_two(vectors), 32)
+    tiles = -(-vectors // across) * others
+    return _THREADS, across, _slices(tiles, per_sm * sm_count // _THREADS, count, 8 * _THREADS // across)
 
 
 def _plan(
@@ -114,31 +155,32 @@ def _plan(
     single = r1 == r2 == 1
     dividers = (0, 0) if single else (divisor(r1), divisor(r0))
     others = [step for _, step, *_ in (*g.kept, *g.reduced)]
+    sm_count, per_sm = device_info(device).sm_count, _PER_SM if bytes_each == 4 else _PER_SM // 2
     if g.down:
-        vector = 2 if size == 8 else 4
+        vector = 2 if size == 8 else 8 if size == 2 and monoid != "count" else 4
         aligned = all(step % vector == 0 for step in others if step != 1) and n0 % vector == 0
         aligned = aligned and x.misaligned % (vector * size) == 0
         vector = vector if aligned else 1
-        across = min(power_of_two(-(-n0 // vector)), 32)
+        threads, across, slices = column_shape(-(-n0 // vector), n1 * n2, count, per_sm, sm_count)
         tiles = -(-n0 // (across * vector)) * n1 * n2
-        slices = _slices(tiles, count, 8 * _THREADS // across, device)
-        per_slice = -(-count // slices)
+        per_slice = -(-count // max(slices, -(-count // _MAX_SLICE)))
         slices = -(-count // per_slice)
         kernel, tickets = _COLUMNS, tiles
-        grid, shared = tiles * slices, _THREADS * vector * bytes_each
+        grid, shared = tiles * slices, threads * vector * bytes_each
+        part_bytes = tickets * slices * across * vector * bytes_each
     else:
         vector = 16 // size
         aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others if step != 1)
         aligned = aligned and r0 % vector == 0 and x.misaligned == 0
         vector = vector if aligned else 1
         units = -(-count // vector)
-        across = _THREADS if units > 512 else min(power_of_two(-(-units // 4)), 32)
-        blocks = -(-results // (_THREADS // across))
-        slices = _slices(blocks, units, 8 * _THREADS, device)
-        per_slice = -(-units // slices) * vector
+        across, slices = row_shape(results, units, _PER_SM, sm_count)
+        threads = across if across > 32 else _THREADS
+        per_slice = -(-units // max(slices, -(-count // _MAX_SLICE))) * vector
         slices = -(-count // per_slice)
         kernel, tickets = _ROWS, results
-        grid, shared = -(-results * slices // (_THREADS // across)), 0
+        grid, shared = -(-results * slices // (threads // across)), 0
+        part_bytes = slices * results * bytes_each
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
     first, second = ("out", "second") if monoid in ("arg_maximum", "moments") else ("out", 0)
@@ -148,12 +190,12 @@ def _plan(
         results, n1, n0, *(step for _, step, _ in g.kept), *(step for *_, step in g.kept), count, r1, r0, *dividers,
         *(step for _, step in g.reduced), slices, per_slice, across, int(aligned),
     )  # fmt: skip
-    launch = kernel.bind((TOKEN[x.dtype], name), device, grid, _THREADS, shared)
+    launch = kernel.bind((TOKEN[x.dtype], name), device, grid, threads, shared)
     if slices == 1:
         return Steps(Step(launch, "x", first, second, 0, 0, *walk, *ending))
     return Steps(
         Step(launch, "x", first, second, "partial", "tickets", *walk, *ending),
-        scratch={"partial": Memory((slices * results * bytes_each,), torch.uint8)},
+        scratch={"partial": Memory((part_bytes,), torch.uint8)},
         zeros={"tickets": tickets},
     )
 

@@ -1,0 +1,206 @@
+// Class T of the pointwise kernels (kernels.cuh): operands whose contiguous dimension is 1, not 0 as in the output, go through
+// tiles in shared memory, so that all accesses are coalesced. Dimensions 2 to 5 are batches. pointwise_squares is for one such
+// operand and 16-byte accesses, pointwise_transposed for anything else.
+#pragma once
+#include "layout/transpose_tile.cuh"
+#include "pointwise/kernels.cuh"
+
+namespace rtk {
+
+// Which tile a block has: offsets of its corner in all operands, and how much of it there is in dimensions 0 and 1.
+// Tiles are numbered along dimension 0 first: neighbours write side by side.
+struct TileCorner {
+    Offsets at;
+    i64 width, height;
+
+    template <int kInputs>
+    RTK_DEVICE static TileCorner of_block(const Strides<true>& strides, i64 dims, i64 tiles_x, i64 tiles_y, int across,
+                                          int down) {
+        const u32 per_batch = static_cast<u32>(tiles_x) * static_cast<u32>(tiles_y);
+        const u32 batch = dims > 2 ? blockIdx.x / per_batch : 0, in_batch = blockIdx.x - batch * per_batch;
+#ifdef RTK_TILES_DOWN
+        const u32 x = in_batch / static_cast<u32>(tiles_y), y = in_batch - x * static_cast<u32>(tiles_y);
+#else
+        const u32 y = in_batch / static_cast<u32>(tiles_x), x = in_batch - y * static_cast<u32>(tiles_x);
+#endif
+        const i64 x0 = static_cast<i64>(x) * across, y0 = static_cast<i64>(y) * down;
+        TileCorner corner{strides.template at<2, kInputs>(batch, static_cast<int>(dims)), strides.n[0] - x0, strides.n[1] - y0};
+        corner.at.out += x0 * strides.o[0] + y0 * strides.o[1];
+        corner.at.a += x0 * strides.a[0] + y0 * strides.a[1];
+        corner.at.b += x0 * strides.b[0] + y0 * strides.b[1];
+        corner.at.d += x0 * strides.d[0] + y0 * strides.d[1];
+        return corner;
+    }
+};
+
+// The type of the operand that a kernel transposes.
+template <typename A, typename B, typename D, int TILED>
+struct TiledOperand {
+    using Type = A;
+};
+template <typename A, typename B, typename D>
+struct TiledOperand<A, B, D, 1> {
+    using Type = B;
+};
+template <typename A, typename B, typename D>
+struct TiledOperand<A, B, D, 2> {
+    using Type = D;
+};
+
+// Blocks on a multiprocessor: what a thread has in flight, its square and as many bytes of every other operand, is in registers.
+template <typename X, int kInputs>
+inline constexpr int kSquareBlocks = 
+#ifdef RTK_SQUARE_BLOCKS
+    RTK_SQUARE_BLOCKS;
+#else
+    sizeof(X) == 2 ? (kInputs == 1 ? 3 : 2) : (kInputs == 3 ? 3 : 4);
+#endif
+
+struct Copy;
+
+// Operand TILED (0: a, 1: b, 2: d), of 2 or 4 bytes, is contiguous in dimension 1, the others and the output in dimension 0, or
+// constant there (`steps` has a bit for each that is not). A block owns a tile of 128 x 128 or 64 x 64 elements. A thread turns
+// a square of 16 x 16 bytes round (layout/transpose_tile.cuh), then computes as many vectors, one of every 16th line of the
+// tile; its accesses to all operands are on their way before it uses the first one. Sizes of dimensions 0 and 1, strides and
+// addresses allow vectors of 16 bytes of TILED, and as many elements of the others. Threads: 256.
+template <typename F, typename T, typename O, typename A, typename B, typename D, int TILED>
+__global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename TiledOperand<A, B, D, TILED>::Type, F::kInputs>)
+    pointwise_squares(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
+                      RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 steps, i64 tiles_x, i64 tiles_y) {
+    constexpr int S = sizeof(typename TiledOperand<A, B, D, TILED>::Type), kInputs = F::kInputs;
+    using Shape = Squares<S>;
+    constexpr int N = Shape::N;
+    static_assert(Shape::kThreads == kPointwiseThreads && Shape::kAcross == Shape::kDown, "square tiles of 256 threads");
+    __shared__ __align__(16) u8 memory[Shape::kBytes];
+    const Scalars<T> s(s0, s1, s2, s3);
+    RTK_STRIDES(true);
+    const TileCorner corner = TileCorner::of_block<kInputs>(strides, dims, tiles_x, tiles_y, Shape::kRows, Shape::kCols);
+    const int width = static_cast<int>(min(corner.width, static_cast<i64>(Shape::kRows)));
+    const int height = static_cast<int>(min(corner.height, static_cast<i64>(Shape::kCols)));
+    const int low = static_cast<int>(threadIdx.x) % Shape::kAcross, high = static_cast<int>(threadIdx.x) / Shape::kAcross;
+    Raw<16> square[N];
+    const int rows = low * N < height ? width - high * N : 0;
+    if constexpr (TILED == 0) load_square<S>(square, a + corner.at.a + high * N * a0 + low * N, a0, rows);
+    if constexpr (TILED == 1) load_square<S>(square, b + corner.at.b + high * N * b0 + low * N, b0, rows);
+    if constexpr (TILED == 2) load_square<S>(square, d + corner.at.d + high * N * d0 + low * N, d0, rows);
+    // What the tile has is not fetched: a null pointer makes it a number, which the tile's values replace.
+    const A* pa = TILED == 0 || a == nullptr ? nullptr : a + corner.at.a + low * N * a0 + high * a1;
+    const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * b0 + high * b1;
+    const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * d0 + high * d1;
+    Operands<F, T, A, B, D, N> in[N];
+#ifndef RTK_SQUARE_FLIGHT
+#define RTK_SQUARE_FLIGHT N
+#endif
+    constexpr int kInFlight = kInputs == 3 ? 4 : RTK_SQUARE_FLIGHT;  // lines of two more operands of 2 bytes would take too many registers
+    const int lines = low * N < width ? height - high : 0;
+    const auto fetch_line = [&](int k) {
+        const int line = k * Shape::kAcross;
+        if (line < lines) in[k].fetch(pa, pb, pd, line * a1, line * b1, line * d1, steps);
+    };
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) fetch_line(k);
+    stage_square<S>(square, low, high, memory);
+    __syncthreads();
+    O* to = out + corner.at.out + low * N + high * o1;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        if (k > 0 && k + kInFlight - 1 < N) fetch_line(k + kInFlight - 1);
+        const int line = k * Shape::kAcross;
+        if (line < lines) {
+            const Raw<16>& unit = staged_unit<S>(memory, high + line, low);
+            if constexpr (is_same<F, Copy>::value && is_same<O, A>::value) {
+                ptx::st<16>(to, unit);
+                to += Shape::kAcross * o1;
+                continue;
+            }
+            in[k].unpack_fetched(pa, pb, pd, na, nb, nd);
+            if constexpr (TILED == 0) in[k].a.raw.part[0] = unit, in[k].a.unpack_fetched();
+            if constexpr (TILED == 1) in[k].b.raw.part[0] = unit, in[k].b.unpack_fetched();
+            if constexpr (TILED == 2) in[k].d.raw.part[0] = unit, in[k].d.unpack_fetched();
+            in[k].store(to, s);
+        }
+        to += Shape::kAcross * o1;
+    }
+}
+
+// The part of an operand that a tile has.
+template <typename A>
+struct TileSource {
+    const A* first;  // of the element at the tile's corner
+    i64 step0, step1;
+};
+
+// Any number of transposed operands, of any types, sizes and alignment. A block owns a tile of 32 x 64, a thread four elements
+// of dimension 0 by two of 1 to load, eight of dimension 1 to compute. `tiles` has a bit for each transposed operand, tiles_x
+// and tiles_y count tiles of dimensions 0 and 1. Addresses are those of the tile's corner and steps from there: with 64-bit
+// products for each element the kernel would wait for its arithmetic. Threads: 32 x 8.
+template <typename F, typename T, typename O, typename A, typename B, typename D>
+__global__ void __launch_bounds__(kPointwiseThreads, 4)
+    pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
+                         RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 tiles, i64 tiles_x, i64 tiles_y) {
+    constexpr int kAcross = 32, kDown = 64, kRows = kPointwiseThreads / kAcross, kInputs = F::kInputs;
+    __shared__ Compute<A> tile_a[kAcross][kDown + 1];
+    __shared__ Compute<B> tile_b[kInputs > 1 ? kAcross : 1][kDown + 1];
+    __shared__ Compute<D> tile_d[kInputs > 2 ? kAcross : 1][kDown + 1];
+    const Scalars<T> s(s0, s1, s2, s3);
+    RTK_STRIDES(true);
+    const TileCorner corner = TileCorner::of_block<kInputs>(strides, dims, tiles_x, tiles_y, kAcross, kDown);
+    const int width = static_cast<int>(min(corner.width, static_cast<i64>(kAcross)));
+    const int height = static_cast<int>(min(corner.height, static_cast<i64>(kDown)));
+    const int column = static_cast<int>(threadIdx.x) % kAcross, row = static_cast<int>(threadIdx.x) / kAcross;
+    const auto fill_tile = [&](auto& tile, const auto& source) {
+        const auto* p = source.first + row * source.step0 + column * source.step1;
+        const i64 next = kRows * source.step0, half = kAcross * source.step1;
+#pragma unroll
+        for (int k = 0; k < kAcross; k += kRows) {
+            if (row + k < width) {
+                if (column < height) tile[row + k][column] = load_one(p);
+                if (column + kAcross < height) tile[row + k][column + kAcross] = load_one(p + half);
+            }
+            p += next;
+        }
+    };
+    if constexpr (kInputs > 0) {
+        if (tiles & 1) fill_tile(tile_a, TileSource<A>{a + corner.at.a, a0, a1});
+    }
+    if constexpr (kInputs > 1) {
+        if (tiles & 2) fill_tile(tile_b, TileSource<B>{b + corner.at.b, b0, b1});
+    }
+    if constexpr (kInputs > 2) {
+        if (tiles & 4) fill_tile(tile_d, TileSource<D>{d + corner.at.d, d0, d1});
+    }
+    // What a tile has is not loaded a second time: a null pointer makes it a number, which the tile's value replaces.
+    const A* pa = tiles & 1 || a == nullptr ? nullptr : a + corner.at.a + column * a0 + row * a1;
+    const B* pb = tiles & 2 || b == nullptr ? nullptr : b + corner.at.b + column * b0 + row * b1;
+    const D* pd = tiles & 4 || d == nullptr ? nullptr : d + corner.at.d + column * d0 + row * d1;
+    constexpr int kEach = kDown / kRows;
+    Operands<F, T, A, B, D, 1> in[kEach];
+    i64 at_a = 0, at_b = 0, at_d = 0;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+        if (column < width && row + k * kRows < height) in[k].fetch(pa, pb, pd, at_a, at_b, at_d, 0);
+        at_a += kRows * a1, at_b += kRows * b1, at_d += kRows * d1;
+    }
+    __syncthreads();
+    O* to = out + corner.at.out + column * o0 + row * o1;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+        const int y = row + k * kRows;
+        if (column < width && y < height) {
+            in[k].unpack_fetched(pa, pb, pd, na, nb, nd);
+            if constexpr (kInputs > 0) {
+                if (tiles & 1) in[k].a.set(0, tile_a[column][y]);
+            }
+            if constexpr (kInputs > 1) {
+                if (tiles & 2) in[k].b.set(0, tile_b[column][y]);
+            }
+            if constexpr (kInputs > 2) {
+                if (tiles & 4) in[k].d.set(0, tile_d[column][y]);
+            }
+            in[k].store(to, s);
+        }
+        to += kRows * o1;
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,155 @@
+"""Family ``ew``: pointwise operators of three operands, and fills; see ``pointwise.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rtkernels.aten.elementwise import copy_into, meta_of, output_strides, run
+from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
+from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
+from rtkernels.aten.table import NotHandled, Overload
+
+_ROWS: list[Overload] = []
+_add_row = row_adder(_ROWS)
+_OPTION = NotHandled("option")
+_BOOL = NotHandled("bool")
+
+
+def rows() -> Iterator[Overload]:
+    """Yield the rows of this module."""
+    yield from _ROWS
+
+
+_CLAMP = functor("Clamp", 3, dtypes=NUMBERS)
+
+
+def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -> Any:
+    if isinstance(min, bool) or isinstance(max, bool):
+        return _BOOL
+    if min is None and max is None:
+        return _OPTION
+    if max is None:
+        return run(MAXIMUM, (self, min), out=out)
+    if min is None:
+        return run(MINIMUM, (self, max), out=out)
+    return run(_CLAMP, (self, min, max), out=out)
+
+
+for _form in ("", ".Tensor"):
+    _add_row(f"clamp{_form}", _clamp, "clamp")
+    _add_row(f"clamp_{_form}", lambda self, min=None, max=None: _clamp(self, min, max, out=self), "clamp")
+    _add_row(f"clamp_min{_form}", lambda self, min: _clamp(self, min), "clamp_min")
+    _add_row(f"clamp_min_{_form}", lambda self, min: _clamp(self, min, out=self), "clamp_min")
+    _add_row(f"clamp_max{_form}", lambda self, max: _clamp(self, None, max), "clamp_max")
+    _add_row(f"clamp_max_{_form}", lambda self, max: _clamp(self, None, max, out=self), "clamp_max")
+_add_row("clamp.out", _clamp, "clamp")
+_add_row("clamp.Tensor_out", _clamp, "clamp")
+
+_LERP = functor("Lerp", 3, dtypes=FLOATS)
+_LERP_NUMBER = functor("LerpNumber", 2, dtypes=FLOATS)
+
+
+def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
+    if self.dtype != end.dtype or (isinstance(weight, Tensor) and weight.dtype != self.dtype):
+        return _OPTION
+    if isinstance(weight, Tensor):
+        return run(_LERP, (self, end, weight), out=out)
+    return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else _OPTION
+
+
+for _form in ("Tensor", "Scalar"):
+    _add_row(f"lerp.{_form}", _lerp, "lerp")
+    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp")
+    _add_row(f"lerp.{_form}_out", _lerp, "lerp")
+
+
+def _addc(name: str, made: Functor) -> None:
+    def plain(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
+        if type(value) not in (int, float):
+            return _OPTION
+        return run(made, (self, tensor1, tensor2), (value,), out=out)
+
+    _add_row(name, plain, name)
+    _add_row(f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name)
+    _add_row(f"{name}.out", plain, name)
+
+
+_addc("addcmul", functor("Addcmul", 3, dtypes=NUMBERS))
+_addc("addcdiv", functor("Addcdiv", 3, dtypes=FLOATS))
+_ADDR = functor("Addr", 3, dtypes=NUMBERS)
+
+
+def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    if vec1.dim() != 1 or vec2.dim() != 1 or type(beta) is bool or type(alpha) is bool:
+        return _OPTION
+    if self.dim() > 2 or any(
+        size not in (1, of) for size, of in zip(self.shape[::-1], (len(vec2), len(vec1)), strict=False)
+    ):
+        return _OPTION
+    return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
+
+
+_add_row("addr", _addr, "addr")
+_WHERE = functor("Where", 3, own=1)
+_MASKED_FILL = functor("MaskedFill", 3, own=2, promotion="first")
+
+
+def _where(condition: Tensor, self: Tensor, other: Tensor, *, out: Any = None) -> Any:
+    if condition.dtype != torch.bool:
+        return NotHandled("condition that is not bool")
+    return run(_WHERE, (condition, self, other), out=out)
+
+
+_add_row("where.self", _where, "where")
+_add_row("where.self_out", _where, "where")
+
+
+def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> Any:
+    if mask.dtype != torch.bool or type(value) is complex:
+        return _OPTION
+    if isinstance(value, Tensor):
+        if value.dim() or not _castable(value.dtype, self.dtype):
+            return _OPTION
+    elif isinstance(value, float) and not self.is_floating_point():
+        return _OPTION
+    elif self.dtype == torch.bool:
+        value = bool(value)
+    if out is None:
+        # Where self is the larger one, or both are, torch keeps its strides; the mask does not count.
+        try:
+            shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
+        except RuntimeError:
+            return _OPTION
+        out = self.new_empty_strided(shape, output_strides(shape, [meta_of(self)]))
+    return run(_MASKED_FILL, (self, mask, value), out=out)
+
+
+def _castable(source: torch.dtype, to: torch.dtype) -> bool:
+    return torch.can_cast(source, to)
+
+
+for _form in ("Scalar", "Tensor"):
+    _add_row(f"masked_fill.{_form}", _masked_fill, "masked_fill")
+    _add_row(
+        f"masked_fill_.{_form}", lambda self, mask, value: _masked_fill(self, mask, value, out=self), "masked_fill"
+    )
+
+
+def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
+    to = torch.empty_like(self) if out is None else out
+    if isinstance(value, Tensor):
+        return copy_into(to, value) if value.dim() == 0 and value.device == self.device else _OPTION
+    if type(value) is complex or (isinstance(value, float) and not self.is_floating_point()):
+        return _OPTION
+    if self.dtype == torch.bool:
+        value = bool(value)
+    return run(FILL, (), (value,), out=to, common=self.dtype)
+
+
+for _form in ("Scalar", "Tensor"):
+    _add_row(f"fill.{_form}", _fill, "fill")
+    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill")
