@@ -62,7 +62,7 @@ class Layer(NamedTuple):
 
 _FUSED = {"fused_layers": True, "attention": True, "router": True}
 _MICROBATCHES = {"fp8_fixed"}  # weights are quantised one time for several steps, as between two of an optimizer
-_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=3), **_FUSED}
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=2), **_FUSED}
 PATCHES = {
     "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
     "fp8_fixed": {"fp8": True, **_FUSED},

@@ -124,7 +124,7 @@ class _GatedMlp(torch.autograd.Function):
             if not (need_x or need_up):
                 continue
             if not keep and i == 0:
-                _, down_scale, down_t = down_at.weight_codes(down_t, True)
+                down_scale, down_t = down_at.weight_codes(down_t, True)[1:]
             dy = products.multiply(down_at.dx, d_q, down_t, d_scale.t(), down_scale.t(), dout.dtype)
             del d_q, d_scale, d_q_t, d_scale_t
             if part is ctx.cuts[-1]:
@@ -138,7 +138,7 @@ class _GatedMlp(torch.autograd.Function):
             free(hidden)
             if need_x:
                 if not keep and i == 0:
-                    _, up_scale, up_t = up_at.weight_codes(up_t, True)
+                    up_scale, up_t = up_at.weight_codes(up_t, True)[1:]
                 out = None if whole else dx[part]
                 made = products.multiply(up_at.dx, d_q, up_t, d_scale.t(), up_scale.t(), dout.dtype, out=out)
                 dx = made if whole else dx

@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
             q, scale, q_t, scale_t = quantized(at.incoming, flat)
         if need_x:
             if ctx.save_weight:
-                _, w_scale, w_q_t = at.weight_codes(w_q_t, True)
+                w_scale, w_q_t = at.weight_codes(w_q_t, True)[1:]
             dx = multiply(at.dx, q, w_q_t, scale.t(), w_scale.t(), dy.dtype).view(ctx.shape)
         if x_q_t is not None:
             dw = multiply(at.dw, q_t, x_q_t, scale_t.t(), x_scale_t.t(), ctx.dtype, WEIGHT_GRADIENT)
