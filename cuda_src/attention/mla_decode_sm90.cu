@@ -7,7 +7,8 @@
 // columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
 //
 // With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
-// columns is free after the scores, each half of the others after the one product that needs it as values.
+// columns is free after the scores, each half of the others after the one product that needs it as values; scores begin with what
+// has come. A warp for each tile asks for it, so that nothing waits behind a part of the other one.
 //
 // Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
 // a tile behind the last key is zeros, masked.
@@ -25,17 +26,19 @@ __global__ void __launch_bounds__(384, 1)
                     float* lse, float* parts, float* part_lse, i64 heads, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits,
                     i64 page_size, i64 box_rows, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 right, double scale) {
     constexpr int kRows = 64, kKeys = 64, kWidth = 576, kColumns = 256, kConsumers = 8, kStages = 2, kHalfBoxes = kColumns / 64;
+    constexpr int kParts = 2, kPartBoxes = kHalfBoxes / kParts, kProducers = 2;
     using Tile = Boxed<kKeys, kWidth>;
     using Pipe = Pipeline<kStages>;
-    constexpr u32 kHalf = kHalfBoxes * Tile::kBoxBytes;
+    constexpr u32 kHalf = kHalfBoxes * Tile::kBoxBytes, kPart = kPartBoxes * Tile::kBoxBytes;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress tiles = q_tile + Tile::kBytes;
     const ptx::SharedAddress powers = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
     const ptx::SharedAddress barriers = powers + 128 * (4 * 16 + 8);
-    auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // the columns of a warpgroup, in both tiles
-    const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are no values
-    const ptx::SharedAddress patch = barriers + 3 * Pipe::kBytes;
+    // A part of the columns of a warpgroup, in both tiles, and the columns that are no values.
+    auto part_pipe = [&](int half, int part) { return Pipe{barriers + (half * kParts + part) * Pipe::kBytes}; };
+    const Pipe last_pipe{barriers + 2 * kParts * Pipe::kBytes};
+    const ptx::SharedAddress patches = barriers + (2 * kParts + 1) * Pipe::kBytes;  // a barrier for each tile
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int rows = static_cast<int>(lq * heads), heads_here = static_cast<int>(heads), row0 = static_cast<int>(blockIdx.x) * kRows;
     const int split = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
@@ -48,9 +51,9 @@ __global__ void __launch_bounds__(384, 1)
     const int begin = split * 2 * rounds_per_split, rounds = (min(begin + 2 * rounds_per_split, all_tiles) - begin + 1) / 2;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; ++i) half_pipe(i).init(1, kConsumers / 2);
+        for (int i = 0; i < 2 * kParts; ++i) part_pipe(0, i).init(1, kConsumers / 2);
         last_pipe.init(1, kConsumers / 2);
-        ptx::mbarrier_init(patch, 1);
+        for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(patches + 8 * i, 1);
         ptx::mbarrier_fence_init();
     }
     // q, as the copy engine would write it; what does not exist is 0.
@@ -67,7 +70,8 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<40>();
-        if (warp != kConsumers) return;
+        const int producer = warp - kConsumers;
+        if (producer >= kProducers) return;
         u32 patched = 0;
         // A lane for each box of rows of a tile: how many keys and boxes there are, and where this lane's is.
         int exist = 0, parts_here = 0, slot = 0, number = 0;
@@ -81,9 +85,9 @@ __global__ void __launch_bounds__(384, 1)
             slot = key - page * static_cast<int>(page_size);
             number = table == nullptr ? batch : table[batch * table_row + page];
         };
-        if (rounds > 0) find(0);
+        if (rounds > 0) find(producer);
 #pragma unroll 1
-        for (int i = 0; i < 2 * rounds; ++i) {
+        for (int i = producer; i < 2 * rounds; i += kProducers) {
             const Pipe::State state{i % 2, static_cast<u32>(i) / 2 % 2};
             const ptx::SharedAddress to = tiles + state.stage * Tile::kBytes;
             auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives, int parts, int row, int page) {
@@ -94,36 +98,50 @@ __global__ void __launch_bounds__(384, 1)
                         ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, row, page);
             };
             // In the order in which consumers are done with what was there before.
-            const Pipe first = half_pipe(state.stage), second = half_pipe(1 - state.stage);
-            const int first_box = state.stage * kHalfBoxes, second_box = kHalfBoxes - first_box;
+            const int first = state.stage, second = 1 - state.stage;
             last_pipe.acquire(state);
             if (exist == kKeys) {
+                auto fetch_half = [&](int half, int parts, int row, int page) {
+#pragma unroll
+                    for (int part = 0; part < kParts; ++part) {
+                        part_pipe(half, part).acquire(state);
+                        fetch(half * kHalfBoxes + part * kPartBoxes, kPartBoxes, part_pipe(half, part).full(state), parts, row, page);
+                    }
+                };
                 fetch(2 * kHalfBoxes, 1, last_pipe.full(state), parts_here, slot, number);
-                first.acquire(state);
-                fetch(first_box, kHalfBoxes, first.full(state), parts_here, slot, number);
+                fetch_half(first, parts_here, slot, number);
                 const int parts_of_tile = parts_here, slot_of_tile = slot, number_of_tile = number;
-                find(i + 1);  // while this warp would wait; behind the last tile: one that is not asked for
-                second.acquire(state);
-                fetch(second_box, kHalfBoxes, second.full(state), parts_of_tile, slot_of_tile, number_of_tile);
+                find(i + kProducers);  // while this warp would wait; behind the last tile: one that is not asked for
+                fetch_half(second, parts_of_tile, slot_of_tile, number_of_tile);
                 continue;
             }
             // Behind the last key lie rows of nobody, which may be NaN; this warp overwrites them before consumers see the tile.
-            first.acquire(state), second.acquire(state);
+            const ptx::SharedAddress patch = patches + 8 * state.stage;
+            for (int part = 0; part < 2 * kParts; ++part) part_pipe(0, part).acquire(state);
             fetch(0, Tile::kBoxes, patch, parts_here, slot, number);
-            ptx::mbarrier_wait(patch, patched);
-            patched ^= 1u;
+            ptx::mbarrier_wait(patch, patched >> state.stage & 1u);
+            patched ^= 1u << state.stage;
             for (u32 at = exist * kTileRow + lane * 16; at < Tile::kBoxBytes; at += kWarp * 16)
                 for (int b = 0; b < Tile::kBoxes; ++b) ptx::st_shared_16(to + b * Tile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
             ptx::fence_async_shared();
-            last_pipe.commit_warp(state), first.commit_warp(state), second.commit_warp(state);
-            find(i + 1);
+            last_pipe.commit_warp(state);
+            for (int part = 0; part < 2 * kParts; ++part) part_pipe(0, part).commit_warp(state);
+            find(i + kProducers);
         }
         return;
     }
 
     ptx::registers_take<232>();
     const int group = warp / 4, own_row = warp % 4 * 16 + lane / 4, t = lane % 4;
-    const Pipe own_half = half_pipe(group), other_half = half_pipe(1 - group);
+    auto wait_for_own = [&](const Pipe::State& state) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) part_pipe(group, part).wait(state);
+    };
+    auto release_own = [&](const Pipe::State& state) {
+        if (lane != 0) return;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) part_pipe(group, part).release(state);
+    };
     const u32 half_at = group * kHalf, other_at = kHalf - half_at;
     const float factor = static_cast<float>(scale) * kLog2e;
     const int all_end = mask.keys_all(first_token, last_token + 1).end;
@@ -140,12 +158,13 @@ __global__ void __launch_bounds__(384, 1)
         last_pipe.wait(state);
         ptx::wgmma_fence();
         multiply_rows<T, kRows, kKeys, 64>(s, queries + 2 * kHalf, keys + 2 * kHalf);
-        own_half.wait(state);
-        ptx::wgmma_fence();
-        multiply_rows<T, kRows, kKeys, kColumns>(s, queries + half_at, keys + half_at, true);
-        other_half.wait(state);
-        ptx::wgmma_fence();
-        multiply_rows<T, kRows, kKeys, kColumns>(s, queries + other_at, keys + other_at, true);
+#pragma unroll
+        for (int i = 0; i < 2 * kParts; ++i) {
+            const u32 at = (i < kParts ? half_at : other_at) + i % kParts * kPart;
+            part_pipe(i < kParts ? group : 1 - group, i % kParts).wait(state);
+            ptx::wgmma_fence();
+            multiply_rows<T, kRows, kKeys, kColumns / kParts>(s, queries + at, keys + at, true);
+        }
         ptx::wgmma_commit();
     };
     auto scale_sums = [&] {
@@ -209,14 +228,14 @@ __global__ void __launch_bounds__(384, 1)
             scale_sums();
             add_values(p, 0);
             ptx::wgmma_wait<0>();
-            if (lane == 0) own_half.release(first);
+            release_own(first);
             ptx::named_barrier_sync(from_1, 64);
             take_powers(p);
             scale_sums();
-            own_half.wait(second);
+            wait_for_own(second);
             add_values(p, 1);
             ptx::wgmma_wait<0>();
-            if (lane == 0) own_half.release(second);
+            release_own(second);
         }
     } else {
 #pragma unroll 1
@@ -227,18 +246,18 @@ __global__ void __launch_bounds__(384, 1)
             ptx::named_barrier_sync(from_0, 64);
             take_powers(p);
             scale_sums();
-            own_half.wait(first);
+            wait_for_own(first);
             add_values(p, 0);
             ptx::wgmma_wait<1>();
             if (lane == 0) last_pipe.release(second);
             make_powers(own_p, round);
             ptx::named_barrier_arrive(from_1, 64);
             ptx::wgmma_wait<0>();
-            if (lane == 0) own_half.release(first);
+            release_own(first);
             scale_sums();
             add_values(own_p, 1);
             ptx::wgmma_wait<0>();
-            if (lane == 0) own_half.release(second);
+            release_own(second);
         }
     }
     ptx::launch_dependents();

@@ -151,8 +151,8 @@ RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words
 }
 
 // The same for 16 numbers of a 16-bit T as they lie in memory, with magnitudes up to 6.5 steps; 2^-60 <= step <= 2^60. The
-// reciprocal in two parts spares a step of the division: tests/ops/quant/test_nvfp4.py compares all steps and numbers that are
-// next to a tie. The smaller part is rounded away from 0 for the one step that needs it.
+// reciprocal in two parts spares a step of the division: tests/ops/quant/test_nvfp4.py compares both for all steps and the
+// numbers that are next to a tie. The smaller part is raised by its last bit for the one step that needs it.
 template <typename T>
 RTK_DEVICE void e2m1_pack_elements(const u32 (&raw)[8], float step, u32 (&words)[2]) {
     const float inverse = inverse_scale(step), rest = fmaf(-inverse, step, 1.0f) * inverse;

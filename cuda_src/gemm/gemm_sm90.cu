@@ -23,7 +23,6 @@
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
-#include "ptx/words.cuh"
 
 namespace rtk {
 
@@ -113,7 +112,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
     // Weight gradients have few tiles and a long k, of which several blocks may have parts.
-    constexpr bool kSplits = SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256;
+    constexpr bool kSplits =
+        SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -343,38 +343,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         }
 
         if constexpr (kSplits) {
-            // Sums lie as threads have them: 16 bytes of each thread, then the next 16.
-            constexpr int kThreads = 128 * CONSUMERS;
-            auto sums_of = [&](u32 block) {
-                return reinterpret_cast<float4*>(shared_sums) + block * (WAVES * COLS / 8 * kThreads) + threadIdx.x;
-            };
-            if (share.is_part() && share.first_step() != 0) {
-                float4* const to = sums_of(blockIdx.x);
-#pragma unroll
-                for (int i = 0; i < WAVES * COLS / 8; ++i) {
-                    const float* from = sums[i / (COLS / 8)] + i % (COLS / 8) * 4;
-                    to[i * kThreads] = make_float4(from[0], from[1], from[2], from[3]);
-                }
-                __threadfence();
-                ptx::named_barrier_sync(ring.barrier, 128);
-                if (thread == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
-                continue;
-            }
             if (share.is_part()) {
-                const u32 tile_end = share.tile_end();
-#pragma unroll 1
-                for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < tile_end; ++block) {
-                    while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
-                    }
-                    __threadfence();
-                    const float4* from = sums_of(block);
-#pragma unroll
-                    for (int i = 0; i < WAVES * COLS / 8; ++i) {
-                        const float4 v = from[i * kThreads];
-                        float* const to = sums[i / (COLS / 8)] + i % (COLS / 8) * 4;
-                        to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
-                    }
+                const SharedSums<CONSUMERS, COLS / 8> parts{shared_sums, arrived};
+                if (share.first_step() != 0) {
+                    parts.put(sums[0], consumer, ring.barrier);
+                    continue;
                 }
+                for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < share.tile_end(); ++block)
+                    parts.add(sums[0], consumer, block);
             }
         }
 

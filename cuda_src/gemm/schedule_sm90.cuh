@@ -7,6 +7,8 @@
 // order, give groups that are inside.
 #pragma once
 #include "common/scan.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/words.cuh"
 
 namespace rtk {
 
@@ -132,6 +134,44 @@ struct TileShare {
             found.depth = min(found.depth - found.k, static_cast<i32>(min(tile_end(), end) - at) * block_depth);
         }
         return found;
+    }
+};
+
+// Sums of tiles that blocks share, of one part for each block: as its threads have them, 16 bytes of each, then the next 16.
+// `arrived` says which are there, by block and warpgroup; zeros before the launch.
+template <int CONSUMERS, int VECTORS>
+struct SharedSums {
+    static constexpr u32 kThreads = 128 * CONSUMERS;
+    float* sums;
+    u32* arrived;
+
+    // By a warpgroup, with a barrier of its own.
+    RTK_DEVICE void put(const float (&own)[4 * VECTORS], int consumer, int barrier) const {
+        float4* const to = place(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            to[i * kThreads] = make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
+        __threadfence();
+        ptx::named_barrier_sync(barrier, 128);
+        if (threadIdx.x % 128 == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
+    }
+
+    // Waits for those of another block.
+    RTK_DEVICE void add(float (&own)[4 * VECTORS], int consumer, u32 block) const {
+        while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
+        }
+        __threadfence();
+        const float4* from = place(block);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const float4 v = from[i * kThreads];
+            own[4 * i] += v.x, own[4 * i + 1] += v.y, own[4 * i + 2] += v.z, own[4 * i + 3] += v.w;
+        }
+    }
+
+   private:
+    RTK_DEVICE float4* place(u32 block) const {
+        return reinterpret_cast<float4*>(sums) + block * (VECTORS * kThreads) + threadIdx.x;
     }
 };
 

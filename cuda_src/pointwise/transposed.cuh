@@ -88,7 +88,10 @@ __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename Tile
     const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * b0 + high * b1;
     const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * d0 + high * d1;
     Operands<F, T, A, B, D, N> in[N];
-    constexpr int kInFlight = kInputs == 3 ? 4 : N;  // lines of two more operands of 2 bytes would take too many registers
+#ifndef RTK_SQUARE_FLIGHT
+#define RTK_SQUARE_FLIGHT N
+#endif
+    constexpr int kInFlight = kInputs == 3 ? 4 : RTK_SQUARE_FLIGHT;  // lines of two more operands of 2 bytes would take too many registers
     const int lines = low * N < width ? height - high : 0;
     const auto fetch_line = [&](int k) {
         const int line = k * Shape::kAcross;

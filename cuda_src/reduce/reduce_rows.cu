@@ -12,6 +12,9 @@
 #ifndef RTK_ROW_LOADS
 #define RTK_ROW_LOADS 8
 #endif
+#ifndef RTK_HEAVY_LOADS
+#define RTK_HEAVY_LOADS 4
+#endif
 #ifndef RTK_ROW_BLOCKS
 #define RTK_ROW_BLOCKS 4
 #endif
@@ -22,7 +25,7 @@ namespace rtk {
 template <typename M>
 inline constexpr int kRowBlocks = sizeof(typename M::State) == 4 ? RTK_ROW_BLOCKS : 2;
 template <typename M>
-inline constexpr int kRowLoads = sizeof(typename M::State) == 4 ? RTK_ROW_LOADS : 4;
+inline constexpr int kRowLoads = sizeof(typename M::State) == 4 ? RTK_ROW_LOADS : RTK_HEAVY_LOADS;
 
 template <typename T, typename M, int N>
 RTK_DEVICE void absorb(typename M::State& s, const Raw<sizeof(T) * N>& raw, i64 at, const Lift& lift) {

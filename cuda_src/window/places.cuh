@@ -6,12 +6,17 @@ namespace rtk {
 
 inline constexpr int kPoolThreads = 256;
 
+// Of numbers that are not negative: most fit 32 bits, in which a division takes a fifth of the instructions.
+RTK_DEVICE i64 quotient(i64 a, i64 b) {
+    return (a | b) >> 32 == 0 ? static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b)) : a / b;
+}
+
 struct PoolPlace {
     i64 plane, row, column;
     RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
-        const i64 rest = at / width;
+        const i64 rest = quotient(at, width);
         column = at - rest * width;
-        plane = rest / height;
+        plane = quotient(rest, height);
         row = rest - plane * height;
     }
 };
@@ -25,7 +30,7 @@ RTK_DEVICE float element(const T* x, i64 at) {
 
 // Planes are (batch, channels), at strides x_batch and x_channel.
 RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
-    const i64 batch = plane / channels;
+    const i64 batch = quotient(plane, channels);
     return batch * x_batch + (plane - batch * channels) * x_channel;
 }
 

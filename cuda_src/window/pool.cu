@@ -56,17 +56,31 @@ __global__ void __launch_bounds__(kPoolThreads)
     indices[at] = index;
 }
 
-// The nearest element above and to the left, at `scale` elements of x for each of the result. Moves bytes.
+// The nearest element above and to the left, at `scale` elements of x for each of the result. Moves bytes; with `vectors` a thread owns
+// 16 of them, side by side in a row of the result, and `count` are those.
 template <int BYTES>
 __global__ void __launch_bounds__(kPoolThreads)
     upsample_nearest(const u8* x, u8* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width,
-                     i64 x_batch, i64 x_channel, i64 x_row, i64 x_column, double scale_h, double scale_w) {
+                     i64 x_batch, i64 x_channel, i64 x_row, i64 x_column, double scale_h, double scale_w, i64 vectors) {
+    constexpr int kEach = 16 / BYTES;
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
-    const PoolPlace place(at, out_height, out_width);
-    const i64 row = nearest(place.row, scale_h, height), column = nearest(place.column, scale_w, width);
-    const i64 from = plane_offset(place.plane, channels, x_batch, x_channel) + row * x_row + column * x_column;
-    ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
+    const PoolPlace place(vectors ? at * kEach : at, out_height, out_width);
+    const i64 row = nearest(place.row, scale_h, height);
+    x += (plane_offset(place.plane, channels, x_batch, x_channel) + row * x_row) * BYTES;
+    if (!vectors) {
+        const i64 from = nearest(place.column, scale_w, width) * x_column;
+        ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
+        return;
+    }
+    Raw<16> made{};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const Raw<BYTES> one = ptx::ld_keep<BYTES>(x + nearest(place.column + i, scale_w, width) * x_column * BYTES);
+        constexpr u32 kMask = BYTES == 4 ? 0xffffffffu : (1u << (8 * BYTES % 32)) - 1u;
+        made.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
+    }
+    ptx::st<16>(y + at * 16, made);
 }
 
 }  // namespace rtk

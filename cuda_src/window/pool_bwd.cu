@@ -9,8 +9,8 @@ struct Windows {
     i64 first, last;
     RTK_DEVICE Windows(i64 at, i64 extent, i64 stride, i64 pad, i64 count) {
         const i64 beyond = at + pad - extent;  // windows that begin here or before end before the element
-        first = beyond < 0 ? 0 : beyond / stride + 1;
-        last = min((at + pad) / stride, count - 1);
+        first = beyond < 0 ? 0 : quotient(beyond, stride) + 1;
+        last = min(quotient(at + pad, stride), count - 1);
     }
 };
 

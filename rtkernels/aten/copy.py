@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import FILL, KERNELS, TOKENS, copy_into, run
+from rtkernels.aten.elementwise import copy_into, run
+from rtkernels.aten.functors import FILL, KERNELS, TOKENS
 from rtkernels.aten.strides import MAX_DIMS, arrange, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive

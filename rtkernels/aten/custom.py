@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rtkernels import emulator
-from rtkernels.aten.elementwise import FLOATS, NUMBERS, TOKENS, Functor, Kernels, run
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, Kernels
 from rtkernels.aten.table import NotHandled
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import places

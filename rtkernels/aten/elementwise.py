@@ -9,45 +9,22 @@ launches.
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 
-from rtkernels.aten.strides import SQUARES, Arrangement, arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import OVERLAP, NotHandled, Overload
-from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.aten.functors import ABSENT, COPY, FLOATS, KERNELS, TOKENS, Functor
+from rtkernels.aten.strides import arrange, broadcast, overlaps_itself
+from rtkernels.aten.table import OVERLAP, NotHandled
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.tape import Call, tape
 from rtkernels.runtime.operator.written import written_code
-from rtkernels.runtime.targets import Target
 
-TOKENS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "boolean",
-}
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
-INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-NUMBERS = FLOATS | INTEGERS
-ANY = NUMBERS | {torch.bool}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what a copy moves
-_ABSENT = "u8"  # the template argument of an operand that there is not
-_NUMBERS = "na:i64 nb:i64 nd:i64 s0:i64 s1:i64 s2:i64 s3:i64"
-_TABLE = " ".join(f"{name}{i}:i64" for name in "nqoabd" for i in range(6))
-
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, bytes past a multiple of 16
 Number = bool | int | float
 
@@ -59,72 +36,6 @@ _RANGE = NotHandled("number out of range")
 _COMPLEX = NotHandled("complex")
 _NUMBERS_ONLY = NotHandled("numbers only")
 _LAZY = NotHandled("lazy negative or conjugate")
-
-
-@dataclass(frozen=True, eq=False)
-class Functor:
-    """A functor of the header, and what torch's operators say about its dtypes.
-
-    Attributes:
-        name: Of the struct in namespace ``rtk``.
-        inputs: Tensors or numbers that it takes, 0 to 3.
-        dtypes: Promoted dtypes that it is for.
-        promotion: What operands are converted to: "default" (torch's promotion), "float" (integers become the default
-            float), or "first" (the dtype of the first operand that counts).
-        result: Dtype of the result; None: the promoted one.
-        own: A bit for each operand that keeps its dtype and does not count for promotion (masks).
-        rounds_numbers: Numbers are rounded to the promoted dtype before they are used, as torch does in comparisons.
-        unit: Source; the built-in functors are in ``pointwise/pointwise.cu``.
-    """
-
-    name: str
-    inputs: int
-    dtypes: frozenset[torch.dtype] = ANY
-    promotion: str = "default"
-    result: torch.dtype | None = None
-    own: int = 0
-    rounds_numbers: bool = False
-    kernels: Any = None  # of a user's unit
-
-
-class Kernels:
-    """The kernels of one unit, one or two for each class of layouts."""
-
-    def __init__(self, unit: str, sample: Any, tier: str = "aten") -> None:
-        types = "F T O A B D"
-        pointers = "out:ptr a:ptr b:ptr d:ptr"
-        self.flat = Kernel(
-            unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} count:i64 steps:i64 aligned16:i64",
-            variants=lambda target: sample("V", target),
-        )  # fmt: skip
-        self.strided = Kernel(
-            unit, "pointwise_strided", template=f"{types} INDEX64", tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} {_TABLE} count:i64 dims:i64 steps:i64 vectors:i64",
-            variants=lambda target: sample("G", target),
-        )  # fmt: skip
-        self.transposed = Kernel(
-            unit, "pointwise_transposed", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
-            variants=lambda target: sample("T", target),
-        )  # fmt: skip
-        self.squares = Kernel(
-            unit, "pointwise_squares", template=f"{types} TILED", tier=tier, max_registers=128,
-            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
-            variants=lambda target: sample("S", target),
-        )  # fmt: skip
-
-    def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
-        if how.kind == "V":
-            return self.flat.bind(types, device, how.grid, 256, ending=how.ending)
-        if how.tiled is not None:
-            return self.squares.bind((*types, how.tiled), device, how.grid, 256, ending=how.ending)
-        if how.kind == "T":
-            return self.transposed.bind(types, device, how.grid, 256, ending=how.ending)
-        return self.strided.bind((*types, how.index64), device, how.grid, 256, ending=how.ending)
-
-    def all(self) -> tuple[Kernel, ...]:
-        return self.flat, self.strided, self.transposed, self.squares
 
 
 # ---- promotion ------------------------------------------------------------------------------------------------------
@@ -215,7 +126,7 @@ def _build(
     how = arrange(shape, strides, itemsizes, starts)
     if how is None:
         return _RANK
-    variant = (functor.name, TOKENS[common], TOKENS[plan.dtype], *types, *[_ABSENT] * (3 - len(types)))
+    variant = (functor.name, TOKENS[common], TOKENS[plan.dtype], *types, *[ABSENT] * (3 - len(types)))
     plan.launch = (functor.kernels or KERNELS).bind(variant, how, device)
     return plan
 
@@ -412,9 +323,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
-COPY = Functor("Copy", 1)
-FILL = Functor("Fill", 0)
-
 
 def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
     """Write `source`, converted and broadcast, to `out`. Copies of one dtype move bits: any dtype up to 8 bytes."""
@@ -434,59 +342,3 @@ def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
         return NotHandled(str(out.dtype).removeprefix("torch."))
     done = run(COPY, (source.view(bits),), out=out.view(bits), common=bits, known_as=out)
     return done if type(done) is NotHandled else out
-
-
-# ---- variants -------------------------------------------------------------------------------------------------------
-
-_FUNCTORS: dict[str, Functor] = {}  # every built-in functor, by name: what all variants are made of
-
-
-def functor(name: str, inputs: int, **options: Any) -> Functor:
-    """Return a new built-in functor."""
-    made = _FUNCTORS[name] = Functor(name, inputs, **options)
-    return made
-
-
-_FUNCTORS |= {"Copy": COPY, "Fill": FILL}
-
-
-def row_adder(rows: list[Overload]) -> Callable[..., None]:
-    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none."""
-
-    def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
-        rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
-
-    return add
-
-
-def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the variants of every built-in functor for operands of one dtype: all but mixtures."""
-    for made in _FUNCTORS.values():
-        for dtype in TOKENS:
-            if dtype not in made.dtypes:
-                continue
-            token = TOKENS[dtype]
-            result = TOKENS[made.result] if made.result is not None else token
-            types = ["boolean" if made.own >> i & 1 and made is not COPY else token for i in range(made.inputs)]
-            variant = (made.name, token, result, *types, *[_ABSENT] * (3 - made.inputs))
-            if kind == "S":  # the last operand that has the promoted dtype is transposed
-                tiled = next((i for i in reversed(range(made.inputs)) if types[i] == token), None)
-                if tiled is not None and dtype.itemsize in SQUARES and (made.result or dtype).itemsize <= 4:
-                    yield (*variant, tiled)
-            else:
-                yield (*variant, False) if kind == "G" else variant
-
-
-_SAMPLED = {"V": 48, "G": 32, "T": 8, "S": 12}
-
-
-def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
-    """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
-    from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  their functors
-
-    ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
-    return ranked[: _SAMPLED[kind]]
-
-
-KERNELS = Kernels("pointwise/pointwise.cu", _sample)
-OP = Op("aten_pointwise", public=(), kernels=KERNELS.all(), torch_ops=())

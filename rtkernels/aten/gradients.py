@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder, run
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel

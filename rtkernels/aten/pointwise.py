@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import (
-    FLOATS,
-    INTEGERS,
-    NUMBERS,
-    Functor,
-    functor,
-    row_adder,
-    run,
-)
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 
 _NEGATIVE = NotHandled("negative integer exponent")

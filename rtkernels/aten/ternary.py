@@ -8,18 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import (
-    FILL,
-    FLOATS,
-    NUMBERS,
-    Functor,
-    copy_into,
-    functor,
-    meta_of,
-    output_strides,
-    row_adder,
-    run,
-)
+from rtkernels.aten.elementwise import copy_into, meta_of, output_strides, run
+from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
 from rtkernels.aten.table import NotHandled, Overload
 

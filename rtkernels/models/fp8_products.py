@@ -112,8 +112,9 @@ class _Linear(torch.autograd.Function):
         made = given or at.weight_codes(matrix, keep and not save_weight)
         q = codes.q if codes.q.dim() == 2 else codes.q.view(-1, codes.q.shape[-1])
         out = multiply(at.product, q, made.q, codes.scale.t(), made.scale, y.dtype, bias=bias)
+        trains = any(ctx.needs_input_grad[7:])
         ctx.save_for_backward(
-            codes.q_t, codes.scale_t,
+            *((codes.q_t, codes.scale_t) if trains else (None, None)),
             *((None, None) if not keep else (matrix, None) if save_weight else (made.q_t, made.scale)),
         )  # fmt: skip
         ctx.at, ctx.save_weight, ctx.shape, ctx.dtype = at, save_weight, y.shape, matrix.dtype
@@ -129,12 +130,15 @@ class _Linear(torch.autograd.Function):
         x_q_t, x_scale_t, w_q_t, w_scale = ctx.saved_tensors
         need_x, need_bias, *_ = ctx.needs_input_grad
         flat, dx, dw, dbias = dy.reshape(row_count(ctx.shape), dy.shape[-1]), None, None, None
-        q, scale, q_t, scale_t = quantized(at.incoming, flat)
+        if x_q_t is None:  # frozen weights
+            q, scale = QUANTIZE.call(flat, "group", E4M3, False, "column")
+        else:
+            q, scale, q_t, scale_t = quantized(at.incoming, flat)
         if need_x:
             if ctx.save_weight:
                 _, w_scale, w_q_t = at.weight_codes(w_q_t, True)
             dx = multiply(at.dx, q, w_q_t, scale.t(), w_scale.t(), dy.dtype).view(ctx.shape)
-        if any(ctx.needs_input_grad[7:]):
+        if x_q_t is not None:
             dw = multiply(at.dw, q_t, x_q_t, scale_t.t(), x_scale_t.t(), ctx.dtype, WEIGHT_GRADIENT)
         if need_bias:
             dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

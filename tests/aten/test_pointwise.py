@@ -169,6 +169,12 @@ def test_copies(device: str) -> None:
         lambda x: torch.empty_like(x).copy_(x[0]),
     ):
         check(function, x, device=device)
+    y, longer = x + 1, torch.cat([x, x])
+    for _ in range(2):  # the second call is recognised
+        check(lambda x, y: torch.cat([x, y]), x, y, device=device)
+        check(lambda x, y: torch.cat([x, y], 1), x, y, device=device)
+        check(lambda x, y: torch.stack([x, y], 1), x, y, device=device)
+        check(lambda x, y: torch.cat([y, x]), longer, x, device=device)
     check(lambda x: torch.cat([x]), x, device=device)
     one = x.clone()
     with taken("sm_80" if device == "cpu" else "cuda", "cat"):

@@ -6,7 +6,7 @@ import pytest
 from support.places import allowed_spills, compiled_for
 
 from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  register their functors
-from rtkernels.aten.elementwise import _FUNCTORS, KERNELS, all_variants
+from rtkernels.aten.functors import _FUNCTORS, KERNELS, all_variants
 from rtkernels.runtime import targets
 from rtkernels.runtime.build import cache
 from rtkernels.runtime.build.nvrtc import Resources

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
 
 from conformance import harness
-from rtkernels.aten import concat, copy, elementwise, gradients, table
+from rtkernels.aten import concat, copy, functors, gradients, table
 from rtkernels.runtime.launch.plans import Plans
 
 _ONE_IN = 60
@@ -28,7 +28,7 @@ def _no_launches():
 
     Plans.forget_all()
     patch = pytest.MonkeyPatch()
-    for kernel in (*elementwise.KERNELS.all(), copy._TRIANGLE, concat._CONCAT, gradients._GLU_BACKWARD):
+    for kernel in (*functors.KERNELS.all(), copy._TRIANGLE, concat._CONCAT, gradients._GLU_BACKWARD):
         patch.setattr(kernel, "bind", nothing)
     yield
     patch.undo()

@@ -56,6 +56,11 @@ def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch
     monkeypatch.setattr(quantized.products, "linear", lambda *args: steps.append(args) or own(*args))
     found = [made(), made(save_weight=True)]
     assert len(steps) == 8  # q, k, v as one and the output projection, of two layers, two times
+    frozen = build(kind, intermediate_size=128, **sizes).bfloat16()
+    models.patch(frozen, fp8=True, fused_layers=True)
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("norm" in name)
+    assert all(torch.equal(found[0][1][name], g) for name, g in loss_and_gradients(frozen, tokens(2, 16))[1].items())
     monkeypatch.setattr(quantized, "_as_step", lambda *args: None)
     loss, gradients = made()
     for other, others in found:

@@ -63,7 +63,7 @@ KERNEL_SM90 = Kernel(
     tier="serve",
 )
 _SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
-_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 104 + 1024
+_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 5 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:

@@ -229,7 +229,8 @@ def steps(
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
     if split is None:
-        split = g is None and finish == PLAIN and shares_tiles(tile, p.m, p.n, p.k, scales, multiprocessors)
+        split = g is None and finish == PLAIN and p.a.token not in _BYTES
+        split = split and shares_tiles(tile, p.m, p.n, p.k, scales, multiprocessors)
     grid = multiprocessors if split else grid
     launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=split)
     arguments = _arguments(p, tile, scales, names or {}, split)
