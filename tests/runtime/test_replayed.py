@@ -130,6 +130,20 @@ def test_what_cannot_be_repeated_is_not_noted() -> None:
             assert known.replay is None and known.why_not
 
 
+def test_tensors_without_memory_go_to_the_function() -> None:
+    @replayed
+    def doubled(x: Tensor) -> Tensor:
+        return x + x
+
+    with rtkernels.emulate():
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            assert_equal_bits(torch.vmap(doubled)(x), x + x)
+            assert doubled(x.to("meta")).is_meta
+            assert_equal_bits(doubled(x.to_sparse()).to_dense(), x + x)
+    assert not doubled.replays.known
+
+
 def test_a_call_that_is_to_look_at_values_does(monkeypatch: pytest.MonkeyPatch) -> None:
     @replayed
     def checked(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import written_code
-from rtkernels.runtime.torch_private import dispatch_modes, forward_ad, is_dynamo_compiling
+from rtkernels.runtime.torch_private import dispatch_modes, forward_ad, increment_versions, is_dynamo_compiling
 
 
 class Tensors:
@@ -105,7 +105,7 @@ class ListOperator(TorchOp):
         pointers = [f"0 if {a.name} is None else {a.name}.data_ptr()" for a in self._scalars]
         numbers = f"*derive({', '.join(self._numbers)})" if self._derive else ", ".join(self._numbers)
         counted = ", ".join(f"*{a.name}" for a in self._lists if a.counted)
-        count = f"{first}[0].is_inference() or increment_version(({counted},)); " if counted else ""
+        count = f"{first}[0].is_inference() or increment_versions(({counted},)); " if counted else ""
         run = ", ".join(filter(None, ["table.address", *pointers, numbers]))
         lists = [f"type({a.name}) in plain_lists" for a in self._lists]
         source = f"""
@@ -136,7 +136,7 @@ def replay({names}):
             "check_number": check_number,
             "make_plan": self._make_plan,
             "derive": self._derive,
-            "increment_version": torch.autograd.graph.increment_version,
+            "increment_versions": increment_versions,
             "plain_lists": (list, tuple),
             "is_dynamo_compiling": is_dynamo_compiling,
             "forward_ad": forward_ad,

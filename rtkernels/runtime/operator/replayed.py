@@ -100,7 +100,7 @@ def _add_keys(key: list[Any], values: Iterable[Any], grads: bool) -> bool:
     for value in values:
         kind = type(value)
         if kind in TENSOR_TYPES:
-            if value.requires_grad and grads:
+            if value.layout is not torch.strided or value.is_meta or (value.requires_grad and grads):
                 return False
             device = key[0] = value.get_device()
             key.append((value.dtype, value.shape, value.stride(), device, value.data_ptr() & 15))
@@ -165,10 +165,10 @@ class _Finder:
         """Return what the notes of a call are found by, its device first; None for a call that is not to be noted."""
         if self._out is not None and values[self._out] is not None:
             return None
+        if functorch_transform() is not None or jit_tracing_state() is not None:
+            return None
         key: list[Any] = [None]
         if not _add_keys(key, values, torch.is_grad_enabled()) or key[0] is None:
-            return None
-        if functorch_transform() is not None or jit_tracing_state() is not None:
             return None
         return None if key[0] < 0 and emulator.active() is None else tuple(key)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.operator.noting import Arguments, Line, Notes, NotRepeatable, Root, View
 from rtkernels.runtime.operator.written import written_code
-from rtkernels.runtime.torch_private import same_tensors
+from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 MISS = object()  # what a written function returns for a call that is not like the one it was made of
 
@@ -42,7 +42,7 @@ class _Writer:
         first = next(iter(notes.arguments.values()))
         self.scope: dict[str, Any] = {
             "MISS": MISS, "allocate": allocator(first.get_device()), "is_grad_enabled": torch.is_grad_enabled,
-            "increment_version": torch.autograd.graph.increment_version,
+            "increment_versions": increment_versions,
         }  # fmt: skip
         self.body: list[str] = []
         self.constants = 0
@@ -127,7 +127,7 @@ class _Writer:
             ]
             self.body.append(f"{names}run_{i}({', '.join(given)})")
             for name in dict.fromkeys(view.root.name for view in line.written if view.root.argument):
-                self.body.append(f"{name}.is_inference() or increment_version({name})")
+                self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
         elif line.function is None:
             layout = ", ".join(map(self.constant, (made[0].shape, made[0].strides, made[0].dtype)))
             self.body.append(f"{names}allocate({layout})")
