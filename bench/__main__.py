@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     aten.add_argument("--quick", action="store_true", help="a minute: fewer shapes, dtypes and calls")
     aten.add_argument("--record", type=Path, metavar="FILE", help="measure nothing; take the default set from a result")
     aten.add_argument("--seconds", type=float, help="begin no case after this time")
+    aten.add_argument("--resume", action="store_true", help="keep the cases of the result file, measure the others")
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
@@ -174,7 +175,9 @@ def _aten(args: argparse.Namespace) -> int:
         return 2
     if importlib.util.find_spec("flag_gems") is None:
         ways = tuple(way for way in ways if way != "flaggems")
-    aten.run(args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds)
+    aten.run(
+        args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds, resume=args.resume
+    )
     return 0
 
 

@@ -9,8 +9,8 @@ behind it, and torch.compile would then compile Liger's kernels. A row has the t
 the host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients
 against the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
 (torch.compile of transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router),
-"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory). Experts of the reference are chosen
-by 16-bit logits, as those of the ways are.
+"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory), "fp8_fixed" (a micro-batch behind
+the first one: weights have their codes). Experts of the reference are chosen by 16-bit logits, as those of the ways.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,9 +61,11 @@ class Layer(NamedTuple):
 
 
 _FUSED = {"fused_layers": True, "attention": True, "router": True}
-_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=3), **_FUSED}
+_MICROBATCHES = {"fp8_fixed"}  # weights are quantised one time for several steps, as between two of an optimizer
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=2), **_FUSED}
 PATCHES = {
     "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
+    "fp8_fixed": {"fp8": True, **_FUSED},
 }  # fmt: skip
 
 
@@ -200,7 +202,10 @@ KINDS = {
     "dense": Kind(
         {"batch": 2, "length": 4096, "hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "head_dim": 32},
-        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused", "fp8_saving"),
+        (
+            "eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused", "fp8_saving",
+            "fp8_fixed",
+        ),
         dense,
     ),
     "head": Kind(
@@ -212,7 +217,7 @@ KINDS = {
     "moe": Kind(
         {"batch": 2, "length": 4096, "hidden": 2048, "ffn": 768, "experts": 128, "top_k": 8},
         {"batch": 2, "length": 24, "hidden": 128, "ffn": 64, "experts": 8, "top_k": 2},
-        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused"),
+        ("eager", "transformers", "liger", "compile", "ours", "ours_fused", "fp8", "fp8_fused", "fp8_fixed"),
         moe,
     ),
 }  # fmt: skip
@@ -260,8 +265,12 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
     """Return the row of one way."""
     compiled = way == "compile"
     leaf, dy = inputs(sizes, device, torch.bfloat16)
-    with nullcontext() if compiled else processes.alone():  # compiling is the host's business for a long time
+    with ExitStack() as stack:
+        if not compiled:  # compiling is the host's business for a long time
+            stack.enter_context(processes.alone())
         layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
+        if way in _MICROBATCHES:
+            stack.enter_context(rtkernels.nn.fixed_weights(layer.module))
         got = results(layer, leaf, dy)
         errors = {name: relative(got[name], t.to(device)) for name, t in wanted.items()}
         del got
@@ -353,12 +362,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     kinds = args.kinds or list(KINDS)
     ways = args.ways.split(",") if args.ways else list(dict.fromkeys(way for kind in kinds for way in KINDS[kind].ways))
-    made: dict[str, Any] = {}
+    made = _begun(args)
+    ways = [way for way in ways if not all(_has(made, kind, way) for kind in kinds if way in KINDS[kind].ways)]
     print(f"{'layer':7}{'way':14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
     passed = sys.argv[1:] if arguments is None else arguments
     with _references() as environment:
         _collect(made, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
     return made
+
+
+def _begun(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the result file has already, if that is to be kept."""
+    if not args.goes_on or args.out is None or not args.out.exists():
+        return {}
+    return json.loads(args.out.read_text())["layers"]
+
+
+def _has(made: dict[str, Any], kind: str, way: str) -> bool:
+    """Return True if a way of a layer was measured."""
+    rows = made.get(f"layer_{kind}", {}).get("rows", [{}])
+    return way in rows[0] and "failed" not in rows[0][way]
 
 
 @contextmanager
@@ -379,7 +402,7 @@ def _collect(made: dict[str, Any], kinds: list[str], args: argparse.Namespace, r
             entry["rows"][0][way] = record.get(kind, record)  # of all layers: that it failed, or is absent
             print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
         if args.out:  # way by way: what was measured stays if a later one fails
-            args.out.write_text(json.dumps({"environment": meta.environment(), "layers": made}, indent=1))
+            processes.write(args.out, {"environment": meta.environment(), "layers": made})
 
 
 def _line(way: str, row: dict[str, Any]) -> str:

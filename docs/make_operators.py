@@ -12,6 +12,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from bench.measure import aten_file  # noqa: E402
 from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402
 from rtkernels.aten.measured import DEFAULT  # noqa: E402
@@ -173,18 +174,18 @@ win P 0: _upsample_bicubic2d_aa
 FUNCTIONS = {
     "index": "family idx: `index.Tensor` with one tensor of indices",
     "apply_rotary_pos_emb": "`rtkernels.rope`",
-    "concat_and_cache_mla": "by name: the MLA cache writers of the attention family",
+    "concat_and_cache_mla": "`rtkernels.append_kv_cache` into two slices of the cache ([migrating](migrating.md))",
     "conv1d": "cuDNN",
     "conv2d": "cuDNN",
     "cross_entropy_loss": "`rtkernels.cross_entropy`",
     "flash_attn_varlen_func": "`rtkernels.attention_varlen`",
-    "flash_mla": "by name: the decode kernels of the attention family",
+    "flash_mla": "`rtkernels.mla_decode`",
     "fused_add_rms_norm": "`rtkernels.rms_norm` with a residual",
     "gelu_and_mul": "`rtkernels.glu`",
     "instance_norm": "torch: a batch norm over a view",
     "outer": "composite over `mul.Tensor`",
-    "reshape_and_cache": "by name: `rtkernels.append_kv_cache`",
-    "reshape_and_cache_flash": "by name: `rtkernels.append_kv_cache`",
+    "reshape_and_cache": "no: a cache with keys in slices of 16 bytes; `rtkernels.append_kv_cache` writes plain ones",
+    "reshape_and_cache_flash": "`rtkernels.append_kv_cache`",
     "scaled_dot_product_attention": "`rtkernels.sdpa`; torch's backends otherwise",
     "silu_and_mul": "`rtkernels.glu`",
     "skip_layer_norm": "`rtkernels.layer_norm` with a residual",
@@ -306,6 +307,14 @@ geometric mean over the shapes: of our kernel at every size; with smaller calls 
 """
 
 
+FLAGGEMS = """
+
+FlagGems' time over ours where both have an overload, bfloat16, two sizes of each (64 x 64 and 4096 x 4096, or those of
+norms), all in one process; FlagGems with three of its configurations to choose from. {count} overloads, geometric mean
+{operator:.2f} for calls in a row and {kernel:.2f} on the device at the larger size. Below 1: {slower}.
+"""
+
+
 BOUNDS = """
 
 Shares of what memory allows (`bench/measure/aten_bounds.py`), launch included: sums of rows and of columns against the
@@ -331,6 +340,15 @@ def measured() -> list[str]:
         where = "never" if size == chosen.NEVER else f"{size}"
         mark = ", default" if name in DEFAULT else ""
         lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+    operator, kernel = (aten_file.flaggems_ratios(result["cases"], mode) for mode in ("operator", "kernel"))
+    if operator:
+        means = {name: aten_file.mean(list(cases.values())) for name, cases in operator.items()}
+        slower = ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in sorted(means.items()) if ratio < 1.0)
+        device = [aten_file.mean(list(cases.values())) for cases in kernel.values()]
+        lines += FLAGGEMS.format(
+            count=len(means), operator=aten_file.mean(list(means.values())), kernel=aten_file.mean(device),
+            slower=slower or "none",
+        ).rstrip().splitlines()  # fmt: skip
     if result.get("bounds"):
         lines += BOUNDS.rstrip().splitlines()
         for name, found in result["bounds"].items():

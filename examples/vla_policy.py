@@ -162,23 +162,28 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if options.skip_compile or device == "cpu":
         del ways["torch.compile"]
     print(f"{sizes.prefix} tokens of prefix, {sizes.horizon} actions, {sizes.steps} steps, on {device}")
-    print(f"{'':16}{'ms':>10}{'GB':>8}{'kernels/step':>14}{'cosine':>10}")
+    print(f"{'':16}{'ms':>10}{'GB':>8}{'kernels/step':>14}{'cosine':>10}{'ready, s':>9}")
     found: dict[str, float] = {}
     rows: dict[str, dict[str, Any]] = {}
     wanted: Tensor | None = None
     for name, make in ways.items():
+        start = time.perf_counter()
         result = measured(make(), inputs, options.repeats, device)
+        seconds = time.perf_counter() - start
         moved = result.actions - inputs[-1]  # what the policy has added to the noise: the noise itself agrees
         wanted = moved if wanted is None else wanted
         found[name] = cosine(moved, wanted)
         memory = "-" if result.gigabytes is None else f"{result.gigabytes:.2f}"
         kernels = "-" if result.kernels_per_step is None else result.kernels_per_step
-        print(f"{name:16}{result.milliseconds:10.2f}{memory:>8}{kernels:>14}{found[name]:10.5f}", flush=True)
+        print(
+            f"{name:16}{result.milliseconds:10.2f}{memory:>8}{kernels:>14}{found[name]:10.5f}{seconds:9.0f}", flush=True
+        )
         rows[name] = {
             "ms": result.milliseconds,
             "GB": result.gigabytes,
             "kernels": result.kernels_per_step,
             "cosine": found[name],
+            "seconds": seconds,  # with compiling, tuning and measuring
         }
         if options.out:  # after each: compiling the last one takes minutes
             gpu = torch.cuda.get_device_name() if device == "cuda" else None

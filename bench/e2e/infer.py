@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
 import sys
 import time
@@ -248,16 +247,16 @@ def main(argv: list[str] | None = None) -> int:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
     sizes = {"layers": args.layers, "prompt": args.prompt, "new": args.new}
-    result: dict[str, Any] = {"kind": "infer", "model": args.model, **sizes, "arms": {}}
+    result = processes.begun(args.out, args.goes_on, {"kind": "infer", "model": args.model, **sizes})
+    arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
     print(f"{'arm':12}{'prefill, tokens/s':>24}{'decode, ms/token':>24}{'peak':>12}{'first token':>13}")
-    for arm, record in processes.records("bench.e2e.infer", args.arms.split(","), passed, args.together):
+    for arm, record in processes.records("bench.e2e.infer", arms, passed, args.together):
         result["arms"][arm] = record
         print(_line(arm, record), flush=True)
         result["gates"] = gates(result["arms"])
         result["environment"] = result.get("environment") or meta.environment()
-        if args.out:  # what there is, in case that time runs out
-            args.out.write_text(json.dumps(result, indent=1))
-    print(text(result["gates"]))
+        processes.write(args.out, result)
+    print(text(result.get("gates", [])))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

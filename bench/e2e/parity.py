@@ -10,7 +10,6 @@ here: arms share the device.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from typing import Any
@@ -141,7 +140,7 @@ def _saturate() -> None:
     """Let all products of this process have scales that are too small: the largest codes are cut."""
     import torch
 
-    from rtkernels.models import fp8_mlp
+    from rtkernels.models import fp8_products
     from rtkernels.nn import fp8_experts
     from rtkernels.ops.gemm import fp8_linear
 
@@ -150,20 +149,25 @@ def _saturate() -> None:
             return codes, scale
         return (codes.float() * TOO_SMALL).clamp(-448, 448).to(codes.dtype), scale / TOO_SMALL
 
-    def wrapped(product: Any, names: tuple[str, str]) -> Any:
-        def call(a: Any, b: Any, *scales: Any, **options: Any) -> Any:
-            given = scales or tuple(options.pop(name) for name in names)
-            (a, first), (b, second) = cut(a, given[0]), cut(b, given[1])
-            if scales:
-                return product(a, b, first, second, **options)
-            return product(a, b, **dict(zip(names, (first, second), strict=True)), **options)
+    of_models, of_linears = fp8_products.multiply, fp8_linear.scaled_mm
+    of_experts, of_gradients = fp8_experts._product, fp8_experts._weight_gradient
 
-        return call
+    def multiply(site: Any, a: Any, b: Any, scale_a: Any, scale_b: Any, *rest: Any, **options: Any) -> Any:
+        (a, scale_a), (b, scale_b) = cut(a, scale_a), cut(b, scale_b)
+        return of_models(site, a, b, scale_a, scale_b, *rest, **options)
 
-    for module in (fp8_linear, fp8_mlp):
-        module.scaled_mm = wrapped(module.scaled_mm, ("scale_a", "scale_b"))
-    fp8_experts.grouped_mm = wrapped(fp8_experts.grouped_mm, ("scale_a", "scale_b"))
-    fp8_experts.grouped_wgrad = wrapped(fp8_experts.grouped_wgrad, ("scale_dy", "scale_x"))
+    def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
+        (a, scale_a), (b, scale_b) = cut(a, scale_a), cut(b, scale_b)
+        return of_linears(a, b, scale_a, scale_b, **options)
+
+    def product(site: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return of_experts(site, fp8_experts.Codes(*cut(*left)), fp8_experts.Codes(*cut(*right)), *rest)
+
+    def weight_gradient(site: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return of_gradients(site, fp8_experts.Codes(*cut(*left)), fp8_experts.Codes(*cut(*right)), *rest)
+
+    fp8_products.multiply, fp8_linear.scaled_mm = multiply, scaled_mm
+    fp8_experts._product, fp8_experts._weight_gradient = product, weight_gradient
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,16 +177,16 @@ def main(argv: list[str] | None = None) -> int:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
     sizes = {name: getattr(args, name) for name in ("layers", "vocab", "tokens", "seq", "steps")}
-    result: dict[str, Any] = {"kind": "parity", "model": args.model, **sizes, "arms": {}}
+    result = processes.begun(args.out, args.goes_on, {"kind": "parity", "model": args.model, **sizes})
+    arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
     print(f"{'arm':14}{'order':>6}{'first':>9}{'last 20 %':>11}{'held out':>10}  cosine and norm of the gradient")
-    for arm, record in processes.records("bench.e2e.parity", args.arms.split(","), passed, args.together):
+    for arm, record in processes.records("bench.e2e.parity", arms, passed, args.together):
         result["arms"][arm] = record
         print(_lines(arm, record), flush=True)
         result["gates"] = parity_gates(result["arms"])
         result["environment"] = result.get("environment") or meta.environment()
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1))
-    print(text(result["gates"]))
+        processes.write(args.out, result)
+    print(text(result.get("gates", [])))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

@@ -30,6 +30,7 @@ def add_options(parser: argparse.ArgumentParser, out: str = "result file") -> No
     parser.add_argument("--tiny", action="store_true", help="small, on the CPU where there is no GPU")
     parser.add_argument("--together", action="store_true", help="start all at once; they do not measure at once")
     parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="keep what --out has, measure the rest")
     parser.add_argument("--one", help=argparse.SUPPRESS)
 
 
@@ -58,10 +59,41 @@ def records(
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
             started[arm] = _started(module, arm, argv, folder, environment)
-        for arm in arms:
-            process, out = started[arm] if together else _started(module, arm, argv, folder, environment)
-            process.wait()
-            yield arm, json.loads(out.read_text()) if out.exists() else {"failed": _errors(out).read_text()[-2000:]}
+        for arm in () if together else arms:
+            started[arm] = _started(module, arm, argv, folder, environment)
+            started[arm][0].wait()
+            yield arm, _record_of(started[arm][1])
+        while together and started:  # in the order in which they end, so that a last one takes no others with it
+            ended = [arm for arm, (process, _) in started.items() if process.poll() is not None]
+            for arm in ended:
+                yield arm, _record_of(started.pop(arm)[1])
+            if not ended:
+                time.sleep(0.05)
+
+
+def _record_of(out: Path) -> dict[str, Any]:
+    return json.loads(out.read_text()) if out.exists() else {"failed": _errors(out).read_text()[-2000:]}
+
+
+def begun(out: Path | None, goes_on: bool, head: dict[str, Any]) -> dict[str, Any]:
+    """Return the result that a file has of the same command, without arms that failed; a new one if it has none.
+
+    `head` is what both have to agree in: what was run, and its sizes.
+    """
+    if not goes_on or out is None or not out.exists():
+        return {**head, "arms": {}}
+    found = json.loads(out.read_text())
+    if {name: found.get(name) for name in head} != head:
+        raise SystemExit(f"{out} is of another command; expected {head}")
+    return {**found, "arms": {arm: record for arm, record in found["arms"].items() if "failed" not in record}}
+
+
+def write(out: Path | None, result: dict[str, Any]) -> None:
+    """Write what there is, in one step: whoever ends this process finds a whole file."""
+    if out is not None:
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(result, indent=1))
+        part.replace(out)
 
 
 def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str]) -> Any:
@@ -108,7 +140,7 @@ def _locked(exclusive: bool) -> Iterator[None]:
 def _without_out(argv: list[str]) -> list[str]:
     kept, skip = [], False
     for word in argv:
-        if not skip and word != "--out":
+        if not skip and word not in ("--out", "--continue"):
             kept.append(word)
         skip = word == "--out"
     return kept

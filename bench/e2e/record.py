@@ -1,7 +1,8 @@
 """``python -m bench e2e record FILES...``: take result files of ``e2e train``, ``infer`` and ``parity`` over.
 
 Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. One that is recorded
-takes the place of the one of the same command, model, number of layers and state of the cache.
+takes the place of the one of the same command, model, number of layers and state of the cache. Files of the same that
+are given together are parts of one run: their arms become one result. Arms that failed are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.e2e import gates, infer
+
 FOLDER = Path(__file__).parents[1] / "results" / "e2e"
 
 
@@ -19,6 +22,16 @@ def name_of(result: dict[str, Any]) -> str:
     """Return what a result is of: "train dense", "infer dense, 4 layers", "train dense, cold"."""
     more = [f"{result['layers']} layers"] if result.get("layers") else []
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
+
+
+def _gates(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the gates of all arms of a result."""
+    if result["kind"] == "infer":
+        return infer.gates(result["arms"])
+    if result["kind"] == "parity":
+        return gates.parity_gates(result["arms"])
+    starts = any("hf, s" in gate["gate"] for gate in result.get("gates", []))
+    return gates.gates(result["model"], result["arms"], starts=starts, cold=bool(result.get("cold")))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,13 +42,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     known: dict[str, Any] = json.loads(args.to.read_text()) if args.to.exists() else {}
     results = known.get("results", {})  # a file of the first schema is replaced as a whole
+    new: dict[str, Any] = {}
     for path in args.files:
         result = json.loads(path.read_text())
         failed = [arm for arm, record in result["arms"].items() if "failed" in record]
         if failed:
-            print(f"bench e2e record: {path} is not taken: {', '.join(failed)} failed", file=sys.stderr)
+            print(f"bench e2e record: {path} is not taken as a whole: {', '.join(failed)} failed", file=sys.stderr)
+        if len(failed) == len(result["arms"]):
             return 2
-        results[name_of(result)] = result
+        arms = {arm: record for arm, record in result["arms"].items() if arm not in failed}
+        name = name_of(result)
+        new[name] = {**result, "arms": {**new.get(name, {}).get("arms", {}), **arms}}
+        new[name]["gates"] = _gates(new[name])
+    results |= new
     args.to.write_text(json.dumps({"schema": 2, "results": dict(sorted(results.items()))}, indent=1) + "\n")
     return 0
 

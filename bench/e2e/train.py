@@ -7,7 +7,6 @@ result file. Every arm has the same weights, batches and learning rate; an arm w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import time
 from typing import Any
 
 from bench import meta
-from bench.e2e import gates, processes
+from bench.e2e import gates, processes, split
 from bench.e2e.arms import ARMS, MODELS
 
 LEARNING_RATE = 3e-4
@@ -86,6 +85,11 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         first = first_step() if first is None else first
         steps = [train(ids) for ids in batches][max(args.warmup, 1) - 1 :]
         processes.wait(device)
+        reached = [float(loss) for loss in losses]
+        memory = {}
+        if device == "cuda":
+            memory = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
+        profile = split.of_step(lambda: train(batches[0])) if device == "cuda" else None
     backward = [processes.between(a, b) for a, b, _ in steps]
     whole = [processes.between(a, c) for a, _, c in steps]
     median = statistics.median(whole)
@@ -95,10 +99,12 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         "quartiles_ms": [round(q, 2) for q in statistics.quantiles(whole, n=4)] if len(whole) > 1 else [],
         "tokens_per_s": round(args.tokens / median * 1000),
         "mfu": round(products / (median / 1000) / PEAK_FLOPS, 4),
-        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if device == "cuda" else None,
+        "peak_mib": None,
+        **{name: round(size / 2**20) for name, size in memory.items()},
+        "profile": profile,
         "first_step_s": round(first[0], 1),
         "first_step_itself_s": round(first[1], 2),
-        "losses": [round(float(loss), 5) for loss in losses],
+        "losses": [round(loss, 5) for loss in reached],
         "corpus": corpus.sha256[:16],
         "note": note,
     }
@@ -125,20 +131,19 @@ def main(argv: list[str] | None = None) -> int:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
     sizes = {"layers": args.layers, "tokens": args.tokens, "seq": args.seq, "cold": args.cold}
-    result: dict[str, Any] = {"kind": "train", "model": args.model, **sizes, "arms": {}}
+    result = processes.begun(args.out, args.goes_on, {"kind": "train", "model": args.model, **sizes})
     print(f"{'arm':14}{'step':>10}{'fwd+bwd':>10}{'tokens/s':>10}{'MFU':>7}{'peak':>11}", end="")
     print(f"{'first':>8}{'itself':>9}{'last loss':>10}")
     with tempfile.TemporaryDirectory() as folder:
         environment = {"RTKERNELS_CACHE_DIR": folder} if args.cold else {}
-        arms = args.arms.split(",")
+        arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
         for arm, record in processes.records("bench.e2e.train", arms, passed, args.together, environment):
             result["arms"][arm] = record
             print(_line(arm, record), flush=True)
             result["gates"] = gates.gates(args.model, result["arms"], starts=not args.together, cold=args.cold)
             result["environment"] = result.get("environment") or meta.environment()
-            if args.out:  # what there is, in case that time runs out
-                args.out.write_text(json.dumps(result, indent=1))
-    print(gates.text(result["gates"]))
+            processes.write(args.out, result)
+    print(gates.text(result.get("gates", [])))
     return 1 if any("failed" in record for record in result["arms"].values()) else 0
 
 

@@ -13,7 +13,6 @@ arguments, or ``CASES`` where the operator wants something special.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,15 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rtkernels
+from bench.measure import aten_file, aten_flaggems
 from bench.measure.aten_bounds import bounds
 from bench.measure.aten_cases import FAMILY_CASES
 from bench.measure.timing import Timer, TimingError
@@ -81,6 +80,7 @@ CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
     ),
     "copy_": lambda s, t, d: ((_dense(s, t, d), _dense(s, t, d).mT.contiguous().mT), {}),
     "repeat": lambda s, t, d: ((_dense(s, t, d), (2, 2)), {}),
+    "diag_embed": lambda s, t, d: ((_dense(s[-1:], t, d),), {}),
     "constant_pad_nd": lambda s, t, d: ((_dense(s, t, d), (1, 1), 0.5), {}),
     "slice_scatter": lambda s, t, d: ((_dense(s, t, d), _dense((s[0] // 2, *s[1:]), t, d), 0, 0, s[0] // 2), {}),
     "select_scatter": lambda s, t, d: ((_dense(s, t, d), _dense(s[1:], t, d), 0, 1), {}),
@@ -184,19 +184,6 @@ def is_candidate(row: table.Overload) -> bool:
 EXPECTED = {"isinf", "isfinite", "isclose", "cat", "stack", "clone", "glu_backward", "triu", "tril", "native_dropout"}
 
 
-def _flaggems() -> Any:
-    os.environ.setdefault("GEMS_VENDOR", "nvidia")  # else it runs the tools of every vendor it knows
-    import flag_gems
-
-    return flag_gems
-
-
-@cache
-def _gems() -> dict[str, str]:
-    """Return the overloads that FlagGems registers, with the names of its functions."""
-    return {entry[0]: entry[1].__name__ for entry in _flaggems()._FULL_CONFIG}
-
-
 @contextlib.contextmanager
 def _way(name: str, row: table.Overload) -> Iterator[None]:
     if name == "rtkernels":
@@ -208,7 +195,7 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
         finally:
             table.MIN_ELEMENTS.update(limits)
     elif name == "flaggems":
-        with _flaggems().use_gems(include=[_gems()[row.name]]):
+        with aten_flaggems.in_use(row.name):
             yield
     else:
         yield
@@ -235,6 +222,21 @@ def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, 
     return dict(zip(("operator", "submit"), min(found), strict=True))
 
 
+def _waits(call: Callable[[], Any]) -> bool:
+    """Return True for a call in which torch waits for the device: its kernels cannot be timed apart from the host."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            return True
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
 def measure_case(
     row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...],
     quick: bool = False,
@@ -248,7 +250,7 @@ def measure_case(
     op = getattr(getattr(torch.ops.aten, base), overload or "default")
     found: dict[str, Any] = {}
     for way in ways:
-        if way == "flaggems" and row.name not in _gems():
+        if way == "flaggems" and row.name not in aten_flaggems.overloads():
             continue
         function = torch.compile(op, dynamic=False) if way == "inductor" else op
 
@@ -259,7 +261,8 @@ def measure_case(
             rtkernels.aten.reset()
             with _way(way, row), torch.no_grad():
                 found[way] = _wall_us(call, 80 if quick else 100, 2_000 if quick else 200_000)
-                if not quick or (is_candidate(row) and 1 << 22 <= math.prod(shape) < _LARGE):
+                compared = (is_candidate(row) or "flaggems" in ways) and 1 << 20 <= math.prod(shape) < _LARGE
+                if not quick or (compared and not _waits(call)):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
                         found[way]["kernel"] = timer.measure([call]).us
             if way == "rtkernels":
@@ -295,23 +298,18 @@ def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], thre
 
 
 def run(
-    pattern: str,
-    out: Path,
-    *,
-    ways: tuple[str, ...],
-    limit: int | None,
-    quick: bool,
-    seconds: float | None = None,
-    host: dict[str, float] | None = None,
-) -> dict[str, Any]:
-    """Measure all cases, write them to a file now and then, and return the file's content.
+    pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, resume: bool = False,
+    seconds: float | None = None, host: dict[str, float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure all cases and return what the file has then. Each finished case is in it at once.
 
     Args:
         pattern: Regular expression on "family overload".
         out: The file.
         ways: Of ``WAYS``.
         limit: Leave out shapes with more elements.
-        quick: The cases of ``quick_cases``, and few calls of each.
+        quick: The cases of ``quick_cases``, and few calls of each; FlagGems on two sizes of each.
+        resume: Keep what the file has, and measure the other cases.
         seconds: Begin no case after this time.
         host: What ``host_times`` and ``enable_times`` gave, if that is known.
     """
@@ -319,54 +317,88 @@ def run(
     from bench.measure.timing import CudaDevice
 
     begun = time.perf_counter()
+    result = aten_file.load(out) if resume else None
     timer = Timer(CudaDevice(), iterations=10, warm_us=500.0) if quick else Timer(CudaDevice(), iterations=50)
-    result: dict[str, Any] = {
-        "environment": meta.environment(), "quick": quick, "complete": False,
-        "host": host or host_times() | enable_times(), "bounds": bounds(timer) if "rtkernels" in ways else {},
-        "cases": [],
-    }  # fmt: skip
-    listed = list(quick_cases(pattern) if quick else cases(pattern, limit))
-    others = [case for case in listed if not is_candidate(case[0])]
-    warmed: list[bool] = []
-    for row, shape, dtype in listed:
-        if quick and is_candidate(row) not in warmed:
-            warmed.append(is_candidate(row))
-            warm([case for case in listed if case not in others] if is_candidate(row) else others)
-            print(f"kernels compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+    if result is None:
+        result = {
+            "environment": meta.environment(), "quick": quick, "complete": False,
+            "host": host or host_times() | enable_times(), "bounds": bounds(timer) if "rtkernels" in ways else {},
+            "cases": [],
+        }  # fmt: skip
+    aten_file.save(result, out)
+    measured = {_name(case["overload"], case["shape"], case["dtype"]): case for case in result["cases"]}
+    wanted = []
+    for row, shape, dtype in quick_cases(pattern) if quick else cases(pattern, limit):
+        is_peers = not quick or aten_flaggems.is_representative(shape, dtype)
+        case_ways = tuple(way for way in ways if is_peers or way != "flaggems")
+        found = measured.get(_name(row.name, shape, dtype), {})
+        if missing := tuple(way for way in case_ways if way not in found.get("ways", ())):
+            wanted.append((row, shape, dtype, missing))
+    if quick:
+        wanted = _compiled(wanted, begun, seconds)
+    for row, shape, dtype, case_ways in wanted:
         if seconds is not None and time.perf_counter() - begun > seconds:
             break
-        found = measure_case(row, shape, dtype, timer, ways, quick)
-        if found:
-            result["cases"].append(
-                {"overload": row.name, "family": row.family, "shape": shape,
-                 "dtype": str(dtype).removeprefix("torch."), **found}
-            )  # fmt: skip
-            if not quick:
-                print(_line(result["cases"][-1]), flush=True)
-            if not quick or len(result["cases"]) % 50 == 0:
-                save(result, out)
+        case = measured.get(_name(row.name, shape, dtype))
+        if case is None:
+            case = {"overload": row.name, "family": row.family, "shape": list(shape), "dtype": _dtype_name(dtype)}
+            result["cases"].append(case)
+            measured[_name(row.name, shape, dtype)] = case
+        started = time.perf_counter()
+        case |= measure_case(row, shape, dtype, timer, case_ways, quick)
+        case["ways"] = [*case.get("ways", ()), *case_ways]  # asked for; one that FlagGems lacks has no times
+        case["seconds"] = case.get("seconds", 0.0) + time.perf_counter() - started
+        aten_file.append(case, out)
+        if not quick:
+            print(aten_file.line(case), flush=True)
         if math.prod(shape) > 1 << 26:
             torch.cuda.empty_cache()
     else:
         result["complete"] = True
-    save(result, out)
-    print(summary(result["cases"]))
+    aten_file.save(result, out)
+    print(aten_file.summary(result["cases"]))
     if any("kernel" in case.get("torch", {}) for case in result["cases"]):
-        print(summary(result["cases"], "kernel"))
+        print(aten_file.summary(result["cases"], "kernel"))
+    if "flaggems" in ways:
+        print(aten_file.against_flaggems(result["cases"]))
     return result
 
 
-def save(result: dict[str, Any], out: Path) -> None:
-    """Write a result, a case a line, times to three digits."""
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    def short(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.4g}")
-        return {k: short(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-    head = json.dumps({k: v for k, v in result.items() if k != "cases"}, default=str)
-    lines = ",\n  ".join(json.dumps(short(case), default=str) for case in result["cases"])
-    out.write_text(f'{head[:-1]}, "cases": [\n  {lines}\n ]}}\n', encoding="utf-8")
+def _name(overload: str, shape: Sequence[int], dtype: torch.dtype | str) -> tuple[str, tuple[int, ...], str]:
+    return overload, tuple(shape), dtype if isinstance(dtype, str) else _dtype_name(dtype)
+
+
+Wanted = tuple[table.Overload, tuple[int, ...], torch.dtype, tuple[str, ...]]
+
+
+def _compiled(wanted: list[Wanted], begun: float, seconds: float | None) -> list[Wanted]:
+    """Compile what the cases need, ours and FlagGems' (for up to a third of the time), and return the cases, those
+    with FlagGems first; without it where its kernel was not compiled in time.
+    """
+    peers = [_name(row.name, shape, dtype) for row, shape, dtype, ways in wanted if "flaggems" in ways]
+    worked: set[Any] = set()
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(aten_flaggems.compile_cases, peers, seconds=(seconds or 180.0) / 3) if peers else None
+        if any("rtkernels" in ways for *_, ways in wanted):
+            warm([case[:3] for case in wanted])
+            print(f"kernels compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+        if made is not None:
+            aten_flaggems.library()
+            worked = made.result()
+            print(
+                f"FlagGems: {len(worked)} of {len(peers)} cases after {time.perf_counter() - begun:.0f} s", flush=True
+            )
+    kept = []
+    for row, shape, dtype, ways in wanted:
+        if _name(row.name, shape, dtype) not in worked:
+            ways = tuple(way for way in ways if way != "flaggems")
+        if ways:
+            kept.append((row, shape, dtype, ways))
+    return sorted(kept, key=lambda case: "flaggems" not in case[3])
 
 
 _ENABLE = (
@@ -405,50 +437,3 @@ def enable_times() -> dict[str, float]:
             printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False).stdout
             found[f"enable {name} ms"] = float(printed or "nan")
     return found
-
-
-def _line(case: dict[str, Any]) -> str:
-    shape = "x".join(map(str, case["shape"]))
-    times = []
-    for way in WAYS:
-        if way in case and "error" in case[way]:
-            times.append(f"{way} {case[way]['error']}")
-        elif way in case:
-            kernel = f"{case[way]['kernel']:.1f}/" if "kernel" in case[way] else ""
-            why = f" {case[way]['why']}" if case[way].get("why") else ""
-            times.append(f"{way} {kernel}{case[way]['operator']:.1f}{why}")
-    return f"{case['overload']:<24} {shape:<16} {case['dtype']:<9} {'  '.join(times)} µs (kernel/operator)"
-
-
-def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
-    """Return a table: geometric mean over shapes and dtypes of torch's time over ours and the others', per overload."""
-    by_overload: dict[str, list[dict[str, Any]]] = {}
-    for case in found:
-        by_overload.setdefault(case["overload"], []).append(case)
-    lines = [
-        f"| overload | rtkernels | worst | flaggems | inductor | {mode}, torch eager = 1; each case |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, listed in sorted(by_overload.items(), key=lambda item: (item[1][0]["family"], item[0])):
-        cells, each = [], []
-        for way in ("rtkernels", "flaggems", "inductor"):
-            both = [case for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})]
-            ratios = [case["torch"][mode] / case[way][mode] for case in both]
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-            cells.append("" if mean is None else f"{mean:.2f}")
-            if way == "rtkernels":
-                cells.append(f"{min(ratios):.2f}" if ratios else "")
-                each = [f"{_short(case)} {ratio:.2f}" for case, ratio in zip(both, ratios, strict=True)]
-                each += [f"{_short(case)} {_failure(case)}" for case in listed if _failure(case)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(each)} |")
-    return "\n".join(lines)
-
-
-def _short(case: dict[str, Any]) -> str:
-    return f"{'x'.join(map(str, case['shape']))}{'b' if case['dtype'] == 'bfloat16' else case['dtype'][0]}"
-
-
-def _failure(case: dict[str, Any]) -> str:
-    """Return why a case has no time of ours, or that of torch's kernel."""
-    found = case.get("rtkernels", {})
-    return found["error"][:60] if "error" in found else f"torch: {', '.join(found['why'])}" if found.get("why") else ""

@@ -2,9 +2,10 @@
 below which calls go to torch. ``python -m bench aten --record FILE`` keeps a result as ``bench/results/aten/h200.json``
 and writes ``rtkernels/aten/measured.py`` from it.
 
-A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size that
-makes the geometric mean over all cases best; the overload belongs to the default set if that mean is 1.05 or more, and
-no case takes twice torch's time.
+A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size with
+which the fewest cases are below 0.98 of torch's speed, and then the geometric mean over all of them is best; no case is
+taken that is below 0.9 and would not be below 0.98 if it were given back. The overload belongs to the default set if
+that mean is 1.05 or more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
 MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
 WANTED = 1.05  # torch's time over ours, geometric mean
-WORST = 0.5  # the same, of one case
+SLOWER = 0.98  # the same, of one case: below it counts
+WORST = 0.9  # the same, of one case that giving back would make faster
 NEVER = 1 << 62
 
 
@@ -46,23 +48,40 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def ratios(cases: list[dict[str, Any]], threshold: int, given_back: float) -> list[float]:
+    """Return torch's time over ours of each case, where cases below the threshold are given back to torch."""
+    return [
+        case["torch"]["operator"] / case["rtkernels"]["operator"]
+        if case["elements"] >= threshold
+        else _ratio_given_back(case, given_back)
+        for case in cases
+    ]
+
+
+def _ratio_given_back(case: dict[str, Any], given_back: float) -> float:
+    torchs = case["torch"]["operator"]
+    return torchs / max(torchs, case["torch"]["submit"] + given_back)
+
+
 def mean_ratio(cases: list[dict[str, Any]], threshold: int, given_back: float) -> float:
-    """Return the geometric mean of torch's time over ours, where cases below the threshold are given back to torch."""
-    logs = []
-    for case in cases:
-        torchs = case["torch"]["operator"]
-        if case["elements"] >= threshold:
-            ours = case["rtkernels"]["operator"]
-        else:
-            ours = max(torchs, case["torch"]["submit"] + given_back)
-        logs.append(math.log(torchs / ours))
-    return math.exp(sum(logs) / len(logs))
+    """Return the geometric mean of ``ratios``."""
+    found = ratios(cases, threshold, given_back)
+    return math.exp(sum(map(math.log, found)) / len(found))
 
 
-def worst_ratio(cases: list[dict[str, Any]], threshold: int) -> float:
-    """Return the smallest of torch's times over ours, from the threshold on."""
-    taken = [case for case in cases if case["elements"] >= threshold]
-    return min(case["torch"]["operator"] / case["rtkernels"]["operator"] for case in taken)
+def slower(cases: list[dict[str, Any]], threshold: int, given_back: float) -> int:
+    """Return how many cases are slower than torch's."""
+    return sum(ratio < SLOWER for ratio in ratios(cases, threshold, given_back))
+
+
+def _is_allowed(cases: list[dict[str, Any]], threshold: int, given_back: float) -> bool:
+    """Return False if a case is taken that is much slower than torch's, and would not be if it were given back."""
+    taken, back = ratios(cases, 0, given_back), ratios(cases, NEVER, given_back)
+    return not any(
+        ours < WORST and other >= SLOWER
+        for case, ours, other in zip(cases, taken, back, strict=True)
+        if case["elements"] >= threshold
+    )
 
 
 def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
@@ -71,7 +90,8 @@ def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
     chosen = {}
     for name, cases in cases_of(result).items():
         sizes = [*sorted({case["elements"] for case in cases}), NEVER]
-        best = max(sizes, key=lambda size: (mean_ratio(cases, size, extra), -size))
+        allowed = [size for size in sizes if _is_allowed(cases, size, extra)]
+        best = min(allowed, key=lambda size: (slower(cases, size, extra), -mean_ratio(cases, size, extra), size))
         chosen[name] = mean_ratio(cases, 0, extra), mean_ratio(cases, best, extra), best
     return chosen
 
@@ -82,7 +102,7 @@ def default_set(result: dict[str, Any]) -> dict[str, int]:
     return {
         name: 0 if size == min(case["elements"] for case in cases[name]) else size
         for name, (_, mean, size) in choice(result).items()
-        if mean >= WANTED and size != NEVER and worst_ratio(cases[name], size) >= WORST
+        if mean >= WANTED and size != NEVER
     }
 
 

@@ -14,6 +14,7 @@
 #include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -56,6 +57,15 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
     const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
     const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);
+    // Operands are read one after the other; those of the first columns come nearer meanwhile.
+    auto come_nearer = [&](const void* p, i64 stride, i64 each, i64 fp32) {
+        const i64 column = begin + group.thread * N;
+        if (p == nullptr || column >= end) return;
+        const i64 bytes = sizeof(T) == 4 || (flags & fp32) ? 4 : 2;
+        ptx::prefetch_l2(static_cast<const u8*>(p) + (operand_row(row, stride, each) + column) * bytes);
+    };
+    come_nearer(mul0, mul0_stride, mul0_each, kMul0Fp32);
+    come_nearer(base0, base0_stride, base0_each, kBase0Fp32);
 
     auto make_y = [&](i64 column, int valid, float(&y)[N]) {
         float v[N], up[N];
@@ -118,6 +128,8 @@ inline constexpr int kAbsent = 0, kAdded = 1, kSubtracted = 2, kPartner = 3, kFa
 template <typename T, int N>
 struct Three {
     Asked<T, N> x, p, q;
+
+    RTK_DEVICE void clear() { x.clear_all(), p.clear_all(), q.clear_all(); }
 };
 
 // Operands stay packed until they are used.
@@ -157,39 +169,37 @@ constexpr int three_registers(int format, int bytes) {
     return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
 }
 
-// `slice_divisor`: runtime/layout.py, of the number of slices. Operands are in the order of the formula: p is applied before q.
+// Where an operand's row for a row of the result begins: `own` elements for each row and `jump` for each quotient by
+// `divisor` (runtime/layout.py): 0 and 0 of one row for all, 0 and its stride of one for several neighbours, its stride and that
+// of all its rows, negative, of those that come over and over.
+RTK_DEVICE i64 row_offset(u32 row, i64 own, i64 jump, i64 divisor) {
+    return static_cast<i64>(row) * own + static_cast<i64>(divided(row, divisor)) * jump;
+}
+
+// Operands are in the order of the formula: p is applied before q. Rows have fewer than 2^31 columns. Grid: slices, and row
+// blocks over y and z.
 template <typename T, int FORMAT>
 __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CVT ? 8 : 0))
     combine_three(const T* x, const T* p, const T* q, const float* quant_scale, u32* amax, const float* factor, void* out,
-                  void* kept, void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 p_stride, i64 p_each,
-                  i64 q_stride, i64 q_each, i64 threads_per_row, i64 slices, i64 slice_divisor, i64 slice_cols, i64 flags,
-                  i64 quant, i64 act, double number, double floor, double alpha) {
+                  void* kept, void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 p_own, i64 p_jump,
+                  i64 p_divisor, i64 q_own, i64 q_jump, i64 q_divisor, i64 lane_bits, i64 slice_cols, i64 flags, i64 quant,
+                  i64 act, double number, double floor, double alpha) {
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr bool kFast = sizeof(T) < 4;
+    __shared__ GroupScratch<1> scratch;
+    const RowGroup group = RowGroup::of_lanes(lane_bits);
+    const u32 row = (blockIdx.z * gridDim.y + blockIdx.y) * group.count + group.index;
+    const bool exists = row < rows;
+    const int role_p = static_cast<int>(flags >> 8 & 7), role_q = static_cast<int>(flags >> 11 & 7);
+    x += row * x_stride, p += row_offset(row, p_own, p_jump, p_divisor), q += row_offset(row, q_own, q_jump, q_divisor);
+    const u64 policy = ptx::l2_last();
     ptx::wait_for_previous();
     ptx::launch_dependents();
-    __shared__ GroupScratch<1> scratch;
-    const RowGroup group(threads_per_row);
-    const u32 row_block = slices == 1 ? blockIdx.x : divided(blockIdx.x, slice_divisor);
-    const i64 row = static_cast<i64>(row_block) * group.count + group.index;
-    const i64 end = row < rows ? cols : 0;
-    RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
-    const i64 begin = (blockIdx.x - row_block * static_cast<u32>(slices)) * slice_cols;
-    const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
-    const int role_p = static_cast<int>(flags >> 8 & 7), role_q = static_cast<int>(flags >> 11 & 7);
     u32 times_bits = __float_as_uint(1.0f);
     ptx::ld_keep_if<4>(factor != nullptr, times_bits, factor);
-    x += row * x_stride, p += operand_row(row, p_stride, p_each), q += operand_row(row, q_stride, q_each);
-    const u64 policy = ptx::l2_last();
+    RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
 
-    auto ask = [&](int, i64 column, int valid) {
-        Three<T, N> asked;
-        asked.x.ask(true, x + column, valid, policy);
-        asked.p.ask(role_p != kAbsent, p + column, valid, policy);
-        asked.q.ask(role_q != kAbsent, q + column, valid, policy);
-        return asked;
-    };
-    auto make_y = [&](int, const Three<T, N>& asked, i64, int valid, float(&y)[N]) {
+    auto make_y = [&](const Three<T, N>& asked, float(&y)[N]) {
         asked.x.get(y);
         add_operand(role_p, asked.p, y);
         add_operand(role_q, asked.q, y);
@@ -204,13 +214,33 @@ __global__ void __maxnreg__(three_registers(FORMAT, sizeof(T)) + (RTK_HAS_FP4_CV
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= times;
         }
-        if (FORMAT != kPlainOutput && valid < N) {  // sigmoid(0) is not 0
-#pragma unroll
-            for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
-        }
     };
-    constexpr int kWalk = FORMAT == kFp4Output ? kInBursts : kPipelined;  // a block of NVFP4 has two vectors or four
-    output.template finish<1, kWalk>(group, scratch, 0, row, row < rows, end, begin, stop, amax, ask, make_y);
+    const i64 span = output.span(), begin = static_cast<i64>(blockIdx.x) * slice_cols, stop = min(span, begin + slice_cols);
+    if constexpr (FORMAT == kFp4Output) {
+        auto ask_part = [&](int, i64 column, int valid) {
+            Three<T, N> asked;
+            asked.x.ask(true, x + column, valid, policy);
+            asked.p.ask(role_p != kAbsent, p + column, valid, policy);
+            asked.q.ask(role_q != kAbsent, q + column, valid, policy);
+            return asked;
+        };
+        auto make_part = [&](int, const Three<T, N>& asked, i64, int valid, float(&y)[N]) {
+            make_y(asked, y);
+            if (valid == N) return;
+#pragma unroll
+            for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not 0
+        };
+        output.template finish<1, kInBursts>(group, scratch, 0, row, exists, exists ? cols : 0, begin, stop, amax, ask_part,
+                                             make_part);
+    } else {
+        auto ask = [&](Three<T, N>& asked, int column, bool there) {
+            asked.x.ask_whole(there, x + column, policy);
+            asked.p.ask_whole(there && role_p != kAbsent, p + column, policy);
+            asked.q.ask_whole(there && role_q != kAbsent, q + column, policy);
+        };
+        output.template finish_whole<Three<T, N>>(group, scratch, row, exists, static_cast<int>(begin), static_cast<int>(stop),
+                                                  amax, ask, make_y);
+    }
 }
 
 }  // namespace rtk

@@ -30,4 +30,14 @@ RTK_DEVICE int expert_of(const ExpertTable& table, u32 row) {
     return low;
 }
 
+// Where rows of an expert begin if those of each are rounded up to a multiple of `pad`. All lanes of a warp call it.
+RTK_DEVICE u32 padded_start(const ExpertTable& table, int expert, u32 pad) {
+    u32 sum = 0;
+    for (int e = static_cast<int>(threadIdx.x % kWarp); e < expert; e += kWarp)
+        sum += (table.entry[e + 1].row - table.entry[e].row + pad - 1) / pad * pad;
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    return sum;
+}
+
 }  // namespace rtk

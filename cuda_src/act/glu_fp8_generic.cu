@@ -13,14 +13,14 @@ namespace rtk {
 //
 // With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the magnitudes of the
 // largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
-// shape of `max_abs`.
+// shape of `max_abs`; transposed rows of each expert are rounded up to a multiple of `pad_to`, which others leave alone.
 template <bool FP32, bool MIXED>
 __global__ void __launch_bounds__(kThreads, FP32 ? 1 : 2)
     glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,
                 float* scale, e4m3* q_t, float* scale_t, void* dx, float* partial,
                 const float* factor, const float* max_abs, i64 rows, i64 cols, i64 dy_stride,
                 i64 gate_stride, i64 up_stride, i64 weight_type, i64 experts, i64 count_width, i64 row_blocks,
-                i64 by_group, i64 pow2, i64 check, i64 act, i64 type, i64 words) {
+                i64 by_group, i64 pow2, i64 check, i64 act, i64 type, i64 words, i64 pad_to) {
     __shared__ TileScratch512 scratch;
     __shared__ TilePlace kept[TileWalk::kKept];
     extern __shared__ __align__(16) u8 memory[];
@@ -40,6 +40,11 @@ __global__ void __launch_bounds__(kThreads, FP32 ? 1 : 2)
         walk.keep_up(nth);
         const TilePlace& place = walk[nth];
         if (max_abs != nullptr && places.by_expert) out.expert = static_cast<u32>(expert_of(places.table, place.row));
+        if (max_abs != nullptr && pad_to > 1) {
+            const u32 pad = static_cast<u32>(pad_to);
+            out.start_t = places.by_expert ? padded_start(places.table, static_cast<int>(out.expert), pad) : 0u;
+            out.pitch_t = (place.count + pad - 1) / pad * pad;
+        }
 #pragma unroll 1
         for (int pass = 0; pass < passes; ++pass) {
             const int columns = static_cast<int>(min(covered - place.column, static_cast<i64>(kSide)));

@@ -214,8 +214,9 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
         }
     }
     __syncthreads();
-    const u64 first = product(place.start, out.cols) + product(column, place.count) + (place.row - place.start);
-    store_columns(scratch, out.q_t + first, place.count, static_cast<int>(place.rows), static_cast<int>(columns));
+    const u32 start = out.pitch_t != 0 ? out.start_t : place.start, pitch = out.pitch_t != 0 ? out.pitch_t : place.count;
+    const u64 first = product(start, out.cols) + product(column, pitch) + (place.row - place.start);
+    store_columns(scratch, out.q_t + first, pitch, static_cast<int>(place.rows), static_cast<int>(columns));
 }
 
 }  // namespace rtk

@@ -22,7 +22,6 @@
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/registers.cuh"
-#include "ptx/words.cuh"
 
 namespace rtk {
 
@@ -78,7 +77,8 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
-        // Registers are short in all roles: the warp that draws writes what is to be known of a tile to shared memory; states of pipelines follow from how many tiles of keys and of queries there were.
+        // Registers are short in all roles: the warp that draws writes what is to be known of a tile to shared memory; states of
+        // pipelines follow from how many tiles of keys and of queries there were.
         u32 taken = 0, uses = 0;
         // The next tile, whose record is then number (taken - 1) % 4: a warp has drawn tile t before tile t + 2 is given.
         auto next_tile = [&] {
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(384, 1)
             const u32 index = numbers.give([&] {
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
-                    const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
                     const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                        static_cast<u32>(together));
                     const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+                    const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
                     record.put(0, tile.n, tile.head, cu_q == nullptr ? tile.batch : 0, sequence.k_row + tile.n * BN);
                     record.put(1, sequence.q_row, static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr)),
                                sequence.lq, sequence.keys);
@@ -108,10 +108,6 @@ __global__ void __launch_bounds__(384, 1)
             ++taken;
             return index < count;
         };
-        auto next_query = [&](const KeyRecord& tile, int m) {
-            const Raw<16> queries = tile.queries();
-            return m == static_cast<int>(queries.w[2]) ? static_cast<int>(queries.w[1]) : m + 1;
-        };
         // By one thread: tiles of q or dout, and their statistics.
         auto fetch = [&](const KeyRecord& tile, const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at,
                          const ptx::TensorMap& map, ptx::SharedAddress rows_at, const float* from) {
@@ -127,7 +123,7 @@ __global__ void __launch_bounds__(384, 1)
                              static_cast<int>(keys.w[2]));
                 ptx::bulk_load(rows_at + state.stage * kStatBytes, from + (head * padded_rows + rows.w[1] + m * BQ), kStatBytes,
                                full);
-                if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+                if (++h == static_cast<int>(heads_per_kv)) h = 0, m = tile.query_after(m);
             }
         };
         if (warp == kConsumers) {  // fetches q
@@ -167,42 +163,10 @@ __global__ void __launch_bounds__(384, 1)
                     for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
                         if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
-                            const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
-                            const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
-                            const Mask mask(sequence, left, right);
-                            const int n = static_cast<int>(keys.w[0]);
-                            const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n,
-                                                     static_cast<int>(together));
-                            const u32 before = met.before(mask, n, m);
-                            const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
-                            const u32 place = head * query_tiles + rows.w[1] / BQ + m;
-                            if (before != 0) {
-                                while (ptx::ld_word_acquire(order + place) != before) {
-                                }
-                                ptx::fence_async_global();
-                            }
-#pragma unroll 1
-                            for (u32 half = 0; half < 2; ++half) {
-                                const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
-                                const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
-                                u8* const to =
-                                    reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
-                                pipe.wait(state);
-                                if (before == 0) {
-                                    ptx::bulk_store(to, from, kHalfBytes);
-                                } else {
-                                    ptx::bulk_add(to, from, kHalfBytes);
-                                }
-                                ptx::bulk_store_commit();
-                                ptx::bulk_store_wait_read();
-                                pipe.release(state);
-                            }
-                            ptx::bulk_store_wait();
-                            ptx::fence_async_global();
-                            __threadfence();
-                            atomicAdd(order + place, 1u);
+                            send_dq_tile<D>(tile, m, h, buffer, state, dq_pipes, dq_tile, dq_sums, order, query_tiles, heads_per_kv,
+                                            left, right, together);
                         }
-                        if (++h == static_cast<int>(heads_per_kv)) h = 0, m = next_query(tile, m);
+                        if (++h == static_cast<int>(heads_per_kv)) h = 0, m = tile.query_after(m);
                     }
                 }
                 __syncwarp();

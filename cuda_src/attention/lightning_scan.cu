@@ -17,24 +17,14 @@
 //
 // Grid: tiles of 64 columns of value, heads, segments of sequences.
 #include "attention/grads.cuh"
+#include "attention/lightning_segment.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
 
-inline constexpr int kScanRows = 64, kScanColumns = 64, kScanThreads = 128;
-
-// Rows of a segment of a sequence, in the order of the scan.
-struct Segment {
-    int first, rows;
-
-    RTK_DEVICE Segment(int segment, i64 segments, int length) {
-        const int chunks = (length + kScanRows - 1) / kScanRows;
-        const int each = (chunks + static_cast<int>(segments) - 1) / static_cast<int>(segments) * kScanRows;
-        first = min(segment * each, length), rows = min(each, length - first);
-    }
-};
+inline constexpr int kScanColumns = 64, kScanThreads = 128;
 
 // A pair of T as two pairs of bf16 whose sum it is; bf16 is its own first term.
 template <typename T>

@@ -1,13 +1,14 @@
 // Latent attention of new tokens over a cache of latents on sm_90a: what mla_decode.cu computes, by wgmma and the copy engine.
 //
 // A block has 64 rows (row r: token r / heads, head r % heads) and one split of the keys. q lies in shared memory, and two tiles of 64
-// latents, each key and value in one; a warp fetches them in boxes of `box_rows` rows, which a page holds a whole number of. Two
+// latents, each key and value in one; a warp for each fetches them in boxes of `box_rows` rows, which a page holds a whole number of. Two
 // warpgroups have all 64 rows and half of the columns of the result each. Warpgroup g makes scores and powers of tiles 2j + g and
 // hands the powers, and the maximum that they are relative to, to the other one, warp by warp; each adds both tiles' values to its
 // columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
 //
 // With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
-// columns is free after the scores, each half of the others after the one product that needs it as values.
+// columns is free after the scores, each half of the others after the one product that needs it as values. A warp for each tile
+// asks for it, so that nothing waits behind a part of the other one.
 //
 // Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
 // a tile behind the last key is zeros, masked.
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(384, 1)
     const ptx::SharedAddress barriers = powers + 128 * (4 * 16 + 8);
     auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // the columns of a warpgroup, in both tiles
     const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are no values
-    const ptx::SharedAddress patch = barriers + 3 * Pipe::kBytes;
+    const ptx::SharedAddress patches = barriers + 3 * Pipe::kBytes;                   // a barrier for each tile
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int rows = static_cast<int>(lq * heads), heads_here = static_cast<int>(heads), row0 = static_cast<int>(blockIdx.x) * kRows;
     const int split = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) half_pipe(i).init(1, kConsumers / 2);
         last_pipe.init(1, kConsumers / 2);
-        ptx::mbarrier_init(patch, 1);
+        for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(patches + 8 * i, 1);
         ptx::mbarrier_fence_init();
     }
     // q, as the copy engine would write it; what does not exist is 0.
@@ -67,7 +68,8 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<40>();
-        if (warp != kConsumers) return;
+        const int tile = warp - kConsumers;
+        if (tile >= kStages) return;
         u32 patched = 0;
         // A lane for each box of rows of a tile: how many keys and boxes there are, and where this lane's is.
         int exist = 0, parts_here = 0, slot = 0, number = 0;
@@ -81,10 +83,11 @@ __global__ void __launch_bounds__(384, 1)
             slot = key - page * static_cast<int>(page_size);
             number = table == nullptr ? batch : table[batch * table_row + page];
         };
-        if (rounds > 0) find(0);
+        const ptx::SharedAddress patch = patches + 8 * tile;
+        if (rounds > 0) find(tile);
 #pragma unroll 1
-        for (int i = 0; i < 2 * rounds; ++i) {
-            const Pipe::State state{i % 2, static_cast<u32>(i) / 2 % 2};
+        for (int i = tile; i < 2 * rounds; i += kStages) {
+            const Pipe::State state{tile, static_cast<u32>(i) / 2 % 2};
             const ptx::SharedAddress to = tiles + state.stage * Tile::kBytes;
             auto fetch = [&](int box, int boxes, ptx::SharedAddress arrives, int parts, int row, int page) {
                 if (lane == 0) ptx::mbarrier_arrive_expect(arrives, parts * part_bytes * boxes);
@@ -94,15 +97,15 @@ __global__ void __launch_bounds__(384, 1)
                         ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, row, page);
             };
             // In the order in which consumers are done with what was there before.
-            const Pipe first = half_pipe(state.stage), second = half_pipe(1 - state.stage);
-            const int first_box = state.stage * kHalfBoxes, second_box = kHalfBoxes - first_box;
+            const Pipe first = half_pipe(tile), second = half_pipe(1 - tile);
+            const int first_box = tile * kHalfBoxes, second_box = kHalfBoxes - first_box;
             last_pipe.acquire(state);
             if (exist == kKeys) {
                 fetch(2 * kHalfBoxes, 1, last_pipe.full(state), parts_here, slot, number);
                 first.acquire(state);
                 fetch(first_box, kHalfBoxes, first.full(state), parts_here, slot, number);
                 const int parts_of_tile = parts_here, slot_of_tile = slot, number_of_tile = number;
-                find(i + 1);  // while this warp would wait; behind the last tile: one that is not asked for
+                find(i + kStages);  // while this warp would wait; behind the last tile: one that is not asked for
                 second.acquire(state);
                 fetch(second_box, kHalfBoxes, second.full(state), parts_of_tile, slot_of_tile, number_of_tile);
                 continue;
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(384, 1)
                 for (int b = 0; b < Tile::kBoxes; ++b) ptx::st_shared_16(to + b * Tile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
             ptx::fence_async_shared();
             last_pipe.commit_warp(state), first.commit_warp(state), second.commit_warp(state);
-            find(i + 1);
+            find(i + kStages);
         }
         return;
     }

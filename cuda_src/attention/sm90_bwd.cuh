@@ -4,7 +4,9 @@
 // then that of two sequences. `rows` below is how many there are in all, of each head.
 #pragma once
 #include "attention/sm90_tile.cuh"
+#include "common/pipeline.cuh"
 #include "ptx/forget.cuh"
+#include "ptx/words.cuh"
 
 namespace rtk {
 
@@ -91,6 +93,53 @@ struct KeyRecord {
     RTK_DEVICE Raw<16> keys() const { return ptx::ld_shared_16(at); }          // n, head, batch of the map, row of the map
     RTK_DEVICE Raw<16> rows() const { return ptx::ld_shared_16(at + 16); }     // row of q, padded row, queries, keys
     RTK_DEVICE Raw<16> queries() const { return ptx::ld_shared_16(at + 32); }  // steps, first, last, start
+
+    RTK_DEVICE int query_after(int m) const {
+        const Raw<16> met = queries();
+        return m == static_cast<int>(met.w[2]) ? static_cast<int>(met.w[1]) : m + 1;
+    }
 };
+
+// By one thread: adds dq of tile m of queries, of the h-th head that shares a tile of keys, to the sums in global memory when the
+// tiles of keys before this one have been added. dq lies in two halves, one of each warpgroup, in buffer `buffer` of two.
+template <int D>
+RTK_DEVICE void send_dq_tile(const KeyRecord& tile, int m, int h, u32 buffer, const PipelineState<1>& state,
+                             ptx::SharedAddress dq_pipes, ptx::SharedAddress dq_tile, float* dq_sums, u32* order, u32 query_tiles,
+                             i64 heads_per_kv, i64 left, i64 right, i64 together) {
+    constexpr int BQ = BackwardTile<D>::kQueries;
+    constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
+    const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
+    const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
+    const Mask mask(sequence, left, right);
+    const int n = static_cast<int>(keys.w[0]);
+    const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n, static_cast<int>(together));
+    const u32 before = met.before(mask, n, m);
+    const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
+    const u32 place = head * query_tiles + rows.w[1] / BQ + m;
+    if (before != 0) {
+        while (ptx::ld_word_acquire(order + place) != before) {
+        }
+        ptx::fence_async_global();
+    }
+#pragma unroll 1
+    for (u32 half = 0; half < 2; ++half) {
+        const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
+        const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
+        u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
+        pipe.wait(state);
+        if (before == 0) {
+            ptx::bulk_store(to, from, kHalfBytes);
+        } else {
+            ptx::bulk_add(to, from, kHalfBytes);
+        }
+        ptx::bulk_store_commit();
+        ptx::bulk_store_wait_read();
+        pipe.release(state);
+    }
+    ptx::bulk_store_wait();
+    ptx::fence_async_global();
+    __threadfence();
+    atomicAdd(order + place, 1u);
+}
 
 }  // namespace rtk

@@ -23,6 +23,12 @@ struct WordMax {
         if constexpr (is_same<T, fp16>::value) return ptx::max_magnitude_f16x2(max_abs, word);
         return __float_as_uint(fmaxf(__uint_as_float(max_abs), fabsf(__uint_as_float(word))));
     }
+    // The larger magnitudes of 16-bit types, NaN where one is.
+    RTK_DEVICE static u32 larger_or_nan(u32 max_abs, u32 word) {
+        static_assert(sizeof(T) == 2, "two in a word");
+        if constexpr (is_same<T, bf16>::value) return ptx::max_nan_bf16x2(max_abs, word & 0x7fff7fffu);
+        return ptx::max_nan_f16x2(max_abs, word & 0x7fff7fffu);
+    }
     RTK_DEVICE static void unpacked(u32 max_abs, float (&v)[kPerWord]) { unpack<T, kPerWord>(Raw<4>{max_abs}, v); }
     RTK_DEVICE static float largest(u32 max_abs) {
         float v[kPerWord];

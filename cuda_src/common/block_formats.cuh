@@ -75,21 +75,21 @@ struct Quotient {
 };
 
 #if !RTK_HAS_FP4_CVT
-// Eight codes of magnitudes, rounded to nearest even, in a word: the smallest of the three lines, and sums that are exact put four
-// codes together. NaN becomes 7.
+// Eight codes of magnitudes, rounded to nearest even, in a word: the smallest of the three lines, whose low bits are put together.
+// NaN becomes 7. Without CAPPED all are below 7.
+template <bool CAPPED>
 RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
-    float rounded[8];
+    u32 code[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float lines = fminf(fminf(fmaf(q[i], 2.0f, kMagic), q[i] + (kMagic + 2.0f)), fmaf(q[i], 0.5f, kMagic + 4.0f));
-        rounded[i] = fminf(lines, kMagic + 7.0f);
+        code[i] = __float_as_uint(CAPPED ? fminf(lines, kMagic + 7.0f) : lines);
     }
-    u32 halves[2];
+    u32 halves[2];  // the magic number has no bits below the 22nd
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float* const of = rounded + 4 * h;
-        const float low = fmaf(of[1] - kMagic, 16.0f, of[0]), high = fmaf(of[3] - kMagic, 16.0f, of[2]);
-        halves[h] = __float_as_uint(fmaf(high - kMagic, 256.0f, low));
+        const u32* const of = code + 4 * h;
+        halves[h] = ((of[3] * 16u + of[2]) * 256u) + (of[1] * 16u + of[0]);
     }
     return __byte_perm(halves[0], halves[1], 0x5410);
 }
@@ -120,7 +120,7 @@ RTK_DEVICE void e2m1_words(const float (&v)[N], Over over, u32 (&words)[N / 8]) 
         for (int i = 0; i < 8; ++i) q[i] = copysignf(fminf(q[i], 6.0f), own[i]);  // of NaN the instruction ignores the sign
         words[w] = ptx::cvt_e2m1x8(q);
 #else
-        words[w] = e2m1_magnitudes(q) | e2m1_signs(own);
+        words[w] = e2m1_magnitudes<true>(q) | e2m1_signs(own);
 #endif
     }
 }
@@ -148,6 +148,35 @@ RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words
     }
 #pragma unroll
     for (int w = 0; w < N / 8; ++w) words[w] = step > 0.0f ? words[w] : 0u;
+}
+
+// The same for 16 numbers of a 16-bit T as they lie in memory, with magnitudes up to 6.5 steps; 2^-60 <= step <= 2^60. The
+// reciprocal in two parts spares a step of the division: tests/ops/quant/test_nvfp4.py compares both for all steps and the
+// numbers that are next to a tie. The smaller part is raised by its last bit for the one step that needs it.
+template <typename T>
+RTK_DEVICE void e2m1_pack_elements(const u32 (&raw)[8], float step, u32 (&words)[2]) {
+    const float inverse = inverse_scale(step), rest = fmaf(-inverse, step, 1.0f) * inverse;
+    const float low = fmaf(fabsf(rest), 0x1p-23f, rest);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        const u32* const own = raw + 4 * w;
+        float q[8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float pair[2];
+            unpack<T, 2>(Raw<4>{RTK_HAS_FP4_CVT ? own[i] : own[i] & 0x7fff7fffu}, pair);
+            q[2 * i] = fmaf(pair[0], inverse, pair[0] * low);
+            q[2 * i + 1] = fmaf(pair[1], inverse, pair[1] * low);
+        }
+#if RTK_HAS_FP4_CVT
+        words[w] = ptx::cvt_e2m1x8(q);
+#else
+        // Signs of numbers with even places, then of the others, in the upper bits of four bytes.
+        const u32 first = __byte_perm(own[0], own[1], 0x7351), then = __byte_perm(own[2], own[3], 0x7351);
+        const u32 low_signs = __byte_perm(first, then, 0x5410), high_signs = __byte_perm(first, then, 0x7632);
+        words[w] = e2m1_magnitudes<false>(q) | (low_signs >> 4 & 0x08080808u) | (high_signs & 0x80808080u);
+#endif
+    }
 }
 
 // The squared error that a scale leaves, of finite values.

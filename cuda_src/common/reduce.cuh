@@ -101,6 +101,18 @@ struct RowGroup {
         return all;
     }
 
+    // Groups of 1 << lane_bits lanes, up to a warp; with 31 bits the whole block. Without divisions.
+    RTK_DEVICE static RowGroup of_lanes(i64 lane_bits) {
+        const int bits = static_cast<int>(lane_bits);
+        RowGroup own = block();
+        if (bits == 31) return own;
+        own.threads = own.meeting = 1 << bits;
+        own.count = static_cast<int>(blockDim.x) >> bits;
+        own.index = static_cast<int>(threadIdx.x) >> bits;
+        own.thread = static_cast<int>(threadIdx.x) & (own.threads - 1);
+        return own;
+    }
+
     RTK_DEVICE bool helps() const { return thread >= threads; }
 
   private:

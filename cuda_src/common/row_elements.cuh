@@ -62,11 +62,18 @@ struct Asked {
     Raw<16> raw[kLoads];
 
     RTK_DEVICE void ask(bool exists, const T* p, int valid, u64 policy) {
+        clear_all();
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            clear(raw[i]);
-            ptx::ld_stream_16_if(exists && i * kEach < valid, raw[i], p + i * kEach, policy);
-        }
+        for (int i = 0; i < kLoads; ++i) ptx::ld_stream_16_if(exists && i * kEach < valid, raw[i], p + i * kEach, policy);
+    }
+    RTK_DEVICE void clear_all() {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) clear(raw[i]);
+    }
+    // All N, or none: then what was there stays.
+    RTK_DEVICE void ask_whole(bool exists, const T* p, u64 policy) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) ptx::ld_stream_16_if(exists, raw[i], p + i * kEach, policy);
     }
     RTK_DEVICE void get(float (&v)[N]) const {
 #pragma unroll

@@ -15,7 +15,7 @@ namespace rtk {
 inline constexpr int kPlainOutput = 0, kByteOutput = 1, kFp4Output = 2;  // FORMAT
 inline constexpr int kByTensor = 0, kByRow = 1, kByBlock = 2;            // bits 0 and 1 of `quant`
 inline constexpr int kToE4m3 = 0, kToE5m2 = 1, kToInt8 = 2;              // bits 2 and 3
-inline constexpr int kInBursts = 0, kNoLoop = 1, kPipelined = 2;         // how a row is walked through
+inline constexpr int kInBursts = 0, kNoLoop = 1;                         // how a row is walked through
 inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromAmax = 128;
 
 template <typename T, int FORMAT>
@@ -134,29 +134,84 @@ struct RowOutput {
         }
     }
 
+    // The scale of the tensor, when it has come.
+    RTK_DEVICE void take_tensor_scale() {
+        if (FORMAT == kByteOutput && granularity() == kByTensor) inverse = reciprocal_of(tensor_scale());
+    }
+
+    // As `store`, for rows of whole vectors: `exists` says whether there is one in this thread. `start`: row * cols. After
+    // take_tensor_scale or take_row_scale.
+    RTK_DEVICE void store_whole(i64 start, i64 row, int column, bool exists, int lanes, const float (&v)[N]) {
+        static_assert(FORMAT != kFp4Output && aligned16, "vectors are what shares a scale, or parts of it");
+        float factor = inverse;
+        if constexpr (FORMAT == kByteOutput) {
+            if (granularity() == kByBlock) {
+                const float amax = warp_reduce<MaxNumber>(exists ? finite_amax(v) : 0.0f, min(128 / N, lanes));
+                const float scale = fmaxf(over_limit(amax, limit()), floor);
+                factor = reciprocal_of(scale);
+                if (exists && (column & 127) == 0)
+                    static_cast<float*>(scales)[row * (cols + 127 >> 7) + (column >> 7)] = scale;
+            }
+        }
+        if (!exists) return;
+        const i64 at = start + column;
+        if (kept != nullptr) store_elements<T, N>(static_cast<T*>(kept) + at, N, true, v);
+        if constexpr (FORMAT == kByteOutput) {
+            store_bytes<N>(static_cast<u8*>(out) + at, N, true, kind(), v, factor);
+        } else {
+            store_either<T, N>(out, at, quant & kOutFp32, N, true, v);
+        }
+    }
+
+    // Columns [begin, stop) of a row of whole vectors, none of it if not `exists`: a pass for the amax of the row, if its scale
+    // or that of the tensor depends on it, and one that stores. The next vector is asked for before one is worked
+    // on: ask(asked, column, there), which leaves `asked` alone if not `there`, and then make_y(asked, y).
+    template <typename Asked, typename Scratch, typename Ask, typename MakeY>
+    RTK_DEVICE void finish_whole(const RowGroup& group, Scratch& scratch, i64 row, bool exists, int begin, int stop, u32* amax,
+                                 Ask ask, MakeY make_y) {
+        const int pitch = group.threads * N, limit_here = exists ? stop : 0;
+        const i64 start = row * cols;
+        auto for_all = [&](bool stores, auto use) {
+            int column = begin + group.thread * N;
+            Asked asked;
+            asked.clear();
+            ask(asked, column, column < limit_here);
+            if (stores) take_tensor_scale();
+#pragma unroll 1
+            for (int first = begin; first < stop; first += pitch, column += pitch) {
+                const Asked own = asked;
+                ask(asked, column + pitch, column + pitch < limit_here);
+                float y[N];
+                make_y(own, y);
+                use(column, column < limit_here, y);
+            }
+        };
+        if (reads_twice() || amax_only()) {
+            float row_amax = 0.0f;
+            for_all(false, [&](int, bool there, const float(&y)[N]) { row_amax = there ? fmaxf(row_amax, finite_amax(y)) : row_amax; });
+            row_amax = group_reduce<MaxNumber, false>(row_amax, group, scratch, 0);
+            if (amax_only()) {
+                if (group.thread == 0 && row_amax > 0.0f) atomicMax(amax, __float_as_uint(row_amax));
+                return;
+            }
+            take_row_scale(row_amax, row, group.thread == 0 && exists);
+        }
+        for_all(true, [&](int column, bool there, const float(&y)[N]) { store_whole(start, row, column, there, group.threads, y); });
+        if constexpr (FORMAT == kByteOutput) {
+            if (from_amax() && (blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0) *static_cast<float*>(scales) = tensor_scale();
+        }
+    }
+
     // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
     // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
     // all of them before the first make_y(v, asked, column, valid, y), which gives N values, zeros behind
     // `valid`. `slot` of the scratch is free.
-    // WALK: kNoLoop, these are all columns of the thread; kPipelined, those that come next are asked for before one is made.
+    // WALK: kNoLoop, these are all columns of the thread.
     template <int V, int WALK, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, Ask ask, MakeY make_y) {
         const i64 pitch = static_cast<i64>(group.threads) * N;
         auto for_all = [&](auto use) {
-            if constexpr (WALK == kPipelined) {
-                i64 column = begin + group.thread * N;
-                auto asked = ask(0, column, count_at<N>(column, end));
-#pragma unroll 1
-                for (i64 first = begin; first < stop; first += pitch, column += pitch) {
-                    const auto own = asked;
-                    asked = ask(0, column + pitch, first + pitch < stop ? count_at<N>(column + pitch, end) : 0);
-                    float y[N];
-                    make_y(0, own, column, count_at<N>(column, end), y);
-                    use(column, count_at<N>(column, end), y);
-                }
-                return;
-            }
 #pragma unroll 1
             for (i64 column = begin + group.thread * N, first = begin; first < stop; first += V * pitch, column += V * pitch) {
                 decltype(ask(0, column, 0)) asked[V];
@@ -185,7 +240,7 @@ struct RowOutput {
         }
         for_all([&](i64 column, int valid, const float(&y)[N]) { store(row, column, valid, group.threads, y); });
         if constexpr (FORMAT != kPlainOutput) {
-            if (from_amax() && blockIdx.x == 0 && threadIdx.x == 0)
+            if (from_amax() && (blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0)
                 *(FORMAT == kByteOutput ? static_cast<float*>(scales) : global_out) = tensor_scale();
         }
     }

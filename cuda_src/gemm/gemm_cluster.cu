@@ -8,8 +8,8 @@
 // the tensor cores every 128 of k. The sums of a block's warps are added in shared memory in order, then sent to the block of
 // the cluster that finishes the token, which adds those of the blocks in order: results do not depend on timing.
 //
-// The launch may start before the previous kernel has ended: it asks L2 for its rows of b meanwhile, which needs no order, or
-// (`kConstantB`: nobody writes b) loads them, and waits before it reads anything else.
+// The launch may start before the previous kernel has ended: it asks L2 for its rows of b meanwhile, which needs no order, and
+// waits before it reads anything.
 //
 // Shared memory: sums of the warps [8][16 TOKENS][kPitch], then those of the blocks [parts][tokens of a block][32].
 #include "gemm/gemm_skinny_finish.cuh"
@@ -21,7 +21,7 @@
 namespace rtk {
 
 inline constexpr int kClusterWarps = 8, kClusterRows = 32, kClusterPitch = 36;
-inline constexpr i64 kGatedProduct = 1, kAccumulate = 2, kConstantB = 4;  // flags
+inline constexpr i64 kGatedProduct = 1, kAccumulate = 2;  // flags
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
 template <typename T, int TOKENS>
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int parts = static_cast<int>(parts_), rank = parts == 1 ? 0 : ptx::cluster_rank();
     const int tile = static_cast<int>(blockIdx.x) / parts, tokens = static_cast<int>(m);
-    const bool gated = flags & kGatedProduct, constant = flags & kConstantB;
+    const bool gated = flags & kGatedProduct;
     const int columns = gated ? kClusterRows / 2 : kClusterRows;
     const i64 first_column = static_cast<i64>(tile) * columns;
     const int steps = static_cast<int>((k_bytes + 63) / 64), slices = parts * kClusterWarps;
@@ -51,12 +51,10 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
         const i64 column = min(first_column + (gated ? i % 16 : i), n - 1);
         return b + (column + (gated && i >= 16 ? n : 0)) * b_pitch;
     };
-    if (!constant) {
-        const u8* own = row_of(lane);
-        for (i64 at = 64ll * begin & ~127ll; at < min(64ll * end, k_bytes); at += 128) ptx::prefetch_l2(own + at);
-        ptx::wait_for_previous();
-        ptx::launch_dependents();
-    }
+    const u8* own = row_of(lane);
+    for (i64 at = 64ll * begin & ~127ll; at < min(64ll * end, k_bytes); at += 128) ptx::prefetch_l2(own + at);
+    ptx::wait_for_previous();
+    ptx::launch_dependents();
 
     const u8 *rows_b[kTiles], *rows_a[2 * TOKENS];
 #pragma unroll
@@ -72,7 +70,6 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
 #pragma unroll
             for (int e = 0; e < 4; ++e) total[i][j][e] = 0.0f;
 
-    bool waited = !constant;
 #pragma unroll 1
     for (int first = begin; first < end; first += kStepsInFlight) {
         Raw<16> of_b[kStepsInFlight][kTiles];
@@ -85,11 +82,6 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
                 clear(of_b[s][j]);
                 if (exists) of_b[s][j] = ptx::ld_keep<16>(rows_b[j] + at);
             }
-        }
-        if (!waited) {
-            ptx::wait_for_previous();
-            ptx::launch_dependents();
-            waited = true;
         }
 #pragma unroll
         for (int s = 0; s < kStepsInFlight; s += 2) {
@@ -119,7 +111,6 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
             }
         }
     }
-    if (!waited) ptx::wait_for_previous();  // a warp without steps: its block must not end before the previous kernel
 
     float* const own_sums = warp_sums + warp * (16 * TOKENS * kClusterPitch);
 #pragma unroll

@@ -1,11 +1,9 @@
-// The end of the skinny product: sums of a tile, in shared memory or in parts in global memory, to results.
+// The end of the skinny product: from sums to results.
 #pragma once
 #include "common/math.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
-
-inline constexpr int kSkinnySumPitch = 132;  // words from token to token of a tile's sums in shared memory
 
 enum SkinnyTypes { kTypeBf16, kTypeFp16, kTypeFp32, kTypeInt32 };
 enum SkinnyActivation { kActNone, kActRelu, kActSilu, kActGeluTanh, kActGelu };
@@ -51,8 +49,7 @@ struct SkinnyStore {
     }
 };
 
-// From the sums of a tile, [token][kSkinnySumPitch] in shared memory (fp32, or int32 of integers), to results. A thread has one
-// column, whose scale and bias it loads one time.
+// From a finished sum (fp32, or int32 of integers) to a result.
 struct SkinnyResult {
     const float* global_scale;  // null, or one number, or two of a gated product
     const float* scale_a;       // of tokens, null without
@@ -67,40 +64,31 @@ struct SkinnyResult {
     bool integer;
     SkinnyStore results;
 
-    // What all sums of a weight row (of 2n, if gated) are multiplied by, and what is added.
+    // What belongs to a weight row (of 2n, if gated), loaded when the block starts and used when it ends.
     struct OfRow {
-        float times, plus;
+        float scale, global, bias;
     };
     RTK_DEVICE OfRow of_row(i64 row) const {
-        OfRow found = {factor, 0.0f};
-        if (scale_b != nullptr) found.times *= scale_b[row * b_step];
-        if (global_scale != nullptr) found.times *= global_scale[row >= n ? global_step : 0];
-        if (bias != nullptr) found.plus = skinny_load(bias, row, bias_type);
+        OfRow found = {1.0f, 1.0f, 0.0f};
+        if (scale_b != nullptr) found.scale = scale_b[row * b_step];
+        if (global_scale != nullptr) found.global = global_scale[row >= n ? global_step : 0];
+        if (bias != nullptr) found.bias = skinny_load(bias, row, bias_type);
         return found;
     }
 
-    RTK_DEVICE float value(float sum, const OfRow& row, float of_token) const {
-        return (integer ? static_cast<float>(__float_as_int(sum)) : sum) * row.times * of_token + row.plus;
+    // `row`: factor and what is added of the sum's row, `up_row`: of its counterpart.
+    RTK_DEVICE void put(int token, i64 column, float sum, float up, float2 row, float2 up_row) const {
+        if (results.out_type == kTypeInt32) {
+            static_cast<i32*>(results.out)[token * results.out_pitch + column] = __float_as_int(sum);
+            return;
+        }
+        const float of_token = scale_a == nullptr ? 1.0f : scale_a[token * a_step];
+        results.put(token, column, value(sum, row, of_token), results.gated ? value(up, up_row, of_token) : 1.0f);
     }
 
-    RTK_DEVICE void finish(const float* sums, int m, int tile) const {
-        const bool gated = results.gated;
-        const int columns = gated ? 64 : 128, own = static_cast<int>(threadIdx.x) % columns;
-        const i64 column = static_cast<i64>(tile) * columns + own;
-        if (column >= n) return;
-        const int row = gated ? own / 16 * 32 + own % 16 : own;  // 16 of the gate, then their counterparts
-        const OfRow first = of_row(column), second = gated ? of_row(n + column) : first;
-#pragma unroll 1
-        for (int token = threadIdx.x / columns; token < m; token += static_cast<int>(blockDim.x) / columns) {
-            const float sum = sums[token * kSkinnySumPitch + row];
-            if (results.out_type == kTypeInt32) {
-                static_cast<i32*>(results.out)[token * results.out_pitch + column] = __float_as_int(sum);
-                continue;
-            }
-            const float of_token = scale_a == nullptr ? 1.0f : scale_a[token * a_step];
-            const float up = gated ? value(sums[token * kSkinnySumPitch + row + 16], second, of_token) : 1.0f;
-            results.put(token, column, value(sum, first, of_token), up);
-        }
+   private:
+    RTK_DEVICE float value(float sum, float2 row, float of_token) const {
+        return (integer ? static_cast<float>(__float_as_int(sum)) : sum) * row.x * of_token + row.y;
     }
 };
 

@@ -1,25 +1,34 @@
-// What a stage of the skinny product holds, and how it comes: 128 rows of weights, 128 bytes of each, the activations of the
-// same k, and the scales that vary along k. All of it is asked for by cp.async, as many stages before it is used as there are.
-// Instructions count as much as bytes here, so every thread keeps the addresses of what it asks for and moves them on.
+// How the operands of the skinny product come: everything is asked for by cp.async, several units before it is used.
 //
-// Weights: row r at 128 r; its parts of 32 k (16, 32 or 64 bytes) change places by xor with r, so that the rows of a step
-// fall into different banks.
-// Activations, 16 bits: in the order of fragments. Vector (step, tile, lane 4g + t) has k = 32 step + 8t ... + 7 of token
-// 8 tile + g. Quantised ones come as they are, token by token, and `convert` makes those fragments of them.
-// Scales of weights: words [word][128 rows], a word being an fp32 number or four bytes; of activations: [word][tokens].
+// A unit of weights is what a warp works on at a time: 32 rows, 64 bytes of each. A warp has a ring of units to itself, so
+// that nobody waits for others because of weights. Row r is at 64 r; its steps of 32 k (16, 32 or 64 bytes) change places by
+// xor with r / 2, so that the rows of a step fall into different banks. Behind the weights of a unit are the words of its scales
+// along k, [word][32 rows], a word being an fp32 number or four bytes.
+//
+// Activations come in chunks of k for the whole block, token by token, with a barrier where a chunk begins: [m][pitch], then
+// the words of their scales, [word][tokens]. Lane 4g + t of a step reads k = 8t ... 8t + 7 of token g; a pitch of 64 bytes
+// more than a multiple of 128 keeps that free of bank conflicts. Quantised ones are made fp16 when their chunk begins.
 #pragma once
 #include "gemm/gemm_skinny_weights.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace rtk {
 
-inline constexpr int kSkinnyThreads = 256;
-inline constexpr int kSkinnyRows = 128;      // of weights, in a tile
-inline constexpr int kSkinnyRowBytes = 128;  // of a row, in a stage
-inline constexpr int kSkinnyWeightBytes = kSkinnyRows * kSkinnyRowBytes;
+inline constexpr int kSkinnyMaxRows = 128;  // of weights, that a block has
+inline constexpr int kSkinnyUnitRows = 32;
+inline constexpr int kSkinnyRowBytes = 64;  // of a row, in a unit
+inline constexpr int kSkinnyUnitBytes = kSkinnyUnitRows * kSkinnyRowBytes;
+inline constexpr int kSkinnyRing = 3;  // units of a warp; more of them only take longer to come (H200)
 
 enum SkinnyActivations { kActivations16, kActivationsE4m3, kActivationsE5m2, kActivationsInt8, kActivationsInt4, kActivationsUint4 };
 enum SkinnyScales { kScalesFp32, kScalesE8m0, kScalesUe4m3, kScalesSwizzled = 4 };  // the last one is added to a kind
+
+// `size` bytes to shared memory, the first `bytes` of them from memory, zeros behind, in any alignment. Not inlined: rare code
+// between what every block runs would take as long to come as weights do.
+__device__ __noinline__ void skinny_copy(u8* to, const u8* from, int bytes, int size) {
+#pragma unroll 1
+    for (int i = 0; i < size; ++i) to[i] = i < bytes ? from[i] : 0;
+}
 
 // Scales that vary along k.
 struct SkinnyScale {
@@ -27,10 +36,10 @@ struct SkinnyScale {
     i64 row_pitch;   // bytes
     i64 word_pitch;  // bytes from one word of a row to the next: the next scale, or the next four
     int row_shift;   // 2^row_shift rows share a scale
-    int depth;       // of k share one
+    int shift;       // 2^shift of k share one
     int count;       // along k
     int kind;        // SkinnyScales
-    int words;       // of a row in a stage; 0: none vary along k
+    int words;       // of a row in a unit or chunk; 0: none vary along k
     bool aligned;    // words are
 
     RTK_DEVICE bool is_fp32() const { return (kind & 3) == kScalesFp32; }
@@ -40,218 +49,130 @@ struct SkinnyScale {
         return data + (r >> 7) * ((count + 3) >> 2) * 512 + (r & 31) * 16 + (r >> 5 & 3) * 4;
     }
 
-    // The first word of a stage, counted along a whole row.
-    template <int DEPTH>
-    RTK_DEVICE int first_word(int stage) const {
-        return depth <= DEPTH ? stage * words : stage * DEPTH / depth;
-    }
+    // The word, counted along a whole row, that has the scale of k = `at`.
+    RTK_DEVICE int word(int at) const { return at >> (is_fp32() ? shift : shift + 2); }
 
-    RTK_DEVICE void fetch(u8* to, const u8* of_row, int word) const {
+    RTK_DEVICE void fetch(u8* memory, int to, const u8* of_row, int word) const {
         const int bytes = is_fp32() ? (word < count ? 4 : 0) : min(max(count - 4 * word, 0), 4);
         const u8* from = of_row + word * word_pitch;
         if (aligned) {
-            ptx::cp_async_4_partial(ptx::shared_address(to), from, bytes);
+            ptx::cp_async_4_partial(ptx::shared_address(memory) + to, from, bytes);
         } else {
-            u32 value = 0;
-#pragma unroll 1
-            for (int i = 0; i < bytes; ++i) value |= static_cast<u32>(from[i]) << (8 * i);
-            *reinterpret_cast<u32*>(to) = value;
+            skinny_copy(memory + to, from, bytes, 4);
         }
     }
 };
 
-// 16 bytes to shared memory, the first `bytes` of them from memory (any number, also below 0), zeros behind, in any alignment.
-RTK_DEVICE void skinny_copy_16(u8* to, const u8* from, int bytes) {
-    Raw<16> raw = {{0u, 0u, 0u, 0u}};
-#pragma unroll 1
-    for (int i = 0; i < min(bytes, 16); ++i) {
-        const u32 byte = static_cast<u32>(from[i]) << (8 * (i & 3));
-#pragma unroll
-        for (int w = 0; w < 4; ++w) raw.w[w] |= i >> 2 == w ? byte : 0u;
-    }
-    ptx::st_shared_16(ptx::shared_address(to), raw);
-}
-
-// A product as the stages see it. KBITS of a weight, TILES of 8 tokens (of which `m` tokens exist).
-template <int KBITS, int TILES>
+// A product as the copies see it. BITS of a weight, TILES of 8 tokens (of which `m` tokens exist).
+template <int BITS, int TILES>
 struct SkinnyProduct {
-    static constexpr int kDepth = kSkinnyRowBytes * 8 / KBITS;  // of k, in a stage
+    static constexpr int kDepth = kSkinnyRowBytes * 8 / BITS;  // of k, in a unit
+    static constexpr int kSteps = kDepth / 32;
     static constexpr int kTokens = TILES * 8;
-    static constexpr int kFragmentBytes = kTokens * kDepth * 2;
-    static constexpr int kVectors = kDepth / 8;                 // 16-byte vectors of a token
-    static constexpr int kPassTokens = kSkinnyThreads / kVectors;
-    static constexpr int kPasses = (kTokens + kPassTokens - 1) / kPassTokens;
 
     const u8* a;
     const u8* b;
-    i64 a_pitch, b_pitch;  // bytes
-    i64 n;
-    int m, k;
+    int a_pitch, b_pitch;  // bytes
+    int n, m, k;
     int activations;  // SkinnyActivations
-    int bits;         // of an activation
+    int bits_shift;   // 2^bits_shift bits of an activation
+    int chunk_shift;  // 2^chunk_shift of k in a chunk
+    int tile_rows;    // of weights, that a block has
     bool a_aligned, b_aligned, gated;
     SkinnyScale scale_a, scale_b;
 
-    RTK_DEVICE int activation_bytes() const { return kTokens * kDepth / 8 * bits; }  // in a stage
-    RTK_DEVICE int stage_bytes() const {
-        return kSkinnyWeightBytes + activation_bytes() + scale_b.words * (kSkinnyRows * 4) + scale_a.words * (kTokens * 4);
-    }
-    RTK_DEVICE int k_stages() const { return max((k + kDepth - 1) / kDepth, 1); }
-    RTK_DEVICE int tile_columns() const { return gated ? kSkinnyRows / 2 : kSkinnyRows; }
+    RTK_DEVICE int units() const { return (k + kDepth - 1) / kDepth; }
+    RTK_DEVICE int tile_columns() const { return gated ? tile_rows / 2 : tile_rows; }
+    RTK_DEVICE int slot_bytes() const { return kSkinnyUnitBytes + scale_b.words * (kSkinnyUnitRows * 4); }
+    RTK_DEVICE int row_bytes() const { return 1 << (chunk_shift + bits_shift - 3); }  // of a token in a chunk
+    RTK_DEVICE int token_pitch() const { return ((2 << chunk_shift) + 127 & ~127) + 64; }  // of 16-bit activations
+    RTK_DEVICE int copied_pitch() const { return activations == kActivations16 ? token_pitch() : row_bytes(); }
+    RTK_DEVICE int buffer_bytes() const { return m * copied_pitch() + scale_a.words * (kTokens * 4); }
 
     // Row r of a tile, in b. Rows that are not there are those of the last one, whose results are not written twice. Gated:
     // warps have 32 rows, 16 of the gate and their 16 counterparts.
-    RTK_DEVICE i64 weight_row(int tile, int r) const {
-        const i64 first = static_cast<i64>(tile) * tile_columns();
+    RTK_DEVICE int weight_row(int tile, int r) const {
+        const int first = tile * tile_columns();
         if (!gated) return min(first + r, n - 1);
         return min(first + (r >> 5) * 16 + (r & 15), n - 1) + (r & 16 ? n : 0);
     }
 
     // Where the codes of a step of row r begin, in the row.
-    RTK_DEVICE static int step_place(int r, int step) { return (step ^ (r & (32 / KBITS - 1))) * (4 * KBITS); }
+    RTK_DEVICE static int step_place(int r, int step) { return (step ^ (r / 2 & (kSteps - 1))) * (4 * BITS); }
 
-    // Where 8 numbers of a token are among the fragments, in bytes.
-    RTK_DEVICE static int fragment(int vector, int token) {
-        return (((vector / 4 * TILES + token / 8) * 8 + token % 8) * 4 + vector % 4) * 16;
-    }
-
-    // What this thread asks for: one vector of weight rows r, r + 32, r + 64 and r + 96, one of some tokens, one word of a
-    // row's scales.
+    // What a lane asks for: one vector of rows r, r + 8, r + 16 and r + 24 of its warp, one word of a row's scales.
     struct Source {
         const u8* weights[4];
-        const u8* activations;
         const u8* scales;
     };
 
-    RTK_DEVICE void begin_tile(Source& source, int tile) const {
-        const int thread = static_cast<int>(threadIdx.x);
+    RTK_DEVICE Source source(int tile, int first_row, int lane) const {
+        Source source;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            source.weights[i] = b + weight_row(tile, thread / 8 + 32 * i) * b_pitch + thread % 8 * 16;
-        if (scale_b.words != 0) source.scales = scale_b.row(weight_row(tile, thread % kSkinnyRows));
-    }
-
-    RTK_DEVICE Source source(int tile) const {
-        Source source;
-        source.activations = a + threadIdx.x / kVectors * a_pitch + threadIdx.x % kVectors * 16;
-        source.scales = nullptr;
-        begin_tile(source, tile);
+            source.weights[i] = b + static_cast<i64>(weight_row(tile, first_row + lane / 4 + 8 * i)) * b_pitch + lane % 4 * 16;
+        source.scales = scale_b.words != 0 ? scale_b.row(weight_row(tile, first_row + lane)) : nullptr;
         return source;
     }
 
-    // Asks for a stage of a tile.
-    RTK_DEVICE void fetch(u8* to, const Source& source, int stage) const {
-        const int thread = static_cast<int>(threadIdx.x), vector = thread % 8, r = thread / 8;
-        const bool whole = (stage + 1) * kDepth <= k;
-        {
-            const i64 offset = static_cast<i64>(stage) * kSkinnyRowBytes;
-            const int bytes = (k * KBITS + 7) / 8 - stage * kSkinnyRowBytes - vector * 16;
-            // 16-byte vectors of a step stay together.
-            u8* const own = to + r * kSkinnyRowBytes + step_place(r, vector / (KBITS / 4)) + vector % (KBITS / 4) * 16;
-            if (!b_aligned) {
-#pragma unroll 1
-                for (int i = 0; i < 4; ++i) {
-                    const u8* from = source.weights[0];
+    // Asks for a unit of the warp; `to`: where in `memory`.
+    RTK_DEVICE void fetch(u8* memory, int to, const Source& source, int lane, int unit) const {
+        const int vector = lane % 4, r = lane / 4;  // rows r + 8i have the same places
+        const i64 offset = static_cast<i64>(unit) * kSkinnyRowBytes;
+        const int own = to + r * kSkinnyRowBytes + step_place(r, vector / (BITS / 4)) + vector % (BITS / 4) * 16;
+        const int bytes = (k * BITS + 7) / 8 - unit * kSkinnyRowBytes - vector * 16;
+        if (b_aligned) {
+            const int some = min(max(bytes, 0), 16);
 #pragma unroll
-                    for (int j = 1; j < 4; ++j) from = i == j ? source.weights[j] : from;
-                    skinny_copy_16(own + i * (32 * kSkinnyRowBytes), from + offset, bytes);
-                }
-            } else if (whole) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    ptx::cp_async_16(ptx::shared_address(own) + i * (32 * kSkinnyRowBytes), source.weights[i] + offset);
-            } else {
-                const int some = min(max(bytes, 0), 16);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    ptx::cp_async_16_partial(ptx::shared_address(own) + i * (32 * kSkinnyRowBytes), source.weights[i] + offset,
-                                             some);
-            }
-        }
-        if (activations == kActivations16) {
-            fetch_fragments(to + kSkinnyWeightBytes, source, stage, whole);
+            for (int i = 0; i < 4; ++i)
+                ptx::cp_async_16_stream(ptx::shared_address(memory) + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset,
+                                        some);
         } else {
-            fetch_codes(to + kSkinnyWeightBytes, stage);
-        }
-        if (scale_b.words != 0) {
-            u8* const own = to + kSkinnyWeightBytes + activation_bytes() + thread * 4;
-            const int first = scale_b.template first_word<kDepth>(stage);
-#pragma unroll 1
-            for (int w = thread / kSkinnyRows; w < scale_b.words; w += 2)
-                scale_b.fetch(own + (w & ~1) * (kSkinnyRows * 4), source.scales, first + w);
-        }
-        if (scale_a.words != 0 && thread < scale_a.words * kTokens) {
-            u8* const own = to + kSkinnyWeightBytes + activation_bytes() + scale_b.words * (kSkinnyRows * 4) + thread * 4;
-            scale_a.fetch(own, scale_a.row(min(thread % kTokens, m - 1)),
-                          scale_a.template first_word<kDepth>(stage) + thread / kTokens);
-        }
-    }
-
-    // Zeros for tokens that do not exist, in all stages: `fetch` leaves them alone.
-    RTK_DEVICE void clear_fragments(u8* stages, int count) const {
-        const int vector = threadIdx.x % kVectors;
-        for (int token = threadIdx.x / kVectors; token < kTokens; token += kPassTokens)
-            for (int i = 0; token >= m && i < count; ++i)
-                ptx::st_shared_16(
-                    ptx::shared_address(stages + i * stage_bytes() + kSkinnyWeightBytes + fragment(vector, token)),
-                    {{0u, 0u, 0u, 0u}});
-    }
-
-   private:
-    RTK_DEVICE void fetch_fragments(u8* to, const Source& source, int stage, bool whole) const {
-        const int token = static_cast<int>(threadIdx.x) / kVectors, vector = static_cast<int>(threadIdx.x) % kVectors;
-        const u8* from = source.activations + static_cast<i64>(stage) * (kDepth * 2);
-        u8* const own = to + fragment(vector, token);
-        const int bytes = (k - stage * kDepth) * 2 - vector * 16;
-        const i64 pass = kPassTokens * a_pitch;
-        if (a_aligned && whole) {
 #pragma unroll
-            for (int i = 0; i < kPasses; ++i)
-                if (token + i * kPassTokens < m)
-                    ptx::cp_async_16(ptx::shared_address(own) + i * (kPassTokens / 8 * 512), from + i * pass);
-            return;
+            for (int i = 0; i < 4; ++i) skinny_copy(memory + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset, bytes, 16);
         }
 #pragma unroll 1
-        for (int i = 0; token + i * kPassTokens < m; ++i) {
-            u8* const there = own + i * (kPassTokens / 8 * 512);
-            if (a_aligned) {
-                ptx::cp_async_16_partial(ptx::shared_address(there), from + i * pass, min(max(bytes, 0), 16));
-            } else {
-                skinny_copy_16(there, from + i * pass, bytes);
-            }
-        }
+        for (int w = 0; w < scale_b.words; ++w)
+            scale_b.fetch(memory, to + kSkinnyUnitBytes + (w * kSkinnyUnitRows + lane) * 4, source.scales,
+                          scale_b.word(unit * kDepth) + w);
     }
 
-    // Of tokens that are not there come those of the last one.
-    RTK_DEVICE void fetch_codes(u8* to, int stage) const {
-        const int vectors = kDepth * bits / 128, bytes = ((k - stage * kDepth) * bits + 7) / 8;
-        const u8* from = a + static_cast<i64>(stage) * kDepth * bits / 8;
+    // Asks for the activations of a chunk that begins at k = `first`.
+    RTK_DEVICE void fetch_chunk(u8* memory, int to, int first) const {
+        const int vectors_shift = chunk_shift + bits_shift - 7, bytes = ((k - first << bits_shift) + 7) >> 3;
+        const u8* from = a + (static_cast<i64>(first) << bits_shift >> 3);
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kTokens * vectors; i += kSkinnyThreads) {
-            const int token = i / vectors, vector = i % vectors;
-            const u8* own = from + min(token, m - 1) * a_pitch + vector * 16;
+        for (int i = threadIdx.x; i < m << vectors_shift; i += static_cast<int>(blockDim.x)) {
+            const int token = i >> vectors_shift, at = (i & (1 << vectors_shift) - 1) * 16;
+            const int own = to + token * copied_pitch() + at;
+            const u8* source = from + static_cast<i64>(token) * a_pitch + at;
             if (a_aligned) {
-                ptx::cp_async_16_partial(ptx::shared_address(to + i * 16), own, min(max(bytes - vector * 16, 0), 16));
+                ptx::cp_async_16_partial(ptx::shared_address(memory) + own, source, min(max(bytes - at, 0), 16));
             } else {
-                skinny_copy_16(to + i * 16, own, bytes - vector * 16);
+                skinny_copy(memory + own, source, bytes - at, 16);
             }
         }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < scale_a.words * kTokens; i += static_cast<int>(blockDim.x))
+            scale_a.fetch(memory, to + m * copied_pitch() + i * 4, scale_a.row(min(i % kTokens, m - 1)),
+                          scale_a.word(first) + i / kTokens);
     }
 
-   public:
-    // Quantised activations of a stage to fragments of fp16, exactly.
+    // Quantised activations of a chunk to fp16, exactly.
     RTK_DEVICE void convert(const u8* from, u8* to) const {
+        const int vectors_shift = chunk_shift - 3;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kTokens * kVectors; i += kSkinnyThreads) {
+        for (int i = threadIdx.x; i < m << vectors_shift; i += static_cast<int>(blockDim.x)) {
+            const int token = i >> vectors_shift, vector = i & (1 << vectors_shift) - 1;
             float value[8];
             if (activations >= kActivationsInt4) {
-                const u32 word = reinterpret_cast<const u32*>(from)[i];
+                const u32 word = reinterpret_cast<const u32*>(from + token * row_bytes())[vector];
                 const int flip = activations == kActivationsInt4 ? 8 : 0;
 #pragma unroll
                 for (int e = 0; e < 8; ++e)
                     value[e] = static_cast<float>((static_cast<int>(word >> (4 * e) & 15u) ^ flip) - flip);
             } else {
-                const uint2 words = reinterpret_cast<const uint2*>(from)[i];
+                const uint2 words = reinterpret_cast<const uint2*>(from + token * row_bytes())[vector];
                 const Raw<8> raw = {{words.x, words.y}};
                 if (activations == kActivationsE4m3) {
                     unpack<e4m3, 8>(raw, value);
@@ -263,22 +184,9 @@ struct SkinnyProduct {
                         value[e] = static_cast<float>(static_cast<signed char>(raw.w[e / 4] >> (8 * (e % 4))));
                 }
             }
-            ptx::st_shared_16(ptx::shared_address(to + fragment(i % kVectors, i / kVectors)), pack<fp16, 8>(value));
+            ptx::st_shared_16(ptx::shared_address(to + token * token_pitch() + vector * 16), pack<fp16, 8>(value));
         }
     }
 };
-
-// Waits until at most `pending` of this thread's newest groups of copies are unfinished.
-RTK_DEVICE void skinny_wait(int pending) {
-    switch (pending) {
-        case 0: ptx::cp_async_wait<0>(); break;
-        case 1: ptx::cp_async_wait<1>(); break;
-        case 2: ptx::cp_async_wait<2>(); break;
-        case 3: ptx::cp_async_wait<3>(); break;
-        case 4: ptx::cp_async_wait<4>(); break;
-        case 5: ptx::cp_async_wait<5>(); break;
-        default: ptx::cp_async_wait<6>(); break;
-    }
-}
 
 }  // namespace rtk

@@ -32,6 +32,9 @@ RTK_DEVICE void mma_pair(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     }
 }
 
+// Two fp32 that are bf16 numbers.
+RTK_DEVICE u32 upper_halves(float lo, float hi) { return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632u); }
+
 inline constexpr u32 kNegativeZeros = 0x80008000u;  // x + -0 is x, also where x is a zero
 
 // What is the same for all codes of a launch.
@@ -52,23 +55,30 @@ struct WeightCodes {  // 16-bit floats
     }
 };
 
-// Sign, exponent and fraction move to their places in fp16 or bf16, which makes the number 2^8 or 2^120 times too small; in
-// subnormal numbers, too. The NaN codes come out as 480: `flag` collects them.
+// By way of fp16, and of fp32 to bf16. Before sm_89 sign, exponent and fraction move to their places in fp16 or bf16, which makes
+// the number 2^8 or 2^120 times too small, in subnormal numbers, too; the NaN codes come out as 480: `flag` collects them.
 template <typename Math>
 struct WeightCodes<e4m3, Math> {
     static constexpr int kBits = 8;
-    static constexpr bool kScaled = false, kFlagged = true;
+    static constexpr bool kScaled = false, kFlagged = !RTK_HAS_FP8_CVT;
     static constexpr bool kBf16 = is_same<Math, bf16>::value;
-    static constexpr float kFactor = kBf16 ? 1.0f : 256.0f;
+    static constexpr float kFactor = kBf16 || !kFlagged ? 1.0f : 256.0f;
 
     RTK_DEVICE static void pairs(const Raw<8>& raw, u32, CodeOptions, u32 (&pair)[4]) {
-        constexpr int kShift = kBf16 ? 4 : 1;
-        constexpr u32 kMagnitude = 0x7f007f00u >> kShift;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
+#if RTK_HAS_FP8_CVT
+            pair[p] = ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(raw.w[p / 2] >> (16 * (p % 2))));
+            if constexpr (kBf16)
+                pair[p] = upper_halves(ptx::cvt_f16_to_f32(static_cast<u16>(pair[p])),
+                                       ptx::cvt_f16_to_f32(static_cast<u16>(pair[p] >> 16)));
+#else
+            constexpr int kShift = kBf16 ? 4 : 1;
+            constexpr u32 kMagnitude = 0x7f007f00u >> kShift;
             const u32 upper_bytes = __byte_perm(raw.w[p / 2], 0u, p % 2 == 0 ? 0x1404u : 0x3424u);
             pair[p] = (upper_bytes & 0x80008000u) | (upper_bytes >> kShift & kMagnitude);
             if constexpr (kBf16) pair[p] = fma_pair<bf16>(pair[p], 0x7b807b80u, kNegativeZeros);  // 2^120
+#endif
         }
     }
 
@@ -90,8 +100,8 @@ struct WeightCodes<e5m2, Math> {
         for (int p = 0; p < 4; ++p) {
             pair[p] = __byte_perm(raw.w[p / 2], 0u, p % 2 == 0 ? 0x1404u : 0x3424u);
             if constexpr (is_same<Math, bf16>::value)
-                pair[p] = ptx::cvt_bf16x2(ptx::cvt_f16_to_f32(static_cast<u16>(pair[p])),
-                                          ptx::cvt_f16_to_f32(static_cast<u16>(pair[p] >> 16)));
+                pair[p] = upper_halves(ptx::cvt_f16_to_f32(static_cast<u16>(pair[p])),
+                                       ptx::cvt_f16_to_f32(static_cast<u16>(pair[p] >> 16)));
         }
     }
 };
@@ -111,7 +121,7 @@ struct WeightCodes<int8_codes, Math> {
                 const u32 selector = 0x7540u + 2u * (p % 2);
                 const float first = __uint_as_float(__byte_perm(word, 0x4b000000u, selector)) - 8388736.0f;
                 const float second = __uint_as_float(__byte_perm(word, 0x4b000000u, selector + 1u)) - 8388736.0f;
-                pair[p] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632u);
+                pair[p] = upper_halves(first, second);
             } else {
                 const u32 biased = __byte_perm(word, 0x64646464u, p % 2 == 0 ? 0x4140u : 0x4342u);
                 pair[p] = fma_pair<fp16>(biased, 0x3c003c00u, 0xe480e480u);  // - 1152

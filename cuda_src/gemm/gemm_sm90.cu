@@ -7,6 +7,9 @@
 // scales of the loop come the same way, or by two more warps, in any layout. Boxes of results leave through the copy engine while
 // the next tile is multiplied.
 //
+// Where kColumnScales leaves multiprocessors without a tile, blocks share tiles along k (TileShare): `shared_sums` has the sums of
+// one part of each block, `arrived` counts those that are there. Both are null where no tile is shared.
+//
 // Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
 // are exact. With SCALES they add over 128 bytes of k from zero, and fp32 registers add up what came out, times its scales:
 //   kNoScales        none in the loop
@@ -93,7 +96,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
               const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
               const void* add, void* out, float* out_scale,
-              const i32* starts, const i32* ends, i64 rows, i64 columns, i64 depth,
+              const i32* starts, const i32* ends, float* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
               i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
               i64 groups,
@@ -108,6 +111,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // With scales in the loop a part of the products at a time is in registers of its own.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
+    // Weight gradients have few tiles and a long k, of which several blocks may have parts.
+    constexpr bool kSplits =
+        SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
+    using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
@@ -143,6 +150,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     __syncthreads();
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
+    // Made where a role begins: before, it would be kept in registers that the producer does not have.
+    auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth)); };
 
     if (warp >= kConsumerWarps) {
         if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
@@ -150,8 +159,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
             const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
-            for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-                const ProductTile tile = tiles.find(index);
+            for (Share share = own_share(); share.exists(); share.next()) {
+                const ProductTile tile = share.tile(tiles, kDepth);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
                 const i32 group_b = kind == kDepthGroups ? 0 : static_cast<i32>(tile.group);
 #pragma unroll 1
@@ -172,8 +181,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
             ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
-            for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-                const ProductTile tile = tiles.find(index);
+            for (Share share = own_share(); share.exists(); share.next()) {
+                const ProductTile tile = share.tile(tiles, kDepth);
                 copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
@@ -197,9 +206,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const ResultPlace place{out_map, out, add, out_pitch, out_group_pitch, add_pitch, static_cast<i32>(columns), flags};
 
     ProductTile next_tile = {};
-    if (blockIdx.x < count) next_tile = tiles.find(blockIdx.x);
-    for (u32 index = blockIdx.x; index < count; index += gridDim.x) {
-        const ProductTile tile = SCALES == kNoScales ? tiles.find(index) : next_tile;
+    Share share = own_share();
+    if (share.exists()) next_tile = share.tile(tiles, kDepth);
+    for (; share.exists(); share.next()) {
+        const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
+        Share after = share;
+        after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
         // What the epilogue needs of rows and columns; asked for before the products where registers allow.
@@ -262,7 +274,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (float& sum : sums[w]) sum = 0.0f;
-            if (blocks == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+            if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
             // What a stage needs before its products: done for the next one while the last part of this one is promoted.
@@ -294,7 +306,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     }
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, where the products are on their way
-                        if (i == 0 && index + gridDim.x < count) next_tile = tiles.find(index + gridDim.x);
+                        if (i == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
 #pragma unroll
                         for (int h = 0; h < kHalves; ++h)
                             of_tile[h] = SCALES == kRowScales && flags.loop_scales_b() ? of_stage[kRows + h] : 1.0f;
@@ -327,6 +339,18 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     }
                 }
                 if (SCALES == kColumnScales) pipeline.release_warp(here);
+            }
+        }
+
+        if constexpr (kSplits) {
+            if (share.is_part()) {
+                const SharedSums<CONSUMERS, COLS / 8> parts{shared_sums, arrived};
+                if (share.first_step() != 0) {
+                    parts.put(sums[0], consumer, ring.barrier);
+                    continue;
+                }
+                for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < share.tile_end(); ++block)
+                    parts.add(sums[0], consumer, block);
             }
         }
 

@@ -7,6 +7,8 @@
 // order, give groups that are inside.
 #pragma once
 #include "common/scan.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/words.cuh"
 
 namespace rtk {
 
@@ -90,6 +92,86 @@ struct ProductTiles {
         tile.rows = static_cast<int>(min(size - static_cast<u32>(tile.row), static_cast<u32>(ROWS)));
         if (kind == kRowGroups) tile.row += static_cast<i32>(here.first);
         return tile;
+    }
+};
+
+// What a block makes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the blocks of k of the tiles
+// that are left, if their number is no multiple of the grid. A tile may then be in the shares of several blocks: the one that
+// has its first block of k is the last to come to it, adds the others' sums in the order of k, and finishes it.
+template <bool SPLITS>
+struct TileShare {
+    u32 index, whole;                // of tiles that one block makes
+    u32 steps = 1, at = 0, end = 0;  // of the others: blocks of k in a tile; those of this block, counted over all these tiles
+
+    RTK_DEVICE TileShare(u32 count, bool split, i32 block_depth, i32 depth) : index(blockIdx.x), whole(count) {
+        if (!SPLITS || !split) return;
+        whole = count / gridDim.x * gridDim.x;
+        steps = static_cast<u32>(ceil_div(depth, block_depth));
+        at = first_of(blockIdx.x, count), end = first_of(blockIdx.x + 1, count);
+    }
+
+    // Of the steps of tiles that are shared: the first one of a block. Fewer than 2^32 times as many as blocks.
+    RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
+
+    RTK_DEVICE bool exists() const { return index < whole || (SPLITS && at < end); }
+    RTK_DEVICE bool is_part() const { return SPLITS && index >= whole; }
+    RTK_DEVICE u32 first_step() const { return at % steps; }
+    RTK_DEVICE u32 tile_end() const { return (at / steps + 1) * steps; }  // counted as `at` is
+
+    RTK_DEVICE void next() {
+        if (is_part()) {
+            at = min(tile_end(), end);
+        } else {
+            index += gridDim.x;
+        }
+    }
+
+    template <typename Tiles>
+    RTK_DEVICE ProductTile tile(Tiles& tiles, i32 block_depth) const {
+        ProductTile found = tiles.find(is_part() ? whole + at / steps : index);
+        if (is_part()) {
+            found.k = static_cast<i32>(first_step()) * block_depth;
+            found.depth = min(found.depth - found.k, static_cast<i32>(min(tile_end(), end) - at) * block_depth);
+        }
+        return found;
+    }
+};
+
+// Sums of tiles that blocks share, of one part for each block: as its threads have them, 16 bytes of each, then the next 16.
+// `arrived` says which are there, by block and warpgroup; zeros before the launch.
+template <int CONSUMERS, int VECTORS>
+struct SharedSums {
+    static constexpr u32 kThreads = 128 * CONSUMERS;
+    float* sums;
+    u32* arrived;
+
+    // By a warpgroup, with a barrier of its own.
+    RTK_DEVICE void put(const float (&own)[4 * VECTORS], int consumer, int barrier) const {
+        float4* const to = place(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+            to[i * kThreads] = make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
+        __threadfence();
+        ptx::named_barrier_sync(barrier, 128);
+        if (threadIdx.x % 128 == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
+    }
+
+    // Waits for those of another block.
+    RTK_DEVICE void add(float (&own)[4 * VECTORS], int consumer, u32 block) const {
+        while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
+        }
+        __threadfence();
+        const float4* from = place(block);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const float4 v = from[i * kThreads];
+            own[4 * i] += v.x, own[4 * i + 1] += v.y, own[4 * i + 2] += v.z, own[4 * i + 3] += v.w;
+        }
+    }
+
+   private:
+    RTK_DEVICE float4* place(u32 block) const {
+        return reinterpret_cast<float4*>(sums) + block * (VECTORS * kThreads) + threadIdx.x;
     }
 };
 

@@ -178,13 +178,17 @@ __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / T
     float away = 0.0f;  // the row's mean from `centre`
     if constexpr (kMaxWarps <= 4) {  // every thread adds them up; at most one warp is missing
         const bool all = threads == THREADS;
+        float there[kMaxWarps] = {};
 #pragma unroll
-        for (int w = 1; w < kMaxWarps; ++w) away += w < kMaxWarps - 1 || all ? means[w] - centre : 0.0f;
+        for (int w = 1; w < kMaxWarps; ++w) {
+            there[w] = w < kMaxWarps - 1 || all ? means[w] - centre : 0.0f;
+            away += there[w];
+        }
         away = away * ptx::rcp(warps);
         square = 0.0f;
 #pragma unroll
         for (int w = 0; w < kMaxWarps; ++w) {
-            const float d = means[w] - centre - away;
+            const float d = there[w] - away;
             square += w < kMaxWarps - 1 || all ? squares[w] * (1.0f / kEach) + d * d : 0.0f;
         }
     } else {

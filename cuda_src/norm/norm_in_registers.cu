@@ -41,13 +41,14 @@ constexpr int norm_registers(int format) {
     return format != kPlainOutput && more ? 72 : 64;
 }
 
-// `offsets`: those of p and q, two fp32 numbers.
+// `offsets`: those of p and q, two fp32 numbers. Divisors (runtime/layout.py): of how many rows share one of an operand. No
+// branches and divisions before the last load: they were half a microsecond of small calls.
 template <typename T, int FORMAT>
 __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     norm_in_registers(const T* x, const T* residual, const T* before, const T* p, const T* q, const float* quant_scale, u32* amax,
                       void* out, T* residual_out, void* kept, void* scale_out, float* global_out, i64 rows, i64 cols,
-                      i64 x_stride, i64 residual_stride, i64 before_stride, i64 before_each, i64 p_stride, i64 p_each, i64 q_stride,
-                      i64 q_each, i64 threads_per_row, i64 flags, i64 offsets, i64 quant, double eps, double number,
+                      i64 x_stride, i64 residual_stride, i64 before_stride, i64 before_divisor, i64 p_stride, i64 p_divisor, i64 q_stride,
+                      i64 q_divisor, i64 lane_bits, i64 flags, i64 offsets, i64 quant, double eps, double number,
                       double floor) {
     constexpr int N = kPerThread<T, FORMAT>, V = FORMAT == kFp4Output ? 1 : 2;
     constexpr int kEach = 16 / sizeof(T), kUnits = V * N / kEach;
@@ -55,8 +56,8 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     __shared__ GroupScratch<2> pair_scratch;
-    const RowGroup group(threads_per_row);
-    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const RowGroup group = RowGroup::of_lanes(lane_bits);
+    const u32 row = blockIdx.x * group.count + group.index;
     const int end = row < rows ? static_cast<int>(cols) : 0, column = group.thread * N, pitch = group.threads * N;
     const int role_before = flags >> 8 & 3, role_p = flags >> 10 & 3, role_q = flags >> 12 & 3;
     const bool has_residual = flags & kHasResidual;
@@ -68,12 +69,13 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) units[u].ask(there, first + column + place(u), exists(u) ? kEach : 0, policy);
     };
+    auto row_of = [&](i64 stride, i64 divisor) { return divided(row, divisor) * stride; };
     Asked<T, kEach> h[kUnits], of_residual[kUnits], of_before[kUnits], of_p[kUnits], of_q[kUnits];
     ask(h, true, x + row * x_stride);
     ask(of_residual, has_residual, residual + row * residual_stride);
-    ask(of_before, role_before != kAbsent, before + modulation_row(row, before_stride, before_each));
-    ask(of_p, role_p != kAbsent, p + modulation_row(row, p_stride, p_each));
-    ask(of_q, role_q != kAbsent, q + modulation_row(row, q_stride, q_each));
+    ask(of_before, role_before != kAbsent, before + row_of(before_stride, before_divisor));
+    ask(of_p, role_p != kAbsent, p + row_of(p_stride, p_divisor));
+    ask(of_q, role_q != kAbsent, q + row_of(q_stride, q_divisor));
     RowOutput<T, FORMAT, true> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
     const bool stores_h = residual_out != nullptr && !output.amax_only();
 

@@ -173,6 +173,8 @@ RTK_UNARY(Elu, a > 0.0f ? a * s.s1 : expm1f(a * s.s2) * s.s0)
 RTK_UNARY(Softplus, a * s.s0 > s.s1 ? a : log1pf(expf(a * s.s0)) / s.s0)
 // s0 threshold, s1 value.
 RTK_UNARY(Threshold, a <= s.s0 ? s.s1 : a)
+// An index that counts from the end if it is negative; s0 elements.
+RTK_UNARY(FromEnd, a < static_cast<C>(0) ? plus<C>(a, s.s0) : a)
 // s0 exponent.
 RTK_UNARY(PowNumber, powf(a, s.s0))
 

@@ -20,6 +20,11 @@ RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, in
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// The same, of a stream: L2 gets all 128 bytes around them.
+RTK_DEVICE void cp_async_16_stream(SharedAddress shared, const void* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // 4 bytes, both addresses 4-byte aligned, of which the first `bytes` (0 to 4) are read.
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");

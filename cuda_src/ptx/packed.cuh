@@ -47,6 +47,18 @@ RTK_DEVICE u32 max_f16x2(u32 a, u32 b) {
     return out;
 }
 
+// The larger ones; NaN where one is.
+RTK_DEVICE u32 max_nan_bf16x2(u32 a, u32 b) {
+    u32 out;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+RTK_DEVICE u32 max_nan_f16x2(u32 a, u32 b) {
+    u32 out;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
 // a * b + c, one rounding. Subnormal numbers are numbers.
 RTK_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 out;

@@ -11,4 +11,11 @@ RTK_DEVICE void stmatrix_x4(SharedAddress row, u32 a, u32 b, u32 c, u32 d) {
                  : "memory");
 }
 
+// The same with each matrix transposed: row r of matrix i in memory is column r of the registers.
+RTK_DEVICE void stmatrix_x4_trans(SharedAddress row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
 }  // namespace rtk::ptx

@@ -63,6 +63,12 @@ RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first
                  : "memory");
 }
 
+RTK_DEVICE void tma_store_4d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third, i32 fourth) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+                 "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(from)
+                 : "memory");
+}
+
 // Adds to what is there, in the map's type.
 RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),

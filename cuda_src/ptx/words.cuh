@@ -19,6 +19,17 @@ RTK_DEVICE void st_words(u64* p, const Words& w) {
     asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(w.first), "l"(w.second) : "memory");
 }
 
+// Words of 4 bytes that say all by themselves: nothing else becomes visible with them.
+RTK_DEVICE u32 ld_word(const u32* p) {
+    u32 word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
+    return word;
+}
+
+RTK_DEVICE void st_word(u32* p, u32 word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+}
+
 // One of 4 bytes, to be asked for in a loop until it is what one waits for: what its writer did before is then visible.
 RTK_DEVICE u32 ld_word_acquire(const u32* p) {
     u32 word;

@@ -56,6 +56,7 @@ struct Quantized {
     bool by_group, pow2;
     const float* max_abs = nullptr;  // of each column [experts, cols], if all rows of an expert's column share a scale
     u32 expert = 0;               // that of the tile, if so
+    u32 start_t = 0, pitch_t = 0;    // first row and rows of the expert in q_t where these are padded; pitch_t is 0 if not
 };
 
 // There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.

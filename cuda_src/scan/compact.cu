@@ -1,6 +1,6 @@
-// The elements of a dense tensor that are not 0 (or whose flag is set), in order: how many each slice of kCompactSlice elements
-// has, and, when the counts are added up, their coordinates or the elements of another tensor. A block owns a slice: it reads 16
-// bytes a thread, puts a byte for each element into shared memory, ranks 16 neighbours a thread by a scan over the block,
+// The elements of a dense tensor that are not 0 (or whose flag is set; or, with `distinct`, that differ from the one before), in
+// order: how many there are up to each slice of kCompactSlice elements, added up by the last block; and, when the host knows how
+// many, their coordinates or the elements of another tensor. A block owns a slice: it reads 16 bytes a thread, puts a byte for each element into shared memory, ranks 16 neighbours a thread by a scan over the block,
 // lists the chosen ones there, and writes its results side by side. Grid: slices; block: 256 threads.
 #include "common/values.cuh"
 
@@ -15,11 +15,26 @@ RTK_DEVICE bool nonzero(const T* x, i64 at) {
     return v[0] != static_cast<ValueOf<T>>(0);
 }
 
+template <typename T>
+RTK_DEVICE bool differs(const T* x, i64 at) {
+    ValueOf<T> v[1], before[1];
+    if (at == 0) return true;
+    values<T, 1>(ptx::ld_keep<sizeof(T)>(x + at), v);
+    values<T, 1>(ptx::ld_keep<sizeof(T)>(x + at - 1), before);
+    return v[0] != before[0];
+}
+
 // A byte of 0 or 1 for each element of a slice, 0 past its end.
 template <typename T>
-RTK_DEVICE void flag_slice(const T* x, i64 begin, i64 end, bool aligned, u8* flags) {
+RTK_DEVICE void flag_slice(const T* x, i64 begin, i64 end, bool aligned, bool distinct, u8* flags) {
     constexpr int kWidth = 16 / sizeof(T);
     const int thread = static_cast<int>(threadIdx.x);
+    if (distinct) {
+#pragma unroll 1
+        for (int i = thread; i < kCompactSlice; i += kCompactThreads)
+            flags[i] = begin + i < end && differs(x, begin + i) ? 1 : 0;
+        return;
+    }
     if (!aligned || end - begin < kCompactSlice) {
         for (int i = thread; i < kCompactSlice; i += kCompactThreads)
             flags[i] = begin + i < end && nonzero(x, begin + i) ? 1 : 0;
@@ -54,20 +69,67 @@ RTK_DEVICE int flags_of_thread(const u8* flags) {
     return count;
 }
 
+// Running sums of `count` numbers, in place, by one block; returns their sum. Each thread has eight neighbours at a time.
+RTK_DEVICE i64 add_up(i64* numbers, i64 count) {
+    constexpr int kEach = 8;
+    __shared__ i64 sums[kCompactWarps];
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+    i64 before = 0;
+    for (i64 begin = 0; begin < count; begin += kCompactThreads * kEach) {
+        i64 own[kEach], sum = 0;
+        const i64 first = begin + thread * kEach;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) own[i] = first + i < count ? numbers[first + i] : 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sum += own[i], own[i] = sum;
+        i64 up_to = sum;
+#pragma unroll
+        for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+            const i64 left = __shfl_up_sync(0xffffffffu, up_to, lanes);
+            if (lane >= lanes) up_to += left;
+        }
+        if (lane == kWarp - 1) sums[warp] = up_to;
+        __syncthreads();
+        i64 all = 0;
+#pragma unroll
+        for (int w = 0; w < kCompactWarps; ++w) {
+            if (w == warp) up_to += all;
+            all += sums[w];
+        }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            if (first + i < count) numbers[first + i] = before + up_to - sum + own[i];
+        before += all;
+        __syncthreads();
+    }
+    return before;
+}
+
+// ends: how many are chosen up to the end of each slice; total: all. ticket is 0 before, and after.
 template <typename T>
-__global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64* counts, i64 n, i64 aligned) {
+__global__ void __launch_bounds__(kCompactThreads)
+    compact_count(const T* x, i64* ends, i64* total, u32* ticket, i64 n, i64 aligned, i64 distinct) {
     __shared__ __align__(16) u8 flags[kCompactSlice];
     __shared__ int parts[kCompactWarps];
+    __shared__ bool last;
     const i64 begin = static_cast<i64>(blockIdx.x) * kCompactSlice, end = min(begin + kCompactSlice, n);
-    flag_slice(x, begin, end, aligned != 0, flags);
+    flag_slice(x, begin, end, aligned != 0, distinct != 0, flags);
     __syncthreads();
     const int own = __reduce_add_sync(0xffffffffu, flags_of_thread(flags));
     if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = own;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    int all = 0;
-    for (int part : parts) all += part;
-    counts[blockIdx.x] = all;
+    if (threadIdx.x == 0) {
+        int all = 0;
+        for (int part : parts) all += part;
+        ends[blockIdx.x] = all;
+        __threadfence();
+        last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const i64 sum = add_up(ends, gridDim.x);
+    if (threadIdx.x == 0) *total = sum, *ticket = 0;
 }
 
 // `ends`: the counts of all slices up to each. With `source`, out[i] is its i-th chosen element, of item_bytes; else row i of
@@ -76,7 +138,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact_count(const T* x, i64
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
     compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 aligned, i64 item_bytes, i64 rank,
-                  i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 out_col) {
+                  i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 distinct, i64 out_col) {
     __shared__ __align__(16) u8 flags[kCompactSlice];
     __shared__ u16 chosen[kCompactSlice];
     __shared__ int parts[kCompactWarps];
@@ -94,7 +156,7 @@ __global__ void __launch_bounds__(kCompactThreads)
         }
         first[0] = rest;
     }
-    flag_slice(x, begin, end, aligned != 0, flags);
+    flag_slice(x, begin, end, aligned != 0, distinct != 0, flags);
     __syncthreads();
     const int own = flags_of_thread(flags);
     int up_to = own;

@@ -1,99 +1,159 @@
-// Long rows sorted by radix, least significant digit first, 8 bits at a time; stable. Each pass is two launches with a scan
-// between them: radix_count writes how often each slice of a row has each digit, counts[row][digit][slice]; radix_place, given
-// their running sums, puts keys and indices where they belong. The first pass makes keys of x, the last one writes values and
-// indices. A block owns a slice of kRadixSlice elements, a warp consecutive ones of it; ranks among equal digits come from ballots.
-// Grid: rows * slices; block: 256 threads.
-#include "sort/keys.cuh"
+// Long rows sorted by radix, least significant digit first, 8 bits at a time; stable. Digits of all passes are counted in one read
+// (radix_histogram), their beginnings found (radix_begins), and each pass is one launch that reads and writes every element one time
+// (radix_sweep): a block ranks a tile in shared memory, and asks the tiles of the row before it how many of each digit they
+// have (decoupled look-back), so that it knows where its own belong. Which tile a block has comes from a ticket: tiles before it
+// have begun, so waiting for them ends. A pass in which all elements of a row have one digit is left out, unless all are.
+//
+// counts: [rows][passes][256], then beginnings of digits; skips: [rows], a bit for each pass that is left out. Words of look-back,
+// [rows][tiles][256]: 0, or in the highest two bits whether the other 30 have this tile's count (1) or that of all tiles up to it
+// (2). A pass clears those of the next one. Memory between passes: keys as wide as x, and u32 indices, two of each.
+#include "ptx/words.cuh"
+#include "sort/radix_tile.cuh"
 
 namespace rtk {
 
-inline constexpr int kRadixThreads = 256, kRadixWarps = kRadixThreads / kWarp, kRadixRounds = 8, kRadixDigits = 256;
-inline constexpr int kRadixSlice = kRadixThreads * kRadixRounds;
+inline constexpr int kHistogramThreads = 256, kHistogramLoads = 8;
+inline constexpr u32 kTileCount = 1u << 30, kRowCount = 2u << 30, kCountBits = kTileCount - 1;
 
+// Grid: rows * slices of `length` elements. counts are zeros before.
 template <typename T>
-struct RadixInput {
-    const T* x;
-    const KeyOf<T>* keys;  // nullptr in the first pass
-    bool descending;
-
-    RTK_DEVICE KeyOf<T> at(i64 i) const { return keys == nullptr ? key(x + i, descending) : keys[i]; }
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kRadixThreads)
-    radix_count(const T* x, const void* keys, i64* counts, i64 n, i64 slices, i64 shift, i64 descending) {
-    __shared__ u32 count[kRadixDigits];
+__global__ void __launch_bounds__(kHistogramThreads)
+    radix_histogram(const T* x, u32* counts, i64 n, i64 slices, i64 length, i64 descending) {
+    constexpr int kPasses = key_of<T>::kBits / 8;
+    __shared__ u32 count[kPasses][kRadixDigits];
+    const int thread = static_cast<int>(threadIdx.x);
     const i64 row = blockIdx.x / slices, slice = blockIdx.x - row * slices;
-    const RadixInput<T> input{x, static_cast<const KeyOf<T>*>(keys), descending != 0};
-    const i64 begin = slice * kRadixSlice, end = min(begin + kRadixSlice, n);
-    count[threadIdx.x] = 0;
+    const i64 end = min((slice + 1) * length, n);
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) count[p][thread] = 0;
     __syncthreads();
-    for (i64 at = begin + threadIdx.x; at < end; at += kRadixThreads)
-        atomicAdd(&count[static_cast<u32>(input.at(row * n + at) >> shift) & (kRadixDigits - 1)], 1u);
+    for (i64 at = slice * length + thread; at < end; at += kHistogramThreads * kHistogramLoads) {
+        Raw<sizeof(T)> raw[kHistogramLoads];
+#pragma unroll
+        for (int i = 0; i < kHistogramLoads; ++i)
+            if (at + i * kHistogramThreads < end) raw[i] = ptx::ld_keep<sizeof(T)>(x + row * n + at + i * kHistogramThreads);
+#pragma unroll
+        for (int i = 0; i < kHistogramLoads; ++i) {
+            if (at + i * kHistogramThreads >= end) break;
+            const KeyOf<T> k = key_of_raw<T>(raw[i], descending != 0);
+#pragma unroll
+            for (int p = 0; p < kPasses; ++p) atomicAdd(&count[p][digit_of(k, 8 * p)], 1u);
+        }
+    }
     __syncthreads();
-    counts[(row * kRadixDigits + threadIdx.x) * slices + slice] = count[threadIdx.x];
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p)
+        if (count[p][thread] != 0) atomicAdd(counts + (row * kPasses + p) * kRadixDigits + thread, count[p][thread]);
+}
+
+// Grid: rows; block: 256 threads, each with a digit.
+template <int kPasses>
+__global__ void __launch_bounds__(kRadixDigits) radix_begins(u32* counts, u32* skips, i64 n) {
+    __shared__ u32 sums[kRadixDigits / kWarp];
+    const int digit = static_cast<int>(threadIdx.x), lane = digit % kWarp, warp = digit / kWarp;
+    u32* mine = counts + static_cast<i64>(blockIdx.x) * kPasses * kRadixDigits + digit;
+    u32 skipped = 0;
+    for (int p = 0; p < kPasses; ++p, mine += kRadixDigits) {
+        const u32 count = *mine;
+        u32 up_to = count;
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+            const u32 other = __shfl_up_sync(0xffffffffu, up_to, step);
+            if (lane >= step) up_to += other;
+        }
+        if (lane == kWarp - 1) sums[warp] = up_to;
+        if (__syncthreads_or(count == n)) skipped |= 1u << p;
+        for (int w = 0; w < warp; ++w) up_to += sums[w];
+        *mine = up_to - count;
+        __syncthreads();
+    }
+    constexpr u32 kAll = (1u << kPasses) - 1u;
+    if (digit == 0) skips[blockIdx.x] = skipped == kAll ? kAll >> 1 : skipped;
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRadixThreads)
-    radix_place(const T* x, const void* keys, const u32* list, const i64* ends, void* keys_out, u32* list_out, T* values_out,
-                i64* indices, i64 n, i64 slices, i64 shift, i64 descending) {
+struct RadixMemory {
+    BitsOf<T>* keys;
+    u32* list;
+};
+
+// Grid: rows * tiles; block: 256 threads. Dynamic shared memory: a key and, if there are indices, 4 bytes for each of a
+// tile's 16 * threads places, and counts of digits [warps][256].
+template <typename T>
+__global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
+    radix_sweep(const T* x, BitsOf<T>* keys_a, u32* list_a, BitsOf<T>* keys_b, u32* list_b, BitsOf<T>* values, i64* indices,
+                const u32* begins, const u32* skips, u32* words, u32* next_words, u32* ticket, i64 n, i64 tiles, i64 pass,
+                i64 descending) {
     using Key = KeyOf<T>;
-    __shared__ u32 count[kRadixWarps][kRadixDigits];
-    __shared__ i64 begins[kRadixDigits];
-    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const i64 row = blockIdx.x / slices, slice = blockIdx.x - row * slices;
-    const RadixInput<T> input{x, static_cast<const Key*>(keys), descending != 0};
-    const i64 end = min((slice + 1) * kRadixSlice, n);
-    const i64 first = slice * kRadixSlice + warp * kRadixRounds * kWarp + lane;
-    const u32 lower = (1u << lane) - 1u;
-    for (int d = lane; d < kRadixDigits; d += kWarp) count[warp][d] = 0;
-    __syncwarp();
-    Key k[kRadixRounds];
-    u32 rank[kRadixRounds];
+    constexpr int kPasses = key_of<T>::kBits / 8;
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int places = threads * kRadixRounds, shift = static_cast<int>(pass) * 8;
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ u32 local[kRadixDigits], offsets[kRadixDigits], taken;
+    Key* sorted = reinterpret_cast<Key*>(memory);
+    u32* counts = reinterpret_cast<u32*>(sorted + places);
+    u32* from = counts + threads / kWarp * kRadixDigits;
+    if (thread == 0) taken = atomicAdd(ticket, 1u);
+    __syncthreads();
+    const i64 row = taken / tiles, tile = taken - row * tiles;
+    const i64 word = static_cast<i64>(taken) * kRadixDigits + thread;
+    if (thread < kRadixDigits) next_words[word] = 0;
+    const u32 skipped = skips[row];
+    if (skipped >> pass & 1u) return;
+    const int done = __popc(~skipped & ((1u << pass) - 1u));
+    const bool first = done == 0, last = ((1u << kPasses) - 1u & ~skipped) >> (pass + 1) == 0, listed = indices != nullptr;
+    const RadixMemory<T> a{keys_a, list_a}, b{keys_b, list_b}, source = done % 2 ? a : b, target = done % 2 ? b : a;
+    const i64 begin = row * n + tile * places;
+    const int count = static_cast<int>(min(n - tile * places, static_cast<i64>(places)));
+    Key keys[kRadixRounds];
+    u32 ranks[kRadixRounds / 2], index[kRadixRounds];
 #pragma unroll
     for (int r = 0; r < kRadixRounds; ++r) {
-        const i64 at = first + r * kWarp;
-        const bool active = at < end;
-        k[r] = active ? input.at(row * n + at) : static_cast<Key>(0);
-        const u32 digit = static_cast<u32>(k[r] >> shift) & (kRadixDigits - 1);
-        u32 same = __ballot_sync(0xffffffffu, active);
-#pragma unroll
-        for (int b = 0; b < 8; ++b) {
-            const u32 ones = __ballot_sync(0xffffffffu, digit >> b & 1u);
-            same &= digit >> b & 1u ? ones : ~ones;
+        const int place = radix_place(r, kRadixRounds);
+        keys[r] = static_cast<Key>(~static_cast<Key>(0));
+        index[r] = static_cast<u32>(tile * places + place);
+        if (place < count) {
+            keys[r] = first ? key(x + begin + place, descending != 0) : static_cast<Key>(source.keys[begin + place]);
+            if (!first && listed) index[r] = source.list[begin + place];
         }
-        const u32 before = active ? count[warp][digit] : 0u;
-        rank[r] = before + __popc(same & lower);
-        __syncwarp();
-        if (active && (same & lower) == 0) count[warp][digit] = before + __popc(same);
-        __syncwarp();
     }
-    __syncthreads();
-    // Where each digit of this slice begins in the row, and how many of it earlier warps have: thread d has digit d.
-    const i64 place = (row * kRadixDigits + threadIdx.x) * slices + slice;
-    u32 earlier = 0;
-#pragma unroll
-    for (int w = 0; w < kRadixWarps; ++w) {
-        const u32 here = count[w][threadIdx.x];
-        count[w][threadIdx.x] = earlier;
-        earlier += here;
-    }
-    begins[threadIdx.x] = ends[place] - earlier;
-    __syncthreads();
+    u32* own = counts + thread / kWarp * kRadixDigits;
+    rank_in_warp(keys, kRadixRounds, shift, own, [&](int r, u32 rank) { ranks[r / 2] = r % 2 ? ranks[r / 2] | rank << 16 : rank; });
+    u32 here = 0;  // of the digit that this thread owns
+    begin_of_digits(counts, local, [&](int, u32 total) {
+        here = total;
+        ptx::st_word(words + word, (tile == 0 ? kRowCount : kTileCount) | total);
+    });
+    u32 unshared = static_cast<u32>(shift);  // digits made anew take fewer registers than 16 that are kept
+    ptx::forget(unshared);
 #pragma unroll
     for (int r = 0; r < kRadixRounds; ++r) {
-        const i64 at = first + r * kWarp;
-        if (at >= end) break;
-        const u32 digit = static_cast<u32>(k[r] >> shift) & (kRadixDigits - 1);
-        const i64 to = row * n + begins[digit] + count[warp][digit] + rank[r];
-        const u32 index = list == nullptr ? static_cast<u32>(at) : list[row * n + at];
-        if (indices != nullptr) {
-            indices[to] = index;
-            values_out[to] = x[row * n + index];
+        const u32 place = own[digit_of(keys[r], static_cast<int>(unshared))] + (ranks[r / 2] >> r % 2 * 16 & 0xffffu);
+        sorted[place] = keys[r];
+        if (listed) from[place] = index[r];
+    }
+    if (thread < kRadixDigits) {
+        u32 before = 0;
+        for (i64 earlier = word - kRadixDigits, left = tile; left > 0; --left, earlier -= kRadixDigits) {
+            u32 found = ptx::ld_word(words + earlier);
+            while (found == 0) found = ptx::ld_word(words + earlier);
+            before += found & kCountBits;
+            if (found & kRowCount) break;
+        }
+        if (tile > 0) ptx::st_word(words + word, kRowCount | (before + here));
+        offsets[thread] = begins[(row * kPasses + pass) * kRadixDigits + thread] + before - local[thread];
+    }
+    __syncthreads();
+    for (int place = thread; place < count; place += threads) {
+        const Key k = sorted[place];
+        const i64 to = row * n + (offsets[digit_of(k, shift)] + static_cast<u32>(place));
+        if (last) {
+            const u32 at = listed ? from[place] : 0;
+            values[to] = element_of_key<T>(k, descending != 0, listed ? x + row * n + at : nullptr);
+            if (listed) indices[to] = at;
         } else {
-            static_cast<Key*>(keys_out)[to] = k[r];
-            list_out[to] = index;
+            target.keys[to] = static_cast<BitsOf<T>>(k);
+            if (listed) target.list[to] = from[place];
         }
     }
 }

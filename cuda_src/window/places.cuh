@@ -6,13 +6,20 @@ namespace rtk {
 
 inline constexpr int kPoolThreads = 256;
 
+// Of numbers that are not negative: most fit 32 bits, in which a division takes a fifth of the instructions.
+RTK_DEVICE i64 quotient(i64 a, i64 b) {
+    return (a | b) >> 32 == 0 ? static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b)) : a / b;
+}
+
+// Rows and columns are counted in 32 bits: the host refuses planes with more.
 struct PoolPlace {
-    i64 plane, row, column;
+    i64 plane;
+    int row, column;
     RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
-        const i64 rest = at / width;
-        column = at - rest * width;
-        plane = rest / height;
-        row = rest - plane * height;
+        const i64 rest = quotient(at, width);
+        column = static_cast<int>(at - rest * width);
+        plane = quotient(rest, height);
+        row = static_cast<int>(rest - plane * height);
     }
 };
 
@@ -25,13 +32,13 @@ RTK_DEVICE float element(const T* x, i64 at) {
 
 // Planes are (batch, channels), at strides x_batch and x_channel.
 RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
-    const i64 batch = plane / channels;
+    const i64 batch = quotient(plane, channels);
     return batch * x_batch + (plane - batch * channels) * x_channel;
 }
 
 // Elements of the input for each of the result: the nearest one above, or to the left.
-RTK_DEVICE i64 nearest(i64 at, double scale, i64 size) {
-    return min(static_cast<i64>(floorf(static_cast<float>(at) * static_cast<float>(scale))), size - 1);
+RTK_DEVICE int nearest(int at, float scale, int size) {
+    return min(static_cast<int>(floorf(static_cast<float>(at) * scale)), size - 1);
 }
 
 }  // namespace rtk

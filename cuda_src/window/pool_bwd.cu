@@ -6,18 +6,19 @@ namespace rtk {
 
 // The windows [first, last] along one dimension that may have the element `at`.
 struct Windows {
-    i64 first, last;
-    RTK_DEVICE Windows(i64 at, i64 extent, i64 stride, i64 pad, i64 count) {
-        const i64 beyond = at + pad - extent;  // windows that begin here or before end before the element
-        first = beyond < 0 ? 0 : beyond / stride + 1;
-        last = min((at + pad) / stride, count - 1);
+    int first, last;
+    RTK_DEVICE Windows(int at, i64 extent, i64 stride, i64 pad, i64 count) {
+        const u32 step = static_cast<u32>(stride), place = static_cast<u32>(at + static_cast<int>(pad));
+        const int beyond = static_cast<int>(place) - static_cast<int>(extent);  // windows from here on end before the element
+        first = beyond < 0 ? 0 : static_cast<int>(static_cast<u32>(beyond) / step) + 1;
+        last = min(static_cast<int>(place / step), static_cast<int>(count) - 1);
     }
 };
 
 // Elements of the padded input that a window has: a part of what the average is divided by.
-RTK_DEVICE i64 counted(i64 window, i64 kernel, i64 stride, i64 pad, i64 size, i64 with_padding) {
-    const i64 begin = window * stride - pad;
-    return with_padding ? min(begin + kernel, size + pad) - begin : min(begin + kernel, size) - max(begin, 0ll);
+RTK_DEVICE int counted(int window, int kernel, int stride, int pad, int size, bool with_padding) {
+    const int begin = window * stride - pad;
+    return with_padding ? min(begin + kernel, size + pad) - begin : min(begin + kernel, size) - max(begin, 0);
 }
 
 template <typename T>
@@ -31,11 +32,15 @@ __global__ void __launch_bounds__(kPoolThreads)
     const Windows across(place.column, kernel_w, stride_w, pad_w, out_width);
     dy += place.plane * out_height * out_width;
     float sum = 0.0f;
-    for (i64 row = down.first; row <= down.last; ++row) {
-        const i64 rows = counted(row, kernel_h, stride_h, pad_h, height, count_padding);
-        for (i64 column = across.first; column <= across.last; ++column) {
-            const i64 columns = counted(column, kernel_w, stride_w, pad_w, width, count_padding);
-            sum += element(dy, row * out_width + column) / static_cast<float>(divisor != 0 ? divisor : rows * columns);
+    for (int row = down.first; row <= down.last; ++row) {
+        const int rows = counted(row, static_cast<int>(kernel_h), static_cast<int>(stride_h), static_cast<int>(pad_h),
+                                 static_cast<int>(height), count_padding != 0);
+        const T* line = dy + row * out_width;
+        for (int column = across.first; column <= across.last; ++column) {
+            const int columns = counted(column, static_cast<int>(kernel_w), static_cast<int>(stride_w), static_cast<int>(pad_w),
+                                        static_cast<int>(width), count_padding != 0);
+            const float inside = static_cast<float>(rows) * static_cast<float>(columns);
+            sum += element(line, column) / (divisor != 0 ? static_cast<float>(divisor) : inside);
         }
     }
     const float made[1] = {sum};
@@ -54,11 +59,10 @@ __global__ void __launch_bounds__(kPoolThreads)
     const Windows across(place.column, (kernel_w - 1) * dilation_w + 1, stride_w, pad_w, out_width);
     const i64 base = place.plane * out_height * out_width, own = place.row * width + place.column;
     float sum = 0.0f;
-    for (i64 row = down.first; row <= down.last; ++row) {
-        for (i64 column = across.first; column <= across.last; ++column) {
-            const i64 from = base + row * out_width + column;
-            if (indices[from] == own) sum += element(dy, from);
-        }
+    for (int row = down.first; row <= down.last; ++row) {
+        const i64 line = base + row * out_width;
+        for (int column = across.first; column <= across.last; ++column)
+            if (indices[line + column] == own) sum += element(dy, line + column);
     }
     const float made[1] = {sum};
     store<T, 1>(dx + at, made);
@@ -66,9 +70,10 @@ __global__ void __launch_bounds__(kPoolThreads)
 
 // The elements [first, end) of the result whose nearest one is `at`.
 struct Copies {
-    i64 first, end;
-    RTK_DEVICE Copies(i64 at, double scale, i64 size, i64 count) {
-        first = max(static_cast<i64>(static_cast<double>(at) / scale) - 2, 0ll);  // rounded: look for it from before
+    int first, end;
+    RTK_DEVICE Copies(int at, float scale, int size, int count) {
+        const float near = static_cast<float>(at) / scale;  // to 2^-23 of itself: look for it from before
+        first = max(static_cast<int>(near - near * 1e-6f) - 2, 0);
         while (first < count && nearest(first, scale, size) < at) ++first;
         end = first;
         while (end < count && nearest(end, scale, size) == at) ++end;
@@ -82,11 +87,14 @@ __global__ void __launch_bounds__(kPoolThreads)
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
     const PoolPlace place(at, height, width);
-    const Copies down(place.row, scale_h, height, out_height), across(place.column, scale_w, width, out_width);
+    const Copies down(place.row, static_cast<float>(scale_h), static_cast<int>(height), static_cast<int>(out_height));
+    const Copies across(place.column, static_cast<float>(scale_w), static_cast<int>(width), static_cast<int>(out_width));
     dy += place.plane * out_height * out_width;
     float sum = 0.0f;
-    for (i64 row = down.first; row < down.end; ++row)
-        for (i64 column = across.first; column < across.end; ++column) sum += element(dy, row * out_width + column);
+    for (int row = down.first; row < down.end; ++row) {
+        const T* line = dy + row * out_width;
+        for (int column = across.first; column < across.end; ++column) sum += element(line, column);
+    }
     const float made[1] = {sum};
     store<T, 1>(dx + at, made);
 }

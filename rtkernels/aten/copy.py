@@ -15,13 +15,13 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
-from rtkernels.aten.strides import arrange, overlaps_itself
+from rtkernels.aten.strides import MAX_DIMS, arrange, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.operator.declared import Argument, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta
+from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}
@@ -51,14 +51,16 @@ def rows() -> Iterator[Overload]:
         Overload("copy_", "copy", _copy_, opinfo=("clone",), replays=True),
         Overload("_to_copy", "copy", _to_copy, opinfo=("to",), replays=True),
         Overload("repeat", "copy", _repeat, opinfo=("repeat",), replays=True),
-        Overload("flip", "copy", _flip, opinfo=("flip",)),
-        Overload("constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd")),
+        Overload("flip", "copy", _flip, opinfo=("flip",), replays=True),
+        Overload(
+            "constant_pad_nd", "copy", _constant_pad_nd, opinfo=("nn.functional.pad", "constant_pad_nd"), replays=True
+        ),
         Overload("triu", "copy", _triangle(True), opinfo=("triu",), replays=True),
         Overload("tril", "copy", _triangle(False), opinfo=("tril",), replays=True),
-        Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",)),
-        Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",)),
+        Overload("slice_scatter", "copy", _slice_scatter, opinfo=("slice_scatter",), replays=True),
+        Overload("select_scatter", "copy", _select_scatter, opinfo=("select_scatter",), replays=True),
         Overload("diagonal_backward", "copy", _diagonal_backward, opinfo=("diagonal",)),
-        Overload("diag_embed", "copy", _diag_embed, opinfo=("diag_embed",)),
+        Overload("diag_embed", "copy", _diag_embed, opinfo=("diag_embed",), replays=True),
     )
 
 
@@ -95,6 +97,8 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
+    if not isinstance(self, Tensor):  # a number that is compared with a CPU tensor, in the emulator
+        return _NUMBER
     if device is not None and torch.device(device) != self.device:
         return _DEVICE
     if pin_memory or (layout is not None and layout != torch.strided):
@@ -127,6 +131,8 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return _DIM
     flipped = {dim % rank for dim in dims}
+    if self.numel() and self.is_contiguous() and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
+        return _FLIPPED(self, tuple(sorted(flipped)))
     result = torch.empty_like(self)
     if self.numel() == 0:
         return result
@@ -148,6 +154,22 @@ def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
     launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, self.get_device())
     launch(result.data_ptr(), self.data_ptr() + start * size, 0, 0, *[0] * 7)
     return result
+
+
+def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
+    size, dense = x.dtype.itemsize, dense_strides(x.shape)
+    strides = tuple(-step if i in dims else step for i, step in enumerate(dense))
+    start = size * sum((x.shape[i] - 1) * dense[i] for i in dims)
+    how = arrange(tuple(x.shape), [dense, strides], [size, size], [0, (x.misaligned + start) % 16])
+    token = TOKEN_OF_SIZE[size]
+    launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, device)
+    return Steps(Step(launch, "out", Offset("x", start), 0, 0, *[0] * 7))
+
+
+_FLIPPED = Primitive(
+    "flip", (Dense("x", None),), "dims", results="out", outputs=lambda x, _: (Memory(x.shape, x.dtype),),
+    plan=_plan_flip,
+)  # fmt: skip
 
 
 def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:

@@ -149,7 +149,7 @@ _SAMPLED = {"V": 48, "G": 32, "T": 8, "S": 12}
 
 def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
     """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
-    from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  their functors
+    from rtkernels.aten import gradients, index, pointwise, ternary  # noqa: F401  their functors
 
     ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
     return ranked[: _SAMPLED[kind]]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.elementwise import run
+from rtkernels.aten.functors import functor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
@@ -24,6 +26,7 @@ _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
 )
 _SEVERAL = NotHandled("several indices, or a mask")
 _INDICES = (torch.int32, torch.int64)
+_FROM_END = functor("FromEnd", 1, dtypes=frozenset(_INDICES))
 
 
 @cache
@@ -180,7 +183,7 @@ def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool =
     if tuple(values.shape) != (*index.shape, *x.shape[1:]):
         return _OPTION  # broadcast
     rows_, places = x.shape[0], index.reshape(-1)
-    places = torch.where(places < 0, places + rows_, places)
+    places = run(_FROM_END, (places,), (rows_,))
     values = values.reshape(places.numel(), -1)
     _scatter_into().launch(x.view(rows_, -1), values, places, None, True)
     return x

@@ -330,8 +330,11 @@ class _Writer:
             self.made[_place(out)] = found[0], known_as
             return f"p_{found[0]}"
         storage, start = _place(out)
-        if any(place[0] == storage for place in self.made):
-            raise _Unknown  # a part of what another launch made
+        for (place, begin), (expression, _) in self.made.items():
+            if place == storage:  # a part of what another launch made, or of an argument
+                if not expression.startswith("made_"):
+                    raise _Unknown
+                return f"{expression}.data_ptr() + {start - begin}"
         if start or out.untyped_storage().nbytes() != out.numel() * out.element_size():
             raise _Unknown
         self.scope["allocate"] = allocator(out.get_device())

@@ -75,13 +75,13 @@ def _masked_select(x: Tensor, mask: Tensor) -> Any:
         return _INVALID
     if _capturing(x):
         return _CAPTURE
-    try:
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
-    except RuntimeError:
-        return _INVALID
-    if 0 in shape:
-        return _EMPTY
-    return chosen(x.expand(shape), mask.expand(shape))
+    if x.shape != mask.shape:
+        try:
+            shape = torch.broadcast_shapes(x.shape, mask.shape)
+        except RuntimeError:
+            return _INVALID
+        x, mask = x.expand(shape), mask.expand(shape)
+    return _EMPTY if mask.numel() == 0 else chosen(x, mask)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Any:

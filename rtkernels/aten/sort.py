@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.scan.compact import nonzero
-from rtkernels.ops.scan.running import running
+from rtkernels.ops.scan.compact import distinct
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
-from rtkernels.ops.sort.sorting import PLACES, best_of_rows, sort_rows
+from rtkernels.ops.sort.sorting import LONGEST, PLACES, best_of_rows, sort_rows
 from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
@@ -31,10 +30,6 @@ def _router_topk() -> Any:  # imported by the first call: `enable` is to be quic
     return FORWARD
 
 
-def _scan(counts: Tensor) -> Tensor:
-    return running(counts, "sum", 1)[0]
-
-
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
     """Return x as (rows, n) with `dim` as the row, dense."""
     if x.dtype not in TOKEN:
@@ -46,7 +41,7 @@ def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
     if not -x.dim() <= dim < x.dim():
         return _INVALID
     n = x.shape[dim]
-    return _LONG if n >= 2**31 else x.movedim(dim, -1).reshape(-1, n)
+    return _LONG if n > LONGEST else x.movedim(dim, -1).reshape(-1, n)
 
 
 def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
@@ -54,7 +49,7 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     if isinstance(rows, NotHandled):
         return rows
     moved = x.movedim(dim, -1)
-    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending, _scan))
+    values, indices = (made.view(moved.shape) for made in sort_rows(rows, descending))
     strides = torch.empty_like(x, device="meta").stride()
     if moved.shape == x.shape and values.stride() == strides and dim in (-1, x.dim() - 1):
         return values, indices
@@ -97,21 +92,21 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
     n = x.numel()
     if n == 0:
         return _EMPTY
-    if n >= 2**31:
+    if n > LONGEST:
         return _LONG
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _CAPTURE
-    values, order = (made.view(-1) for made in sort_rows(x.reshape(1, -1), False, _scan))
-    first = torch.ones(n, dtype=torch.bool, device=x.device)
-    torch.ne(values[1:], values[:-1], out=first[1:])
-    begins = nonzero(first).view(-1)
-    none = torch.empty(0, dtype=torch.int64, device=x.device)
-    inverse = counts = none
+    ordered, order = sort_rows(x.reshape(1, -1), False, return_inverse)
+    ordered = ordered.view(-1)
+    values, begins = distinct(ordered, places=return_counts)
+    inverse = counts = torch.empty(0, dtype=torch.int64, device=x.device)
     if return_inverse:
-        inverse = torch.empty_like(order).scatter_(0, order, first.cumsum(0) - 1).view(x.shape)
+        first = torch.ones(n, dtype=torch.bool, device=x.device)
+        torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+        inverse = torch.empty_like(order.view(-1)).scatter_(0, order.view(-1), first.cumsum(0) - 1).view(x.shape)
     if return_counts:
         counts = torch.diff(begins, append=begins.new_full((1,), n))
-    return values[begins], inverse, counts
+    return values, inverse, counts
 
 
 def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
@@ -121,7 +116,7 @@ def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = Fals
         return _EMPTY
     if elements.device != test_elements.device:
         return _INVALID
-    return _LONG if test_elements.numel() >= 2**31 else is_among(elements, test_elements, invert, _scan)
+    return _LONG if test_elements.numel() > LONGEST else is_among(elements, test_elements, invert)
 
 
 def _randperm(
@@ -129,10 +124,10 @@ def _randperm(
 ) -> Any:
     if layout not in (None, torch.strided) or pin_memory or dtype not in (None, torch.int64):
         return _INVALID
-    if not 0 < n < 2**31:
+    if not 0 < n <= LONGEST:
         return _EMPTY
     keys = torch.empty(1, n, dtype=torch.int64, device=device).random_()
-    return sort_rows(keys, False, _scan)[1].view(-1)
+    return sort_rows(keys, False)[1].view(-1)
 
 
 def rows() -> Iterator[Overload]:

@@ -120,7 +120,7 @@ def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: 
         return tiled
     vectors = (
         flat and aligned and sizes[0] % vector == 0
-        and all(step % vector == 0 for operand in steps for step in operand[1:])
+        and all(step % vector == 0 for operand in steps if operand[0] for step in operand[1:])
     )  # fmt: skip
     if vectors:
         sizes = [sizes[0] // vector, *sizes[1:]]

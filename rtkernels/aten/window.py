@@ -13,8 +13,8 @@ from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.ops.window.pooling import avg_pool, max_pool, upsample_nearest
 from rtkernels.ops.window.pooling_bwd import avg_pool_grad, max_pool_grad, upsample_nearest_grad
 
-_INVALID, _DTYPE, _EMPTY, _RANK, _FORMAT = (
-    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "channels last")
+_INVALID, _DTYPE, _EMPTY, _RANK, _LARGE, _FORMAT = (
+    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "plane of 2^30", "channels last")
 )
 
 
@@ -25,6 +25,8 @@ def _refused(x: Tensor, ranks: tuple[int, ...] = (3, 4)) -> NotHandled | None:
         return _RANK
     if x.numel() == 0:
         return _EMPTY
+    if max(x.shape[-2:]) >= 2**30:
+        return _LARGE
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         return _FORMAT  # torch keeps it
     return None
@@ -88,6 +90,8 @@ def _upsample_nearest2d(
     out = tuple(output_size)
     if len(out) != 2 or min(out) < 1:
         return _INVALID
+    if max(out) >= 2**30:
+        return _LARGE
     return upsample_nearest(x, out, _scales(x.shape[2:], out, (scales_h, scales_w)))
 
 
@@ -147,6 +151,8 @@ def _upsample_nearest2d_backward(
     size = tuple(input_size)
     if tuple(grad_output.shape) != (*size[:2], *output_size) or min(size) < 1:
         return _INVALID
+    if max(size[2:]) >= 2**30:
+        return _LARGE
     return upsample_nearest_grad(grad_output, size[2:], _scales(size[2:], output_size, (scales_h, scales_w)))
 
 

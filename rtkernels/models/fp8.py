@@ -15,37 +15,32 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.errors import ArgumentError
+from rtkernels.models import fp8_products as products
 from rtkernels.models import replace
-from rtkernels.models.fp8_mlp import GatedMlp
+from rtkernels.models.fp8_mlp import Saving, gated_mlp
+from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
-from rtkernels.models.reuse import NormAndInput, glu_gradient, is_private, may_hand_on
-from rtkernels.nn.fp8_experts import E4M3, Experts
+from rtkernels.models.reuse import glu_gradient, is_private, may_hand_on, norm_and_input, stand_in
+from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.ops.quant.quantize_fp8 import BOTH
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.sharding import is_sharded
-from rtkernels.runtime.torch_private import is_dynamo_compiling
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 RECIPES = ("block", "row", "tensor")
 _SMALLEST_GAIN = 600  # n * k / (n + k); below, quantising costs more than the products gain
 _MULTIPLE = 16
 _BLOCK = 128  # rows and columns of a weight that share a scale
 _KEPT = "_rtkernels_codes"
+_quantize = BOTH.at_site()
 READERS = "_rtkernels_readers"
-
-
-class Codes(NamedTuple):
-    """What ``fp8_linear`` takes in place of x, scales in columns; the gradient goes to y, which is x."""
-
-    q: Tensor
-    scale: Tensor
-    q_t: Tensor | None
-    scale_t: Tensor | None
-    y: Tensor
 
 
 class Recipe(NamedTuple):
@@ -122,17 +117,14 @@ def codes_of(x: Any) -> Any:
         return x
     kept = getattr(x, _KEPT, None)
     both = torch.is_grad_enabled()
-    if kept is not None and kept[0] == x._version and (kept[1].q_t is not None or not both):
-        return kept[1]._replace(y=x)
-    options = {"granularity": "group", "scale_layout": "column"}
+    if kept is not None and kept[0] == x._version and (kept[1][2] is not None or not both):
+        return Codes(*kept[1], x)
     if both:
-        made = rtkernels.quantize_fp8(x.detach(), layout="both", **options)
-        codes = Codes(made.q, made.scale, made.q_t, made.scale_t, x)
+        made = products.quantized(_quantize, x.detach())
     else:
-        codes = Codes(*rtkernels.quantize_fp8(x, **options), None, None, x)
-    # The tensor must not hold itself: what is kept has no y.
-    setattr(x, _KEPT, (x._version, codes._replace(y=None)))
-    return codes
+        made = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
+    setattr(x, _KEPT, (x._version, made))  # not with x itself, which must not hold itself
+    return Codes(*made, x)
 
 
 def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any) -> Tensor:
@@ -154,19 +146,48 @@ def _weight_codes(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
     return make
 
 
+def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, recipe: Recipe) -> Tensor | None:
+    """Return the product of x and the weights of layers, `matrix`, as one step of the graph.
+
+    None where the layers go by ``fp8_linear``: without gradients, for codes that cannot be transposed, for biases of
+    some layers only.
+    """
+    if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
+        return None
+    shape, biases = getattr(x, "shape", ()), [m._parameters["bias"] for m in linears]
+    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % _MULTIPLE:
+        return None
+    if biases[0] is None:
+        bias = None
+    elif None in biases:
+        return None
+    else:
+        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+    codes = codes_of(x)
+    if getattr(codes, "q_t", None) is None:
+        return None
+    weights = (m._parameters["weight"] for m in linears)
+    at = products.sites_of(matrix.shape)
+    return products.linear(codes.y, bias, codes, matrix, given, recipe.save_weight and given is None, at, *weights)
+
+
 def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
     """Return the result of a linear layer for a tensor or for codes."""
-    codes = module.codes_of("weight", module.weight, _weight_codes(recipe))
-    main_grad = main_grad_of(module.weight)
-    return multiply(x, module.weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
+    weight = module.weight
+    codes = module.codes_of("weight", weight, _weight_codes(recipe)) if module._kept is not None else None
+    main_grad = main_grad_of(weight)
+    if main_grad is None and type(weight) in TENSOR_TYPES:
+        made = _as_step(x, (module,), weight, codes, recipe)
+        if made is not None:
+            return made
+    return multiply(x, weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
 
 
 class _Merged(NamedTuple):
-    """Weights of fp8 layers that lie one behind the other as one, with codes if they are kept, and the biases."""
+    """Weights of fp8 layers that lie one behind the other as one, with codes if they are kept, and the recipe."""
 
-    weight: Tensor
+    matrix: Tensor
     codes: Any
-    biases: list[Tensor]
     recipe: Recipe
 
 
@@ -178,17 +199,20 @@ def _merged_weights(linears: Sequence[nn.Module]) -> _Merged | None:
     kind = replace.replaced(linears[0])
     if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear":
         return None
-    recipe = dict(kind.options)["recipe"]
+    recipe, same = dict(kind.options)["recipe"], type(linears[0])
     if not recipe.by_codes:
         return None
-    weights, biases = [m.weight for m in linears], [m.bias for m in linears if m.bias is not None]
-    if not all(is_plain(m, type(linears[0])) and m.weight.shape[0] % _BLOCK == 0 for m in linears):
+    if not all(is_plain(m, same) and m.out_features % _BLOCK == 0 for m in linears):
         return None
-    if len(biases) not in (0, len(linears)) or adjacent(weights) is None:
+    weights = [m._parameters["weight"] for m in linears]
+    matrix = adjacent(weights)
+    if matrix is None:
         return None
-    whole, versions = Adjacent.apply(*weights), tuple(w._version for w in weights)
-    codes = linears[0].codes_of("merged", whole, _weight_codes(recipe), version=versions)
-    return _Merged(whole, codes, biases, recipe)
+    codes = None
+    if linears[0]._kept is not None:
+        versions = tuple(w._version for w in weights)
+        codes = linears[0].codes_of("merged", matrix, _weight_codes(recipe), version=versions)
+    return _Merged(matrix, codes, recipe)
 
 
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
@@ -196,8 +220,14 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     made = _merged_weights(linears)
     if made is None:
         return None
-    bias = torch.cat(made.biases) if made.biases else None
-    return multiply(x, made.weight, bias, made.recipe, weight_codes=made.codes)
+    result = _as_step(x, linears, made.matrix, made.codes, made.recipe)
+    if result is not None:
+        return result
+    biases = [m.bias for m in linears if m.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        return None
+    whole = Adjacent.apply(*(m.weight for m in linears)) if torch.is_grad_enabled() else made.matrix
+    return multiply(x, whole, torch.cat(biases) if biases else None, made.recipe, weight_codes=made.codes)
 
 
 def _fp8_linear(original: type[nn.Module], recipe: Recipe) -> Callable[..., Any]:
@@ -226,10 +256,11 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or autocasts(hidden_states):
             return plain(self, hidden_states, residual, with_input)
+        options = getattr(self, eps), offset
         if with_input and may_hand_on(hidden_states, weight):
-            y, hidden_states = NormAndInput.apply(hidden_states, weight, getattr(self, eps), offset, False)
-            return LazyNorm(hidden_states, weight, getattr(self, eps), offset, stands_for=y), hidden_states
-        made = LazyNorm(hidden_states, weight, getattr(self, eps), offset, residual)
+            y, hidden_states = norm_and_input(hidden_states, weight, *options, False)
+            return LazyNorm(hidden_states, weight, *options, stands_for=y), hidden_states
+        made = LazyNorm(hidden_states, weight, *options, residual)
         if with_input:
             return made, hidden_states
         return made if residual is None else (made, made.sum)
@@ -250,7 +281,7 @@ class _GluCodes(torch.autograd.Function):
         ctx.act, ctx.private = act, private
         ctx.mark_non_differentiable(*codes)
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
-        return gate.new_zeros(()).expand(shape), *codes
+        return stand_in(gate, shape), *codes
 
     @staticmethod
     @once_differentiable
@@ -262,35 +293,41 @@ class _GluCodes(torch.autograd.Function):
         return dx, dup if up is not None else None, None, None
 
 
+_differentiable_glu = applied(_GluCodes)
+
+
 def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) -> Any:
     """Return ``glu(gate, up)`` as codes with scales in columns, with a gradient where gate has one.
 
     If they are `private`, nobody else has gate and up, and their gradient is written over them.
     """
     if torch.is_grad_enabled() and gate.requires_grad:
-        y, *codes = _GluCodes.apply(gate, up, act, private and is_private(gate, up))
+        y, *codes = _differentiable_glu(gate, up, act, private and is_private(gate, up))
         return Codes(*codes, y)
     return rtkernels.glu_fp8(gate, up, act=act, scale_layout="column")
 
 
 def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
     """Return the result of a gated MLP, with all of it one step of the graph; None where that is not possible."""
-    down = mlp.down_proj
-    if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(down, type(mlp.gate_proj)):
+    if is_dynamo_compiling() or not torch.is_grad_enabled():
         return None
+    gate, up, down = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
     shape = getattr(x, "shape", ())
-    if down.bias is not None or len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % _MULTIPLE:
+    if not is_plain(down, type(gate)) or any(m._parameters["bias"] is not None for m in (gate, up, down)):
         return None
-    made = _merged_weights((mlp.gate_proj, mlp.up_proj))
-    codes = codes_of(x) if made is not None and not made.biases else None
-    if codes is None or getattr(codes, "q_t", None) is None:
+    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % _MULTIPLE:
         return None
-    down_codes = down.codes_of("weight", down.weight, _weight_codes(recipe))
-    return GatedMlp.apply(
-        codes.y, codes.q.reshape(-1, shape[-1]), codes.scale, codes.q_t, codes.scale_t, made.weight, down.weight,
-        residual, act, recipe.save_weight and made.codes is None, recipe.save == "input", recipe.parts,
-        x.source() if isinstance(x, LazyNorm) else None, made.codes, down_codes,
-    )  # fmt: skip
+    made = _merged_weights((gate, up))
+    codes = None if made is None else codes_of(x)
+    if getattr(codes, "q_t", None) is None:
+        return None
+    weights = [m._parameters["weight"] for m in (gate, up, down)]
+    down_codes = None
+    if down._kept is not None:
+        down_codes = down.codes_of("weight", weights[2], _weight_codes(recipe))
+    saving = Saving(recipe.save_weight and made.codes is None, recipe.save == "input", recipe.parts)
+    norm = x.source() if saving.input and isinstance(x, LazyNorm) else None
+    return gated_mlp(codes.y, residual, *weights, codes, made.matrix, made.codes, down_codes, act, saving, norm)
 
 
 def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
@@ -318,19 +355,27 @@ def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
+_EXPERT_WEIGHTS = "gate_up_proj", "down_proj"
+
+
 def _fp8_experts(original: type[nn.Module], act: str) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        x, weights = hidden_states, (self.gate_up_proj, self.down_proj)
+        x, weights = hidden_states, [self._parameters[name] for name in _EXPERT_WEIGHTS]
         if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or weights[0].dtype != x.dtype:
             return own(self, hidden_states, top_k_index, top_k_weights)
         rows = max(moe_rows(top_k_index.numel(), 1, self.num_experts, _BLOCK), _BLOCK)
         index = moe_index(top_k_index, self.num_experts, multiple_of=_BLOCK, rows=rows)
         main_grads = tuple(main_grad_of(weight) for weight in weights)
-        return Experts.apply(
-            x, top_k_weights.float(), *weights, index.rows, index.slots, index.offsets[1:], main_grads, act, E4M3, False
-        )
+        given = ()
+        if self._kept is not None:
+            found = [self.codes_of(name, w, weight_codes) for name, w in zip(_EXPERT_WEIGHTS, weights, strict=True)]
+            given = () if None in found else (part for codes in found for part in codes)
+        return experts(
+            x, top_k_weights.float(), *weights, index.rows, index.slots, group_ends(index.offsets), main_grads, act,
+            E4M3, False, *given,
+        )  # fmt: skip
 
     return forward
 
@@ -340,7 +385,7 @@ def _fp8_experts(original: type[nn.Module], act: str) -> Callable[..., Any]:
 replace.register("fp8_linear", _fp8_linear, KeepsCodes)
 replace.register("fp8_norm", _fp8_norm)
 replace.register("fp8_mlp", _fp8_mlp)
-replace.register("fp8_experts", _fp8_experts)
+replace.register("fp8_experts", _fp8_experts, KeepsCodes)
 
 
 def _is_fp8(module: nn.Module) -> bool:

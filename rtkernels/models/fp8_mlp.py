@@ -6,38 +6,21 @@ largest tensor of a decoder layer two times over.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import rtkernels
+from rtkernels.models import fp8_products as products
+from rtkernels.models.fp8_products import WEIGHT_GRADIENT
 from rtkernels.models.reuse import free
 from rtkernels.ops.act import glu_fp8
-from rtkernels.ops.gemm.fp8_operands import OPERAND, Codes, columns_of, rows_of
-from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 
-_E4M3 = torch.float8_e4m3fn
-_PRODUCT, _WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"
 _SIDE = 128  # rows that share a scale
-
-
-def _weight_codes(weight: Tensor, given: Any, transposed: bool) -> Any:
-    return OPERAND(weight, "block", _E4M3, False, True, transposed, 0) if given is None else given
-
-
-def _product(
-    left: Codes, right: Codes, dtype: torch.dtype, recipe: str = _PRODUCT, add: Tensor | None = None,
-    out: Tensor | None = None, accumulate: bool = False,
-) -> Tensor:  # fmt: skip
-    more = {"out_dtype": dtype} if out is None else {"out": out, "accumulate": accumulate}
-    return scaled_mm(left.q, right.q, left.scale, right.scale, recipe=recipe, add=add, **more)
-
-
-def _summed(total: Tensor | None, left: Codes, right: Codes, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a weight from some rows, added to that from the rows before them."""
-    return _product(left, right, dtype, _WEIGHT_GRADIENT, out=total, accumulate=total is not None)
+_glu, _glu_gradient = glu_fp8.FORWARD.call, glu_fp8.BACKWARD.call
 
 
 def _cut(rows: int, parts: int) -> list[slice]:
@@ -60,14 +43,21 @@ class Norm(NamedTuple):
         return made.q_t, made.scale_t
 
 
-class GatedMlp(torch.autograd.Function):
-    """``down @ (act(gate) * up) + residual`` of codes of x, weights ``[2 * inner, hidden]`` and ``[hidden, inner]``.
+class Saving(NamedTuple):
+    """What is saved in place of codes, see ``Recipe``, and in how many parts rows are taken."""
 
-    Arguments: y, which stands for x and gets the gradient; codes of x by rows and transposed, scales in columns; the
-    weights; the residual, or None; the activation; whether to save weights in place of their codes; whether to save
-    inputs in place of codes (gate and up are saved anyway, and so is the norm's input if there is one); in how many
-    parts to take the rows; the norm; codes of the weights, or None. Saved: transposed codes of x and of the gated
-    values, gate and up in 16 bits, transposed codes of the weights.
+    weight: bool
+    input: bool
+    parts: int
+
+
+class _GatedMlp(torch.autograd.Function):
+    """``down @ (act(gate) * up) + residual`` of codes of x.
+
+    Arguments: y, which stands for x and gets the gradient; the residual, or None; the weights; codes of x; gate and up
+    as one matrix ``[2 * inner, hidden]``; codes of that and of down, or None; the activation; what to save; the norm
+    that made the codes, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits (so that
+    codes of the gated values can be made anew), transposed codes of the weights.
 
     The gradient of gate and up lies next to them and to the gradient of the gated values, which is a layer's peak. With
     parts of the rows, that is one part's, and what is saved of a part is freed behind it; gradients of weights are
@@ -75,88 +65,97 @@ class GatedMlp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, y, q, scale, q_t, scale_t, gate_up, down, residual, act, save_weight, save_input, parts, norm, up_codes,
-        down_codes,
-    ):  # fmt: skip
+    def forward(ctx, y, residual, gate, up, down, x, gate_up, up_codes, down_codes, act, saving, norm):
         ctx.set_materialize_grads(False)
-        keep, layout = not save_weight, "row" if save_input else "both"
-        ctx.owns_codes = down_codes is None
-        up_codes, down_codes = _weight_codes(gate_up, up_codes, keep), _weight_codes(down, down_codes, keep)
-        up_rows, down_rows = rows_of(*up_codes[:2], "block"), rows_of(*down_codes[:2], "block")
-        ctx.cuts = _cut(q.shape[0], parts)
-        whole = None if len(ctx.cuts) == 1 else q.new_empty(q.shape[0], down.shape[0], dtype=y.dtype)
-        flat = None if residual is None else residual.reshape(-1, down.shape[0])
+        ctx.owns_codes, keep, (hidden_size, inner) = down_codes is None, not saving.weight, down.shape
+        ctx.sites = up_at, down_at = products.sites_of(gate_up.shape), products.sites_of(down.shape)
+        up_codes = up_codes or up_at.weight_codes(gate_up, keep)
+        down_codes = down_codes or down_at.weight_codes(down, keep)
+        q, scale = x.q if x.q.dim() == 2 else x.q.view(-1, x.q.shape[-1]), x.scale.t()
+        flat = None if residual is None else residual.reshape(-1, hidden_size)
+        layout = "row" if saving.input else "both"
+        ctx.cuts = _cut(q.shape[0], saving.parts) if saving.parts > 1 else [slice(0, q.shape[0])]
+        whole = None if len(ctx.cuts) == 1 else q.new_empty(q.shape[0], hidden_size, dtype=y.dtype)
         saved: list[Tensor | None] = []
         for part in ctx.cuts:
-            hidden = _product(rows_of(q[part], scale[:, part], "group"), up_rows, y.dtype)
-            g_q, g_scale, *gated = glu_fp8.FORWARD(hidden, None, None, None, act, layout, False, "column", False)
-            add, out = None if flat is None else flat[part], None if whole is None else whole[part]
-            out = _product(rows_of(g_q, g_scale, "group"), down_rows, y.dtype, add=add, out=out)
-            saved += (hidden, None, None) if save_input else (hidden, *gated)
-        ctx.save_for_backward(
-            *((q_t, scale_t) if norm is None or not save_input else (norm.x, norm.weight)),
-            *((up_codes[2], up_codes[1], down_codes[2], down_codes[1]) if keep else (gate_up, None, down, None)),
-            *saved,
-        )
-        ctx.norm = None if norm is None or not save_input else norm[2:]
-        ctx.act, ctx.keep, ctx.save_input, ctx.shape = act, keep, save_input, y.shape
-        ctx.dtypes, ctx.sizes = (gate_up.dtype, down.dtype), (gate_up.shape, down.shape)
-        return (out if whole is None else whole).view(*y.shape[:-1], down.shape[0])
+            rows = (q, scale, flat, None)
+            if whole is not None:
+                rows = q[part], scale[part], None if flat is None else flat[part], whole[part]
+            hidden = products.multiply(up_at.product, rows[0], up_codes.q, rows[1], up_codes.scale, y.dtype)
+            g_q, g_scale, *gated = _glu(hidden, None, None, None, act, layout, False, "column", False)
+            out = products.multiply(
+                down_at.product, g_q, down_codes.q, g_scale.t(), down_codes.scale, y.dtype, add=rows[2], out=rows[3]
+            )
+            saved += (hidden, None, None) if saving.input else (hidden, *gated)
+        ctx.norm = None if norm is None or not saving.input else norm[2:]
+        weights = gate_up, None, down, None
+        if keep:
+            weights = up_codes.q_t, up_codes.scale, down_codes.q_t, down_codes.scale
+        ctx.save_for_backward(*((x.q_t, x.scale_t) if ctx.norm is None else norm[:2]), *weights, *saved)
+        ctx.act, ctx.saving, ctx.shape, ctx.sizes = act, saving, y.shape, (gate_up.shape[0], hidden_size, inner)
+        ctx.dtypes = gate_up.dtype, down.dtype
+        return (out if whole is None else whole).view(*y.shape[:-1], hidden_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         if dout is None:
-            return (None,) * 15
+            return (None,) * 12
         q_t, scale_t, up_t, up_scale, down_t, down_scale, *saved = ctx.saved_tensors
-        need_x, need_up, need_down = ctx.needs_input_grad[0], ctx.needs_input_grad[5], ctx.needs_input_grad[6]
-        (rows, columns), (hidden_size, inner) = ctx.sizes
+        need_x, need_residual, need_gate, need_up, need_down, *_ = ctx.needs_input_grad
+        (rows, hidden_size, inner), (up_at, down_at), keep = ctx.sizes, ctx.sites, not ctx.saving.weight
+        need_up = need_gate or need_up
         dx = dup = ddown = None
-        flat = dout.reshape(-1, hidden_size)
-        if len(ctx.cuts) > 1 and need_x:
-            dx = flat.new_empty(flat.shape[0], columns)
+        flat, whole = dout.reshape(-1, hidden_size), len(ctx.cuts) == 1
+        if not whole and need_x:
+            dx = flat.new_empty(flat.shape[0], ctx.shape[-1])
         for i, part in enumerate(ctx.cuts):
             hidden, g_q_t, g_scale_t = saved[3 * i : 3 * i + 3]
-            d_q, d_scale, d_q_t, d_scale_t = OPERAND(flat[part], "group", _E4M3, False, True, need_down, 0)
+            d_q, d_scale, d_q_t, d_scale_t = products.quantized(down_at.incoming, flat if whole else flat[part])
             if need_down:
-                if ctx.save_input:
-                    made = glu_fp8.FORWARD(hidden, None, None, None, ctx.act, "transposed", False, "row", False)
+                if ctx.saving.input:
+                    made = _glu(hidden, None, None, None, ctx.act, "transposed", False, "row", False)
                     g_q_t, g_scale_t = made[2:]
-                left = columns_of(d_q_t, d_scale, d_scale_t, "group", hidden_size)
-                right = columns_of(g_q_t, g_scale_t, g_scale_t, "group", inner)
-                ddown = _summed(ddown, left, right, ctx.dtypes[1])
+                ddown = products.multiply(
+                    down_at.dw, d_q_t, g_q_t, d_scale_t.t(), g_scale_t.view(-1, inner).t(), ctx.dtypes[1],
+                    WEIGHT_GRADIENT, out=ddown, accumulate=ddown is not None,
+                )  # fmt: skip
                 free(g_q_t)
             if not (need_x or need_up):
                 continue
-            if not ctx.keep and i == 0:
-                _, down_scale, down_t, _ = OPERAND(down_t, "block", _E4M3, False, False, True, 0)
-            left, right = rows_of(d_q, d_scale, "group"), columns_of(down_t, down_scale, down_scale, "block", inner)
-            dy = _product(left, right, dout.dtype)
-            del d_q, d_scale, d_q_t, d_scale_t, left, right
+            if not keep and i == 0:
+                down_scale, down_t = down_at.weight_codes(down_t, True)[1:]
+            dy = products.multiply(down_at.dx, d_q, down_t, d_scale.t(), down_scale.t(), dout.dtype)
+            del d_q, d_scale, d_q_t, d_scale_t
             if part is ctx.cuts[-1]:
-                if ctx.owns_codes and ctx.keep:
+                if ctx.owns_codes and keep:
                     free(down_t)
                 down_t = None
-            d_q, d_scale, d_q_t, d_scale_t, _, _ = glu_fp8.BACKWARD(
+            d_q, d_scale, d_q_t, d_scale_t, _, _ = _glu_gradient(
                 dy, hidden, None, None, None, ctx.act, "both", False, "column", False, "fp8", False
             )
             del dy
             free(hidden)
             if need_x:
-                if not ctx.keep and i == 0:
-                    _, up_scale, up_t, _ = OPERAND(up_t, "block", _E4M3, False, False, True, 0)
-                left, right = rows_of(d_q, d_scale, "group"), columns_of(up_t, up_scale, up_scale, "block", columns)
-                made = _product(left, right, dout.dtype, out=None if dx is None else dx[part])
-                dx = made if dx is None else dx
+                if not keep and i == 0:
+                    up_scale, up_t = up_at.weight_codes(up_t, True)[1:]
+                out = None if whole else dx[part]
+                made = products.multiply(up_at.dx, d_q, up_t, d_scale.t(), up_scale.t(), dout.dtype, out=out)
+                dx = made if whole else dx
             if need_up:
                 if ctx.norm is not None and i == 0:
                     q_t, scale_t = Norm(q_t, scale_t, *ctx.norm).transposed()
-                left = columns_of(d_q_t, d_scale_t, d_scale_t, "group", rows)
-                groups = slice(part.start // _SIDE, -(-part.stop // _SIDE))
-                scales = scale_t.view(-1, q_t.shape[0])[groups]
-                right = columns_of(q_t[:, part], scales, scales, "group", columns)
-                dup = _summed(dup, left, right, ctx.dtypes[0])
-            del d_q, d_scale, d_q_t, d_scale_t, left, right
+                x_q_t, x_scale_t = q_t, scale_t.view(-1, q_t.shape[0])
+                if not whole:
+                    x_q_t, x_scale_t = q_t[:, part], x_scale_t[part.start // _SIDE : -(-part.stop // _SIDE)]
+                dup = products.multiply(
+                    up_at.dw, d_q_t, x_q_t, d_scale_t.view(-1, rows).t(), x_scale_t.t(), ctx.dtypes[0], WEIGHT_GRADIENT,
+                    out=dup, accumulate=dup is not None,
+                )  # fmt: skip
+            del d_q, d_scale, d_q_t, d_scale_t
+        dgate, dup = (None, None) if dup is None else dup.chunk(2)
         dx = dx.view(ctx.shape) if need_x else None
-        return dx, *(None,) * 4, dup, ddown, dout if ctx.needs_input_grad[7] else None, *(None,) * 7
+        return dx, dout if need_residual else None, dgate, dup, ddown, *(None,) * 7
+
+
+gated_mlp = applied(_GatedMlp)

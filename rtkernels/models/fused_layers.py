@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import fp8 as quantized
-from rtkernels.models import replace, reuse
-from rtkernels.models.merged import NormedHeads, RotatedHeads, make_adjacent, merged
+from rtkernels.models import replace, reuse, served
+from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
 
@@ -173,8 +173,11 @@ def _attention_kind(module: nn.Module) -> Recognized:
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
     """Return the merged product of linear layers, by numbers or by codes, None if they have to be called."""
-    made = merged(x, linears)
-    return quantized.merged(x, linears) if made is None else made
+    for multiply in (merged, quantized.merged, served.merged):
+        made = multiply(x, linears)
+        if made is not None:
+            return made
+    return None
 
 
 def _heads(
@@ -196,11 +199,11 @@ def _heads(
     if qkv is None:
         return None
     if norm is None:
-        return RotatedHeads.apply(qkv, cos, sin, counts, form[0])
+        return rotated_heads(qkv, cos, sin, counts, form[0])
     cos, sin, options = rope_tables(size, cos, sin, form[0])
     weights, eps = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0])
     if torch.is_grad_enabled():
-        return NormedHeads.apply(qkv, *weights, cos, sin, counts, *options.values(), eps, norm[1])
+        return normed_heads(qkv, *weights, cos, sin, counts, *options.values(), eps, norm[1])
     return rtkernels.qk_norm_rope(
         qkv, *weights, cos, sin, q_heads=counts[0], kv_heads=counts[1], head_order="plain", layout="bshd", eps=eps,
         offset=norm[1], **options,
@@ -262,6 +265,13 @@ def rows_together(model: nn.Module) -> dict[nn.Module, int]:
     return found
 
 
+def _put_together(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Let the weights of linear layers that read the same tensor lie one behind the other."""
+    linears = [getattr(module, name) for name in names]
+    make_adjacent(linears)
+    served.make_adjacent(linears)
+
+
 def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:
     """Fuse what can be fused of a model whose norms, rotations and MLPs were replaced; note every layer looked at."""
     modules = list(model.named_modules())
@@ -272,12 +282,12 @@ def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], Non
                 replace.change(module, _layer_kind(module))
             elif is_attention(module):
                 replace.change(module, _attention_kind(module))
-                make_adjacent([getattr(module, linear) for linear in _QKV])
+                _put_together(module, _QKV)
             elif kind is not None and kind.kind == "mlp" and dict(kind.options)["separate"]:
                 replace.change(module, Recognized("fused_mlp", kind.options))
-                make_adjacent([getattr(module, linear) for linear in _GATE_UP])
+                _put_together(module, _GATE_UP)
             elif kind is not None and kind.kind == "fp8_mlp" and dict(kind.options)["separate"]:
-                make_adjacent([getattr(module, linear) for linear in _GATE_UP])  # its forward merges what it can
+                _put_together(module, _GATE_UP)  # its forward merges what it can
             else:
                 continue
         except NotRecognized as error:

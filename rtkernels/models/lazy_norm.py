@@ -14,7 +14,45 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.models.fp8_mlp import Norm
+from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy import Lazy
+from rtkernels.models.reuse import stand_in
+from rtkernels.ops.norm import norm_fp8, rms_norm
+from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.gradient import applied
+
+_plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
+
+
+def _quantized(site: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float) -> Any:
+    """Return the codes of a norm by rows and transposed with their scales, its statistics and, last, the sum."""
+    return site(x, weight, None, residual, None, None, eps, offset, "both", False, "column", False, False)
+
+
+class _CodesOfSum(torch.autograd.Function):
+    """Stands for ``rms_norm(x + residual, weight)``, with the sum. Codes go to `made`, out of sight of autograd."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, made):
+        ctx.set_materialize_grads(False)
+        *codes, _, total = _quantized(_of_sum, x, weight, residual, eps, offset)
+        made += codes
+        ctx.save_for_backward(total, weight)
+        ctx.options = eps, offset
+        return stand_in(x), total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dsum):
+        dh, dweight, (need_x, need_residual, need_weight, *_) = dsum, None, ctx.needs_input_grad
+        if dy is not None:
+            total, weight = ctx.saved_tensors
+            dh, dweight = rms_norm.BACKWARD.call(dy, total, weight, dsum, *ctx.options, need_weight)
+        dweight = dweight if need_weight and dy is not None else None
+        return dh if need_x else None, dh if need_residual else None, dweight, None, None, None
+
+
+_codes_of_sum = applied(_CodesOfSum)
 
 
 class LazyNorm(Lazy):
@@ -28,36 +66,50 @@ class LazyNorm(Lazy):
         stands_for: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._stands_for = stands_for
-        self.x, self.weight, self.options = x, weight, {"eps": eps, "offset": offset}
+        self.x, self.weight, self.eps, self.offset = x, weight, eps, offset
         self._codes: Any = None
         self._made: Tensor | None = None
         self.sum = None
         if residual is not None:
-            self._codes = self._quantized(residual)
-            self.x = self.sum = self._codes.sum
+            self._codes = self._of_sum(residual)
+            self.x = self.sum
 
-    def _quantized(self, residual: Tensor | None = None) -> Any:
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "offset": self.offset}
+
+    def _of_sum(self, residual: Tensor) -> Any:
+        if torch.is_grad_enabled() and (self.x.requires_grad or residual.requires_grad):
+            made: list[Tensor] = []
+            y, self.sum = _codes_of_sum(self.x, residual, self.weight, self.eps, self.offset, made)
+            return Codes(*made, y)
         layout = "both" if torch.is_grad_enabled() else "row"
-        options = {**self.options, "layout": layout, "scale_layout": "column"}
-        if self._stands_for is not None:
-            made = rtkernels.rms_norm_fp8(self.x.detach(), self.weight.detach(), **options)
-            return made._replace(y=self._stands_for)
-        return rtkernels.rms_norm_fp8(self.x, self.weight, residual=residual, **options)
+        options = {**self._options, "layout": layout, "scale_layout": "column"}
+        made = rtkernels.rms_norm_fp8(self.x, self.weight, residual=residual, **options)
+        self.sum = made.sum
+        return made
 
     def codes(self) -> Any:
         """Return the codes by rows (and transposed, where there may be a gradient), with scales in columns."""
         if self._codes is None:
-            self._codes = self._quantized()
+            if self._stands_for is not None:
+                x, weight = self.x.detach(), self.weight.detach()
+                made = _quantized(_plain, x, weight, None, self.eps, self.offset)
+                self._codes = Codes(*made[:4], self._stands_for)
+            else:
+                layout = "both" if torch.is_grad_enabled() else "row"
+                options = {**self._options, "layout": layout, "scale_layout": "column"}
+                self._codes = rtkernels.rms_norm_fp8(self.x, self.weight, **options)
         return self._codes
 
     def source(self) -> Norm | None:
         """Return what codes can be made from anew."""
-        return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), **self.options)
+        return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), self.eps, self.offset)
 
     def tensor(self) -> Tensor:
         """Return the normalised rows."""
         if self._made is None:
-            self._made = rtkernels.rms_norm(self.x, self.weight, **self.options)
+            self._made = rtkernels.rms_norm(self.x, self.weight, **self._options)
         return self._made
 
     @property

@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from rtkernels.models.recognize import apply_rope, autocasts
 from rtkernels.ops.rope import angles, qk_norm_rope
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
@@ -40,17 +41,22 @@ def make_adjacent(linears: Sequence[nn.Module]) -> None:
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return matrices as one, in the memory they are in, None if they do not lie one behind the other."""
-    first, end = weights[0], weights[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    """Return matrices as one, in the memory they are in, None if they do not lie one behind the other.
+
+    Not as a part of a graph: whoever multiplies by it gives the gradient to each of them.
+    """
+    first, rows = weights[0], 0
+    columns, end, size = first.shape[1], first.data_ptr(), first.element_size()
     for w in weights:
-        same = w.dtype == first.dtype and w.shape[1:] == first.shape[1:] and w.is_contiguous()
-        if not same or w.data_ptr() != end or w.untyped_storage().data_ptr() != storage:
+        if w.data_ptr() != end or w.dtype != first.dtype or w.shape[1] != columns or not w.is_contiguous():
             return None
-        end += w.numel() * w.element_size()
-    rows, columns = sum(w.shape[0] for w in weights), first.shape[1]
-    alias = torch.empty(0, dtype=first.dtype, device=first.device)
-    return alias.set_(first.untyped_storage(), first.storage_offset(), (rows, columns), (columns, 1))
+        rows += w.shape[0]
+        end += w.shape[0] * columns * size
+    # What lies behind the first may be somebody else's memory; it is not if the first one's goes as far.
+    offset = first.storage_offset()
+    if (offset + rows * columns) * size > first.untyped_storage().nbytes():
+        return None
+    return first.detach().as_strided((rows, columns), (columns, 1), offset)
 
 
 class Adjacent(torch.autograd.Function):
@@ -59,7 +65,7 @@ class Adjacent(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *weights):
         ctx.rows = [w.shape[0] for w in weights]
-        return adjacent(weights)
+        return adjacent(weights).data  # no view of the first
 
     @staticmethod
     @once_differentiable
@@ -134,6 +140,9 @@ def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     )
 
 
+_product = applied(_Product)
+
+
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     """Return the results of linear layers as columns of one tensor, None where they have to be called by themselves.
 
@@ -147,7 +156,7 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         return None
-    return _Product.apply(x, len(linears), *(linear.weight for linear in linears), *biases)
+    return _product(x, len(linears), *(linear.weight for linear in linears), *biases)
 
 
 class RotatedHeads(torch.autograd.Function):
@@ -200,6 +209,7 @@ class NormedHeads(torch.autograd.Function):
         return dqkv if need_qkv else None, dq_weight, dk_weight, *(None,) * 7
 
 
+rotated_heads, normed_heads = applied(RotatedHeads), applied(NormedHeads)
 # positions, cu_seqlens, sections, cp_rank, cp_size, mscale: tables have a row for every token.
 _NO_POSITIONS = (None, None, "", 0, 1, 1.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models.merged import is_plain
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
-from rtkernels.models.reuse import NormAndInput, glu, may_hand_on, project
+from rtkernels.models.reuse import glu, may_hand_on, norm_and_input, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Forward = Callable[..., Any]
@@ -102,7 +102,7 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
             total = hidden_states if residual is None else residual + hidden_states
             return own(self, total) if residual is None and not with_input else (own(self, total), total)
         if with_input and may_hand_on(hidden_states, weight):
-            return NormAndInput.apply(hidden_states, weight, getattr(self, eps), offset, True)
+            return norm_and_input(hidden_states, weight, getattr(self, eps), offset, True)
         options = {"eps": getattr(self, eps), "offset": offset}
         made = rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
         return (made, hidden_states) if with_input else made

@@ -9,6 +9,8 @@ gradients, in place of autograd.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from rtkernels.ops.act import glu as activation
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import may_overwrite, once_differentiable
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
 
 try:
@@ -83,10 +86,13 @@ class _Glu(torch.autograd.Function):
         return *glu_gradient(dy, *ctx.saved_tensors, ctx.act, ctx.needs_input_grad[2]), None
 
 
+_own_glu = applied(_Glu)
+
+
 def glu(gate: Tensor, up: Tensor | None = None, *, act: str, weight: Tensor | None = None) -> Tensor:
     """Return ``rtkernels.glu`` of what the caller made itself and gives to nobody else."""
     if is_private(gate, up):
-        return _Glu.apply(gate, up, weight, act)
+        return _own_glu(gate, up, weight, act)
     return rtkernels.glu(gate, up, act=act, weight=weight)
 
 
@@ -110,13 +116,33 @@ class _Projection(torch.autograd.Function):
         return (flat @ weight).view(shape) if ctx.needs_input_grad[0] else None, dw
 
 
+_projection = applied(_Projection)
+
+
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return ``linear(x)`` of what the caller made itself and gives to nobody else."""
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(linear) or linear.bias is not None:
         return linear(x)
     if type(x) not in TENSOR_TYPES or x.dtype != linear.weight.dtype or not x.requires_grad or autocasts(x):
         return linear(x)
-    return _Projection.apply(x, linear.weight)
+    return _projection(x, linear.weight)
+
+
+_stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def stand_in(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return NaN of a shape (that of x) in the memory of one element: a place in the graph, without values."""
+    shape = x.shape if shape is None else shape
+    try:
+        return _stand_ins[x.dtype, x.device].expand(shape)
+    except KeyError:
+        pass
+    with torch.inference_mode(False):
+        one = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # whose memory is the graph's
+        _stand_ins[x.dtype, x.device] = one
+    return one.expand(shape)
 
 
 def may_hand_on(x: Tensor, weight: Tensor | None) -> bool:
@@ -133,7 +159,7 @@ class NormAndInput(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = eps, offset
         ctx.save_for_backward(x, weight)
-        y = rms_norm.FORWARD(x, weight, eps, offset) if values else x.new_full((), torch.nan).expand(x.shape)
+        y = rms_norm.FORWARD.call(x, weight, eps, offset) if values else stand_in(x)
         return y, x.view_as(x)
 
     @staticmethod
@@ -143,5 +169,8 @@ class NormAndInput(torch.autograd.Function):
             return dx, None, None, None, None
         x, weight = ctx.saved_tensors
         need_weight = ctx.needs_input_grad[1]
-        dx, dweight = rms_norm.BACKWARD(dy, x, weight, dx, *ctx.options, need_weight)
+        dx, dweight = rms_norm.BACKWARD.call(dy, x, weight, dx, *ctx.options, need_weight)
         return dx, dweight if need_weight else None, None, None, None
+
+
+norm_and_input = applied(NormAndInput)

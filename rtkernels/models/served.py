@@ -5,17 +5,21 @@ Parameters have the names and shapes that transformers' own modules for such che
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 import rtkernels
 from rtkernels.models.fp8 import codes_of
+from rtkernels.models.merged import adjacent
 from rtkernels.models.recognize import NotRecognized
-from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, Experts
+from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BLOCK = 128
 
@@ -58,22 +62,65 @@ class ServedLinear(_KeepsScales):
 
     def forward(self, x: Any) -> Tensor:
         """Return ``[..., out features]`` of x's dtype. Layers that read the same tensor share its codes."""
-        with torch.no_grad():
-            codes = codes_of(x)
-            if isinstance(codes, Tensor):  # compiled, or fp32
-                q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
-            else:
-                q, scale = codes.q, codes.scale
-            left = rows_of(q.reshape(-1, self.in_features), scale, "group")
-            y = rtkernels.scaled_mm(
-                left.q, self.weight, left.scale, self.weight_scale_inv, recipe="block_1x128_128x128", bias=self.bias,
-                out_dtype=x.dtype,
-            )  # fmt: skip
-        return y.view(*x.shape[:-1], self.out_features)
+        return _multiply(x, self.weight, self.weight_scale_inv, self.bias)
 
     def extra_repr(self) -> str:
         """Return sizes."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` of a tensor or a lazy norm, and of codes with scales of 128 x 128."""
+    with torch.no_grad():
+        codes = codes_of(x)
+        if isinstance(codes, Tensor):  # compiled, or fp32
+            q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
+        else:
+            q, scale = codes.q, codes.scale
+        left = rows_of(q.reshape(-1, weight.shape[1]), scale, "group")
+        y = rtkernels.scaled_mm(
+            left.q, weight, left.scale, weight_scale, recipe="block_1x128_128x128", bias=bias, out_dtype=x.dtype
+        )
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _alike(linears: Sequence[nn.Module]) -> bool:
+    """Return True if weights may be one behind the other: of whole blocks, all with biases or none."""
+    first = linears[0]
+    return all(
+        type(m) is ServedLinear
+        and m.in_features == first.in_features
+        and m.out_features % BLOCK == 0
+        and (m.bias is None) == (first.bias is None)
+        and m.weight.device == first.weight.device
+        for m in linears
+    )
+
+
+def make_adjacent(linears: Sequence[nn.Module]) -> None:
+    """Move codes, and scales, of layers that read the same tensor into one block of memory each."""
+    if not _alike(linears) or linears[0].weight.device.type == "meta":
+        return
+    for name in ("weight", "weight_scale_inv"):
+        parts, start = [getattr(m, name) for m in linears], 0
+        block = torch.cat([p.detach().view(torch.uint8) for p in parts]).view(parts[0].dtype)
+        for p in parts:
+            p.data = block[start : start + p.shape[0]]
+            start += p.shape[0]
+
+
+def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
+    """Return the results of layers as columns of one tensor, None where they have to be called by themselves."""
+    if type(linears[0]) is not ServedLinear or is_dynamo_compiling() or _has_any_global_hook() or not _alike(linears):
+        return None
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in linears):
+        return None
+    weight = adjacent([m.weight for m in linears])
+    scale = adjacent([m.weight_scale_inv for m in linears])
+    if weight is None or scale is None:
+        return None
+    bias = None if linears[0].bias is None else torch.cat([m.bias for m in linears])
+    return _multiply(x, weight, scale, bias)
 
 
 class ServedExperts(_KeepsScales):
@@ -107,8 +154,8 @@ class ServedExperts(_KeepsScales):
             *ExpertCodes(down.flatten(0, 1), self.down_proj_scale_inv.flatten(0, 1), none),
         )
         with torch.no_grad():
-            return Experts.apply(
-                hidden_states, top_k_weights.float(), up, down, index.rows, index.slots, index.offsets[1:],
+            return experts(
+                hidden_states, top_k_weights.float(), up, down, index.rows, index.slots, group_ends(index.offsets),
                 (None, None), self.act, E4M3, False, *given,
             )  # fmt: skip
 

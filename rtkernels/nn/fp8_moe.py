@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.nn.fp8_experts import Experts, GroupedLinear, weight_codes
+from rtkernels.nn.fp8_experts import GroupedLinear, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.gemm.fp8_operands import PITCH, SIDE
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
@@ -182,8 +182,8 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
             self.codes_of(name, weight, lambda w, t: weight_codes(w, t, self.pow2_scale))
             for name, weight in zip(("gate_up", "down"), weights, strict=True)
         ]
-        out = Experts.apply(
-            flat, routing.probs, *weights, index.rows, index.slots, index.offsets[1:], main_grads, self.act,
+        out = experts(
+            flat, routing.probs, *weights, index.rows, index.slots, group_ends(index.offsets), main_grads, self.act,
             self.grad_dtype, self.pow2_scale, *(part for codes in made if codes for part in codes),
         ).view(x.shape)  # fmt: skip
         return (out, routing) if return_routing else out

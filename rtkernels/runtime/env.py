@@ -128,6 +128,9 @@ VARIABLES: tuple[Variable, ...] = (
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
+questions: list[Callable[[str], None]] = []  # told of every variable that is asked for
+
+
 def get(name: str) -> Any:
     """Return the parsed value of ``RTKERNELS_<name>``, or its default.
 
@@ -138,6 +141,8 @@ def get(name: str) -> Any:
         ArgumentError: The value is not one of the accepted ones.
     """
     variable = _BY_NAME[PREFIX + name]
+    for listener in questions:
+        listener(variable.name)
     text = os.environ.get(variable.name, "").strip()
     if not text:
         return variable.default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -157,12 +157,18 @@ def extent(t: Tensor) -> tuple[int, int]:
     return first, first + (reach + 1) * t.itemsize
 
 
+overlap_questions: list[Callable[[Tensor, Tensor, bool], None]] = []  # told of tensors and whether they overlap
+
+
 def may_overlap(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors may share memory: tensors that lie within each other's gaps count as well."""
     if a.numel() == 0 or b.numel() == 0:
         return False
     (first, last), (begin, end) = extent(a), extent(b)
-    return begin < last and first < end
+    overlap = begin < last and first < end
+    for listener in overlap_questions:
+        listener(a, b, overlap)
+    return overlap
 
 
 def nothing(like: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ except (ImportError, AttributeError):  # pragma: no cover
         _current_level = -1
 
 
+# Tells autograd that tensors of a tuple were overwritten; torch's own function for it also takes a single one.
+increment_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 

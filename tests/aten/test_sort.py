@@ -28,6 +28,42 @@ def test_stable_sort(place: str, dtype: torch.dtype, descending: bool) -> None:
 
 @emulated
 @at(*PLACES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64))]
+)
+def test_long_rows_by_tiles(place: str, dtype: torch.dtype) -> None:
+    """Several tiles in a row, passes that a row leaves out and another does not, and a row of equal elements."""
+    torch.manual_seed(0)
+    x = torch.randint(-9, 9, (3, 9001)).to(dtype)
+    x[1] = torch.randn(9001).mul(1000).to(dtype)
+    x[2] = 3
+    for descending in (False, True):
+        compare(
+            place,
+            "sort",
+            lambda x, d=descending: tuple(torch.sort(x, dim=1, descending=d, stable=True)),
+            x,
+            rtol=0,
+            atol=0,
+        )
+
+
+@emulated
+@SLOW
+@pytest.mark.parametrize("order", ["reverse", 5])
+def test_any_order_of_blocks(order: str | int) -> None:
+    import rtkernels
+    from rtkernels.ops.sort.sorting import sort_rows
+
+    x = torch.randn(2, 9001)
+    with rtkernels.emulate("sm_90", order=order):
+        values, indices = sort_rows(x, False)
+    wanted = torch.sort(x, stable=True)
+    assert torch.equal(values, wanted.values) and torch.equal(indices, wanted.indices)
+
+
+@emulated
+@at(*PLACES)
 @pytest.mark.parametrize("largest", [pytest.param(True, marks=SLOW), False])
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=SLOW) for t in OTHERS[:-1])])
 def test_topk(place: str, dtype: torch.dtype, largest: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.__main__ import main
-from bench.measure import aten
+from bench.measure import aten, aten_file
 from bench.report import aten as chosen
 from rtkernels.aten import measured, table
 
@@ -31,9 +31,23 @@ def test_cases_and_summary(capsys) -> None:
     assert all(len(shape) == 2 for row, shape, _ in aten.cases("^copy cat"))
     times = {"torch": {"operator": 4.0}, "rtkernels": {"operator": 2.0}, "inductor": {"error": "no"}}
     found = [{"overload": "cat", "family": "copy", "shape": (2, 2), "dtype": "float32", **times}] * 2
-    assert "| cat | 2.00 | 2.00 |  |  | 2x2f 2.00, 2x2f 2.00 |" in aten.summary(found)
+    assert "| cat | 2.00 | 2.00 |  |  | 2x2f 2.00, 2x2f 2.00 |" in aten_file.summary(found)
     assert main(["aten", "--ways", "nobody"]) == 2
     assert "unknown ways nobody" in capsys.readouterr().err
+
+
+def test_a_file_grows_case_by_case(tmp_path) -> None:
+    out = tmp_path / "aten.json"
+    assert aten_file.load(out) is None
+    case = {"overload": "cat", "family": "copy", "shape": [2, 2], "dtype": "float32", "torch": {"operator": 4.0}}
+    aten_file.save({"complete": False, "cases": [case]}, out)
+    aten_file.append({**case, "rtkernels": {"operator": 2.0, "why": {}}, "flaggems": {"operator": 3.0}}, out)
+    aten_file.append({**case, "dtype": "bfloat16"}, out)
+    found = aten_file.load(out)["cases"]
+    assert [c["dtype"] for c in found] == ["float32", "bfloat16"] and found[0]["rtkernels"]["operator"] == 2.0
+    assert "1 overloads, mean 1.50; 0 below 1" in aten_file.against_flaggems(found)
+    aten_file.save({"complete": True, "cases": found}, out)
+    assert aten_file.load(out)["cases"] == found and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_default_set_follows_from_the_record() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.e2e import gates, infer, parity, plot, train
+from bench.e2e import gates, infer, parity, plot, split, train
 from bench.e2e import record as recording
 from rtkernels.models import fp8
 from rtkernels.nn import fp8_experts
@@ -66,6 +66,12 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
     assert result["kind"] == "infer" and all(g["passed"] for g in result["gates"] if "tokens" in g["gate"])
 
 
+def test_where_a_step_goes() -> None:
+    ours = "void rtk::gemm_sm90<>", "void rtk::attention_sm90_bwd<>", "void rtk::glu_bwd<>"
+    found = split.split((name, 500.0) for name in (*ours, "nvjet_sm90_tst", "add"))
+    assert found == {"launches": 5, "ms": {"gemm": 1.0, "attention": 0.5, "ours": 0.5, "other": 0.5}}
+
+
 def test_gates_of_training() -> None:
     hf = {"tokens_per_s": 100, "peak_mib": 1000, "losses": [3.0] * 10, "first_step_s": 9.0}
     ours = {"tokens_per_s": 160, "peak_mib": 600, "losses": [3.02] + [3.0] * 9, "first_step_s": 10.0}
@@ -88,15 +94,16 @@ PARITY = "--tiny --vocab 500 --tokens 64 --seq 32 --steps 2 --seeds 2".split()
 
 
 def test_arms_of_parity(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rtkernels.models import fp8_mlp
+    from rtkernels.models import fp8_products
     from rtkernels.ops.gemm import fp8_linear
 
     monkeypatch.setattr(fp8, "_SMALLEST_GAIN", 0)
     args = parity.parser().parse_args(PARITY)
     arms = {arm: parity.run_arm(arm, args) for arm in ("hf", "hf_perturbed", "ours_fused", "fp8")}
-    for module in (fp8_linear, fp8_mlp):  # what the arm with a mistake changes for its process
-        monkeypatch.setattr(module, "scaled_mm", module.scaled_mm)
-    for name in ("grouped_mm", "grouped_wgrad"):
+    # What the arm with a mistake changes for its process.
+    monkeypatch.setattr(fp8_linear, "scaled_mm", fp8_linear.scaled_mm)
+    monkeypatch.setattr(fp8_products, "multiply", fp8_products.multiply)
+    for name in ("_product", "_weight_gradient"):
         monkeypatch.setattr(fp8_experts, name, getattr(fp8_experts, name))
     arms["fp8_saturated"] = parity.run_arm("fp8_saturated", args)
     found = {gate["gate"]: gate["passed"] for gate in gates.parity_gates(arms)}
@@ -134,8 +141,33 @@ def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert recording.main([str(file), "--to", str(kept)]) == 0
     names = ["train dense", "train dense, 4 layers", "train dense, cold"]
     assert list(json.loads(kept.read_text())["results"]) == names
+    other = tmp_path / "other.json"
+    other.write_text(
+        json.dumps({"kind": "train", "model": "dense", "arms": {"ours": {}, "fp8": {"failed": "x"}}, **more})
+    )
+    assert recording.main([str(file), str(other), "--to", str(kept)]) == 0 and "fp8 failed" in capsys.readouterr().err
+    assert list(json.loads(kept.read_text())["results"]["train dense, cold"]["arms"]) == ["hf", "ours"]
     file.write_text(json.dumps({"kind": "infer", "model": "moe", "arms": {"hf": {"failed": "out of memory"}}}))
     assert recording.main([str(file), "--to", str(kept)]) == 2 and "hf failed" in capsys.readouterr().err
+
+
+def test_a_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, asked, row = tmp_path / "train.json", [], {"absent": "x"}
+    monkeypatch.setattr(
+        train.processes, "records", lambda _, arms, *args: asked.append(arms) or [(a, row) for a in arms]
+    )
+    command = [*TRAIN, "--out", str(out), "--arms"]
+    train.main([*command, "hf,liger"])
+    result = json.loads(out.read_text())
+    result["arms"]["liger"] = {"failed": "x"}
+    out.write_text(json.dumps(result))
+    train.main([*command, "hf,liger,ours", "--continue"])
+    assert asked == [["hf", "liger"], ["liger", "ours"]]
+    assert list(json.loads(out.read_text())["arms"]) == ["hf", "liger", "ours"]
+    with pytest.raises(SystemExit, match="of another command"):
+        train.main([*command, "hf", "--continue", "--model", "moe"])
+    train.main([*command, "hf"])
+    assert list(json.loads(out.read_text())["arms"]) == ["hf"]
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

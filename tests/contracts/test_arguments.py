@@ -231,6 +231,9 @@ def _heads(*shape: int) -> list[Tensor]:
 
 # A call of every public function that takes numbers; all of them can be given by name on top.
 NUMBERS: dict[str, Callable[..., Any]] = {
+    "glu_smooth_fp8_backward": lambda **n: rtkernels.glu_smooth_fp8_backward(
+        torch.ones(4, 8), torch.ones(4, 16), None, layout="both", **n
+    ),
     "attention": lambda **n: rtkernels.attention(*_heads(1, 4, 2, 16), **n),
     "attention_decode": lambda **n: rtkernels.attention_decode(
         _b16(1, 1, 2, 64), *_heads(1, 4, 2, 64)[1:], _offs(3), **n

@@ -30,7 +30,7 @@ FAMILIES = {
     "window": set(),
     "quant": {"layout"},
     "norm": {"act", "quant"},
-    "act": {"quant"},
+    "act": {"quant", "layout"},
     "moe": {"quant"},
     "loss": {"reduce"},
     "router": {"norm", "quant", "gemm"},
@@ -142,3 +142,12 @@ def test_families_have_the_same_names_everywhere() -> None:
         wanted = families if place == "cuda_src" else families - ATEN_ONLY
         missing = wanted - {p.name for p in (ROOT / place).iterdir() if p.is_dir()}
         assert not missing, f"{place} lacks {missing}"
+
+
+def test_the_document_names_the_same_families() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+)[^|]* \| ([^|\n]+) \|$", text[text.index("| family | uses |") :], re.M)
+    said = {
+        family: set(re.findall(r"`(\w+)`", uses)) for names, uses in rows for family in re.findall(r"`(\w+)`", names)
+    }
+    assert said == FAMILIES

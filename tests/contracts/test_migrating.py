@@ -174,7 +174,34 @@ def test_torch_order() -> None:
     assert got.shape == (3, N, K) and got.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("library", "names", "without"), [("linghe", LINGHE, 4), ("FlashRT", FLASHRT, 2)])
+FLAGGEMS = """silu_and_mul silu_and_mul_out gelu_and_mul skip_layer_norm fused_add_rms_norm instance_norm weight_norm
+GemsRMSNorm GemsSiluAndMul cross_entropy_loss outer apply_rotary_pos_emb GemsRope GemsDeepseekYarnRoPE reshape_and_cache
+reshape_and_cache_flash concat_and_cache_mla flash_mla flash_attn_varlen_func scaled_dot_product_attention
+get_scheduler_metadata moe_align_block_size topk_softmax rwkv_ka_fusion rwkv_mm_sparsity rotary_embedding""".split()
+
+
+def test_flaggems_forms() -> None:
+    """Forms whose names say little: the latent cache, the softmax that is not renormalised, heads of length 1."""
+    latent, position = torch.randn(1, 3, 1, 64).bfloat16(), torch.randn(1, 3, 1, 32).bfloat16()
+    cache = torch.zeros(2, 4, 1, 96).bfloat16()
+    rtkernels.append_kv_cache(
+        latent, position, *cache.split((64, 32), -1), slots=torch.tensor([[6, -1, 0]], dtype=torch.int32)
+    )
+    assert torch.equal(cache.view(8, 96)[[6, 0]], torch.cat((latent, position), -1)[0, [0, 2], 0])
+    assert not cache.view(8, 96)[[1, 2, 3, 4, 5, 7]].any()
+    logits = torch.randn(5, 8)
+    wanted = logits.softmax(1).topk(3)
+    routing = rtkernels.topk_router(logits, 3)
+    torch.testing.assert_close(routing.probs, wanted.values)
+    assert torch.equal(routing.indices.long(), wanted.indices)
+    t = torch.randn(5, 2, 64)
+    wanted = t / (t.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+    torch.testing.assert_close(rtkernels.rms_norm(t, eps=1e-12 / 64) * 64**-0.5, wanted)
+
+
+@pytest.mark.parametrize(
+    ("library", "names", "without"), [("linghe", LINGHE, 4), ("FlashRT", FLASHRT, 2), ("FlagGems", FLAGGEMS, 5)]
+)
 def test_every_function_of_a_library_has_a_call(library: str, names: list[str], without: int) -> None:
     """All but those that the document says have no counterpart."""
     text = DOCUMENT.read_text(encoding="utf-8")

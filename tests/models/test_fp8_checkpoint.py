@@ -11,6 +11,7 @@ from torch import nn
 
 from rtkernels import models
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models import served
 from rtkernels.models.served import ServedExperts, ServedLinear
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -103,6 +104,21 @@ def test_served_models_move_and_generate() -> None:
     model.half()
     layer = model.model.layers[0].self_attn.q_proj
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight_scale_inv.dtype == torch.float32
+
+
+def test_layers_that_read_the_same_tensor_are_one_product() -> None:
+    model = models.serve_fp8(build("qwen3", **SIZES | {"head_dim": 128, "hidden_size": 128}).bfloat16().eval())
+    attention, before = model.model.layers[0].self_attn, logits(model)
+    linears = attention.q_proj, attention.k_proj, attention.v_proj
+    assert served.merged(torch.zeros(1, 128), linears) is None
+    models.patch(model, loss=False, fused_layers=True)
+    x = torch.randn(3, 5, 128).bfloat16()
+    assert torch.equal(served.merged(x, linears), torch.cat([linear(x) for linear in linears], -1))
+    assert (logits(model) - before).norm() < 0.06 * before.norm()  # codes of activations that were rounded otherwise
+    model.half()  # codes stay where they are
+    assert served.merged(x, linears) is not None
+    linears[1].register_forward_hook(lambda *args: None)
+    assert served.merged(x, linears) is None
 
 
 def test_messages(tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ def test_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_v_is_kept_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.patched(lambda: build("qwen3"), fused_layers=True)
-    own, found = merged.NormedHeads.apply, []
+    own, found = fused_layers.normed_heads, []
 
     def apply(qkv, *args):
         heads = own(qkv, *args)
         found.extend(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in heads)
         return heads
 
-    monkeypatch.setattr(merged.NormedHeads, "apply", apply)
+    monkeypatch.setattr(fused_layers, "normed_heads", apply)
     loss_and_gradients(model)
     assert found == [False, False, True] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import rtkernels
 from rtkernels import models
 from rtkernels.errors import ArgumentError
 from rtkernels.models import fp8 as quantized
+from rtkernels.nn import fp8_experts
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -40,21 +42,61 @@ def test_fp8_is_close(kind: str, recipe: bool | str, monkeypatch: pytest.MonkeyP
     assert loss_and_gradients(model)[0] == loss
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])  # qwen2 has biases of q, k and v
+def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+    def made(**recipe: Any) -> tuple[float, dict[str, Tensor]]:
+        model = build(kind, intermediate_size=128, **sizes).bfloat16()
+        models.patch(model, fp8=models.Fp8Recipe(**recipe), fused_layers=True)
+        return loss_and_gradients(model, tokens(2, 16))
+
+    steps, own = [], quantized.products.linear
+    monkeypatch.setattr(quantized.products, "linear", lambda *args: steps.append(args) or own(*args))
+    found = [made(), made(save_weight=True)]
+    assert len(steps) == 8  # q, k, v as one and the output projection, of two layers, two times
+    frozen = build(kind, intermediate_size=128, **sizes).bfloat16()
+    models.patch(frozen, fp8=True, fused_layers=True)
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("norm" in name)
+    assert all(torch.equal(found[0][1][name], g) for name, g in loss_and_gradients(frozen, tokens(2, 16))[1].items())
+    monkeypatch.setattr(quantized, "_as_step", lambda *args: None)
+    loss, gradients = made()
+    for other, others in found:
+        assert other == loss and all(torch.equal(others[name], g) for name, g in gradients.items())
+
+
+def test_experts_keep_codes_of_fixed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_moe").bfloat16()
+    models.patch(model, fp8=True)
+    wanted = loss_and_gradients(model)
+    own, coded = quantized.weight_codes, []
+    for module in (quantized, fp8_experts):
+        monkeypatch.setattr(module, "weight_codes", lambda w, *args: coded.append(w) or own(w, *args))
+    with rtkernels.nn.fixed_weights(model):
+        for _ in range(2):
+            loss, gradients = loss_and_gradients(model)
+            assert loss == wanted[0] and all(torch.equal(gradients[name], g) for name, g in wanted[1].items())
+    assert len(coded) == 4  # two weights in each of two layers
+
+
 def test_codes_are_made_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
     model = models.patched(lambda: build("qwen3").bfloat16(), fp8=True)
     calls = []
 
-    def count(name: str) -> None:
-        op = getattr(rtkernels, name)
-        monkeypatch.setattr(rtkernels, name, lambda *args, **options: calls.append(name) or op(*args, **options))
+    def count(name: str, where: Any = rtkernels) -> None:
+        op = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *args, **options: calls.append(name) or op(*args, **options))
 
-    for name in ("quantize_fp8", "rms_norm_fp8", "glu_fp8", "rms_norm"):
+    for name in ("rms_norm_fp8", "glu_fp8", "rms_norm"):
         count(name)
+    count("_quantize", quantized)
     loss_and_gradients(model)
     # In each layer: norms for q, k, v and for gate, up; the output projection; the down projection. Norms of q and k
     # heads, and the last norm, give numbers: nothing was normalised to be quantised.
-    assert Counter(calls) == {"rms_norm_fp8": 4, "quantize_fp8": 2, "glu_fp8": 2, "rms_norm": 5}
+    assert Counter(calls) == {"rms_norm_fp8": 4, "_quantize": 2, "glu_fp8": 2, "rms_norm": 5}
 
 
 def test_recipes_have_options(monkeypatch: pytest.MonkeyPatch) -> None:

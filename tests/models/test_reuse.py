@@ -38,8 +38,8 @@ def test_a_kept_graph_can_be_differentiated_twice(options: dict) -> None:
 
 def test_a_gated_mlp_of_codes_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
-    taken, own = [], quantized.GatedMlp.apply
-    monkeypatch.setattr(quantized.GatedMlp, "apply", lambda *args: taken.append(args) or own(*args))
+    taken, own = [], quantized.gated_mlp
+    monkeypatch.setattr(quantized, "gated_mlp", lambda *args: taken.append(args) or own(*args))
 
     def made(**recipe: Any) -> dict[str, torch.Tensor]:
         model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()

@@ -77,6 +77,19 @@ def test_replay_needs_the_same_kind_of_call() -> None:
         assert torch.equal(scope["run_and_keep"](x, y), first) and op.replay(x, y) is not None
 
 
+def test_a_site_has_a_last_call_of_its_own() -> None:
+    op, call = row_dot.FORWARD, row_dot.FORWARD.call
+    site, scope = op.at_site(), call.__globals__
+    assert op.call is call and site is not call and op.replay.__globals__ is scope
+    with rtkernels.emulate("sm_80"), emulator.recording():
+        (x, y), (v, w) = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+        first, second = site.__globals__["run_and_keep"](x, y), scope["run_and_keep"](v, w)
+        assert torch.equal(site.__globals__["replay"](x, y), first) and op.replay(x, y) is None
+        assert torch.equal(op.replay(v, w), second)
+        Plans.forget_all()
+        assert site.__globals__["replay"](x, y) is None
+
+
 def test_steps_that_nobody_can_run_twice_over() -> None:
     with pytest.raises(ValueError, match="y is the name of two tensors"):
         StepPlan("made_up", ("y",), (), {"y": Memory((1,), torch.float32)}, "single", Steps(), -1)

@@ -32,8 +32,8 @@ _BY_BARRIER = (
     "and reader are on its two sides. The emulator, which orders accesses by that barrier, reports nothing."
 )
 _BY_ONE_LANE = (
-    "All lanes of a warp write, __syncwarp follows, and one lane arrives at a barrier for them, which orders what "
-    "others do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
+    "All lanes of a warp write (or read), __syncwarp follows, and one lane arrives at a barrier for them, which orders "
+    "what others do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
 )
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
     ("racecheck", "layer_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
@@ -41,6 +41,7 @@ KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
     ("racecheck", "glu_fp8_fwd_stream"): ({"RAW"}, _BY_ONE_LANE),
     ("racecheck", "norm_fp8_ring"): ({"RAW"}, _BY_ONE_LANE),
     ("racecheck", "qk_norm_rope_bwd_bulk"): ({"RAW"}, _BY_ONE_LANE),
+    ("racecheck", "attention_sm90_bwd_pass"): ({"RAW", "WAR"}, _BY_ONE_LANE),
 }
 
 _START = re.compile(r"^=+ (?:Error|Warning|ERROR|WARNING|Invalid|Potential|Race|Program hit|Uninit|Barrier)")

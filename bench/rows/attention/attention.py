@@ -37,15 +37,52 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
+def _of_head(q: torch.Tensor, k: torch.Tensor, head: int) -> slice:
+    """Return the heads of q that share this one of k and v."""
+    group = q.shape[2] // k.shape[2]
+    return slice(head * group, (head + 1) * group)
+
+
+def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return `plain` of one sequence and one head of k and v after the other: scores of all are too large for a device.
+
+    Args:
+        plain: The forward of q, k and v in plain torch.
+        dtype: What q, k and v are converted to before, unless None.
+    """
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        sequences = []
+        for b in range(q.shape[0]):
+            heads = []
+            for h in range(k.shape[2]):
+                of_q = _of_head(q, k, h)
+                given = (q[b : b + 1, :, of_q], k[b : b + 1, :, h : h + 1], v[b : b + 1, :, h : h + 1])
+                heads.append(plain(*(t if dtype is None else t.to(dtype) for t in given)))
+            sequences.append(torch.cat(heads, 2))
+        return torch.cat(sequences)
+
+    return run
+
+
+def too_large(pairs: int) -> bool:
+    """Return whether so many scores are made head by head in plain torch, which has several copies of them."""
+    return pairs > 1 << 31
+
+
 def _gradients(plain: Any) -> Any:
-    """Return what makes the gradients of q, k and v by autograd, one sequence at a time: scores are large."""
+    """Return what makes the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
 
     def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        parts = []
+        made = [torch.empty_like(t) for t in (q, k, v)]
         for b in range(q.shape[0]):
-            leaves = [t[b : b + 1].detach().requires_grad_() for t in (q, k, v)]
-            parts.append(torch.autograd.grad(plain(*leaves), leaves, dy[b : b + 1]))
-        return tuple(torch.cat(grads) for grads in zip(*parts, strict=True))
+            for h in range(k.shape[2]):
+                at = [(slice(b, b + 1), slice(None), heads) for heads in (_of_head(q, k, h), *[slice(h, h + 1)] * 2)]
+                leaves = [t[i].detach().requires_grad_() for t, i in zip((q, k, v), at, strict=True)]
+                grads = torch.autograd.grad(plain(*leaves), leaves, dy[at[0]])
+                for to, i, grad in zip(made, at, grads, strict=True):
+                    to[i] = grad
+        return tuple(made)
 
     return run
 
@@ -94,20 +131,25 @@ def rows() -> Iterator[Row]:
             }
 
         mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
+
+        def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = causal) -> torch.Tensor:
+            return _plain(q, k, v, causal)
+
         yield Row(
             name="attention_fwd",
             shape=f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}",
             make=make,
             ours=lambda q, k, v, causal=causal: attention(q, k, v, causal=causal),
-            torch=lambda q, k, v, causal=causal: _plain(q, k, v, causal),
+            torch=head_by_head(plain) if too_large(batch * heads * length**2) else plain,
+            exact=head_by_head(plain, torch.float64),
             fused=lambda q, k, v, causal=causal: _fused(q, k, v, causal),
             bytes=2 * batch * length * width * (2 * heads + 2 * heads_kv),
             flops=pairs * 4 * width,
         )
         if (batch, heads, heads_kv, length, width, causal) in _BACKWARD_SIZES:
             yield backward_row(
-                "attention_bwd", f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}", make,
-                lambda q, k, v, causal=causal: _plain(q, k, v, causal), width**-0.5, causal, pairs * 10 * width,
+                "attention_bwd", f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}", make, plain,
+                width**-0.5, causal, pairs * 10 * width,
                 2 * batch * length * width * (4 * heads + 4 * heads_kv),
             )  # fmt: skip
 

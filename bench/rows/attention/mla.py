@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.rows.attention.attention import backward_row
+from bench.rows.attention.attention import backward_row, head_by_head, too_large
 from bench.rows.row import Row
 from rtkernels.ops.attention.mla import mla_attention
 
@@ -43,7 +43,8 @@ def rows() -> Iterator[Row]:
             shape=f"{batch}x{length} {heads} heads of 192/128 causal",
             make=make,
             ours=lambda q, k, v: mla_attention(q, k, v, scale=_SCALE),
-            torch=_plain,
+            torch=head_by_head(_plain) if too_large(batch * heads * length**2) else _plain,
+            exact=head_by_head(_plain, torch.float64),
             fused=_fused,
             bytes=2 * batch * length * heads * (2 * 192 + 2 * 128),
             flops=pairs * 2 * (192 + 128),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench.rows.attention.attention import head_by_head
 from bench.rows.row import Row
 from rtkernels.ops.attention.sage import sage_attention
 
@@ -31,5 +32,6 @@ def rows() -> Iterator[Row]:
             make=make,
             ours=lambda q, k, v: sage_attention(q, k, v, causal=True),
             torch=_plain,
+            exact=head_by_head(_plain, torch.float64),
             bytes=2 * 4 * length * 32 * 128 * 4,
         )

@@ -73,6 +73,8 @@ void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
 
 void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
     BulkStore store = {current->id, current->store_group, {}};
+    for (u32 d = 0; d < Box(map).rank; ++d)  // behind the tensor it leaves out what does not exist; this an H200 refuses
+        if (at[d] < 0) report(kOutOfBounds, 16, true, -1, at[d], __builtin_return_address(0), "a box that is stored begins before the tensor");
     Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
         store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
     });

@@ -15,6 +15,7 @@ from rtkernels.runtime.operator.autograd import detached, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")
 
@@ -51,6 +52,7 @@ class _Act(torch.autograd.Function):
 _differentiable = applied(_Act)
 
 
+@replayed
 def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return ``kind(x + add)``.
 

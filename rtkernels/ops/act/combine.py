@@ -14,7 +14,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
 from rtkernels.runtime.launch.device import device_info
@@ -49,9 +49,9 @@ _KERNEL = Kernel(
 _THREE = Kernel(
     "act/combine.cu", "combine_three", template="T FORMAT", max_registers=136,
     args="x:ptr p:ptr q:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 "
-    "cols:i64 x_stride:i64 p_stride:i64 p_each:i64 q_stride:i64 q_each:i64 threads_per_row:i64 slices:i64 "
-    "slice_divisor:i64 slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
-    variants=[(t, f) for t, f, aligned in row_variants() if aligned],
+    "cols:i64 x_stride:i64 p_own:i64 p_jump:i64 p_divisor:i64 q_own:i64 q_jump:i64 q_divisor:i64 lane_bits:i64 "
+    "slice_cols:i64 flags:i64 quant:i64 act:i64 number:f64 floor:f64 alpha:f64",
+    variants=quick_variants(),
 )  # fmt: skip
 # Flags of act/combine.cu.
 _SLOPE, _SUBTRACT, _INTERLEAVED = 2, 4, 8
@@ -91,6 +91,13 @@ def _check(x: Meta, *values: Any) -> None:
     if quant == "none":
         token("out", out.dtype, (*(narrow or {torch.float32}), torch.float32))
         check_same("out", tuple(out.shape), shape, "shape", of="the result")
+
+
+def _row_steps(stride: int, each: int) -> tuple[int, int, int]:
+    """Return what ``row_offset`` of act/combine.cu needs: a row for `each` rows, or -each rows over and over."""
+    if each > 0:
+        return (stride, 0, divisor(1)) if each == 1 else (0, stride, divisor(each))
+    return stride, each * stride, divisor(-each)
 
 
 def _plan(x: Meta, *values: Any) -> Steps:
@@ -135,8 +142,8 @@ def _plan(x: Meta, *values: Any) -> Steps:
     padded = -(-rows // 128) * 128 if swizzled else rows
     present = [name for name in OPERANDS if name in strides]
     three = (
-        unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved"
-        and (dtype.itemsize == 4 or not flags & sum(_FP32.values()))
+        unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved" and span < 2**30
+        and (quant != "nvfp4" if dtype.itemsize == 4 else not flags & sum(_FP32.values()))
     )  # fmt: skip
     # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
     waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
@@ -150,13 +157,17 @@ def _plan(x: Meta, *values: Any) -> Steps:
     grid, token_of = -(-padded // groups) * slices, DTYPE_TOKEN[dtype]
     written = "quant_scale", 0 if first is None else "amax", "factor", "out", "kept", "scale_out", "global_out"
     ending = _ACTS.index(act), float(static), float(floor), "alpha"
-    if three and grid < 2**31:
-        launch = _THREE.bind((token_of, FORMATS[quant]), device, grid, block_of(threads), overlap=True)
+    if three:
+        row_blocks = -(-padded // groups)
+        depth = -(-row_blocks // 65535)
+        shape_of_grid = slices, -(-row_blocks // depth), depth
+        launch = _THREE.bind((token_of, FORMATS[quant]), device, shape_of_grid, block_of(threads), overlap=True)
         tensors = "x", *(names[name] for name in present), *(0,) * (2 - len(present))
-        steps_of = [value for name in present for value in (strides[name], each[name])] + [0, 1] * (2 - len(present))
+        steps_of = [value for name in present for value in _row_steps(strides[name], each[name])]
+        steps_of += _row_steps(0, 1) * (2 - len(present))
         roles = [_SUBTRACTED if subtract and name == "add0" else _ROLES[name] for name in present] + [0, 0]
         flags = _SLOPE * slope | roles[0] << 8 | roles[1] << 11
-        split = threads, slices, divisor(slices), slice_cols, flags
+        split = 31 if threads > 32 else threads.bit_length() - 1, slice_cols if slices > 1 else span, flags
     else:
         variant = token_of, FORMATS[quant], unfit % 16 == 0
         launch = _KERNEL.bind(variant, device, grid, block_of(threads), overlap=True)

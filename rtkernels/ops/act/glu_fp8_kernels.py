@@ -55,6 +55,7 @@ BWD_STREAM = Kernel(
 ANY = Kernel(
     _ANY, "glu_fp8_any", template="FP32 MIXED", max_registers=128,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr counts:ptr {_OUTPUTS} dx:ptr partial:ptr factor:ptr max_abs:ptr rows:i64 "
-    f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64",
+    f"cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 weight_type:i64 {_COMMON} act:i64 type:i64 words:i64 "
+    "pad_to:i64",
     variants=list(product((False, True), (False, True))),
 )  # fmt: skip

@@ -207,8 +207,9 @@ def _steps(given: Inputs, dy: Meta | None, mixed: bool, transposed: bool, weight
 
 
 def generic_step(
-    given: Inputs, dy: Meta | None, blocks: int, results: tuple[str | int, ...], device: int, mixed: bool = False
-) -> Step:
+    given: Inputs, dy: Meta | None, blocks: int, results: tuple[str | int, ...], device: int, mixed: bool = False,
+    pad_to: int = 1,
+) -> Step:  # fmt: skip
     """Return the launch of the kernel for everything. `results`: from codes to the factor and maxima it takes."""
     x, _, weight, counts = given[:4]
     sources = given.sources(dy)
@@ -223,7 +224,7 @@ def generic_step(
     launch = ANY.bind((x.dtype == torch.float32, mixed), device, grid, _THREADS, shared)
     words = vector_bytes(misaligned(*sources), cols * size, *(s * size for s in strides)) >= 4 * size
     sizes = rows, cols, *([0] * (dy is None)), *strides, 0 if weight is None else TYPES[weight.dtype]
-    last = ACTS[given.act], TYPES[x.dtype], int(words)
+    last = ACTS[given.act], TYPES[x.dtype], int(words), pad_to
     inputs = 0 if dy is None else "dy", "x", "up", *_INPUTS
     return Step(launch, *inputs, *results, *sizes, *given.options(blocks), *last)
 

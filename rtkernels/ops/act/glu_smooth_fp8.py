@@ -13,6 +13,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8_plan as plans
 from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, generic_step
 from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
+from rtkernels.ops.layout.transpose_plan import check_pad, padded, padded_rows
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, asked, row_blocks_of
 from rtkernels.runtime.checks import check_same, check_shape
@@ -57,11 +58,12 @@ def _check_fwd(x, up, smooth, weight, counts, act, *options) -> None:
 
 
 def _check_bwd(
-    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
 ) -> None:
     shape = plans.check_backward(dy, x, up, weight, counts, act, layout, False, "row", False, keep, weight_grad)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]))
     _check_fp32("row_factor", factor, shape[:-1])
+    check_pad(pad_to)
     if factor is not None and (layout == "row" or keep == "dense"):
         raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
 
@@ -72,11 +74,22 @@ def _outputs_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, ch
     return Memory(shape, E4M3), Memory(shape[:-1], torch.float32), maxima
 
 
-def _outputs_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
+def _codes_t(counts: Any, rows: int, cols: int, pad_to: int) -> tuple[int, ...]:
+    """Return the shape of transposed codes: flat with counts, with room for as much padding as there can be."""
+    if counts is None:
+        return cols, padded(rows, pad_to)
+    return (cols * padded_rows(rows, counts.shape[0], pad_to),)
+
+
+def _outputs_bwd(
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
+):
     plans.check_options(layout, "row")
     shape = (*dy.shape[:-1], 2 * dy.shape[-1])
     q, scale, q_t, scale_t = Fp8Layout(shape, "" if keep == "dense" else layout, "row", experts_of(counts)).outputs()
     scale = scale and Memory(shape[:-1], torch.float32)
+    if q_t and pad_to > 1:
+        q_t = Memory(_codes_t(counts, row_count(shape), shape[-1], pad_to), E4M3, zero=True)
     scale_t = scale_t and Memory(_line(counts, shape[-1]), torch.float32, zero=True)
     dx = None if keep == "fp8" else Memory(shape, x.dtype)
     return q, scale, q_t, scale_t, dx, Memory(weight.shape, weight.dtype) if weight_grad else None
@@ -108,7 +121,7 @@ def _plan_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check
 
 
 def _plan_bwd(
-    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, device
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to, device
 ) -> Steps:
     """Return the launch for rows and, for transposed codes, that of a second pass."""
     given = Inputs(x, up, weight, counts, act, layout, pow2_scale, "row", check_counts)
@@ -118,7 +131,7 @@ def _plan_bwd(
     rows = _step(given, dy, cols, ("factor", "q", "scale", "dx", "dweight", "amax"), device)
     blocks = row_blocks_of(row_count(x.shape), experts_of(counts))
     results = 0, 0, "q_t", "scale_t", 0, 0, "factor", "amax"
-    columns = generic_step(given._replace(check=False), dy, blocks, results, device)
+    columns = generic_step(given._replace(check=False), dy, blocks, results, device, pad_to=pad_to)
     return Steps(rows, columns, scratch={"amax": Memory(_line(counts, 2 * cols), torch.float32, zero=True)})
 
 
@@ -152,7 +165,16 @@ def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda
     return whole
 
 
-def _reference_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad):
+def _padded_codes(q: Tensor, pad_to: int) -> Tensor:
+    """Return codes ``[columns, rows]`` with zeros behind each column, up to a multiple of rows."""
+    codes = torch.zeros(q.shape[0], padded(q.shape[1], pad_to), dtype=torch.uint8, device=q.device)
+    codes[:, : q.shape[1]] = q.view(torch.uint8)
+    return codes.view(q.dtype)
+
+
+def _reference_bwd(
+    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
+):
     shape = (*dy.shape[:-1], 2 * dy.shape[-1])
     rows, cols = row_count(shape), shape[-1]
     check_sum(counts, rows, check_counts)
@@ -168,8 +190,8 @@ def _reference_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, pow2_
         for part in scaled[: sum(sizes)].split(sizes):
             empty = part.new_empty((cols, 0), dtype=E4M3), part.new_zeros(cols)
             each.append(fp8.quantize(part.t().contiguous(), "row", E4M3, pow2_scale, "row") if part.numel() else empty)
-        codes = (cols, rows) if counts is None else (cols * rows,)
-        q_t = joined([e[0] for e in each], codes, E4M3, x)
+        codes = _codes_t(counts, rows, cols, pad_to)
+        q_t = joined([_padded_codes(e[0], pad_to) for e in each], codes, E4M3, x)
         scale_t = joined([e[1] for e in each], _line(counts, cols), torch.float32, x)
     return q, scale, q_t, scale_t, whole.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight
 
@@ -186,7 +208,8 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "glu_smooth_fp8_bwd", (Rows("dy", None), _X, _UP, _SMOOTH, _FACTOR, _WEIGHT, _COUNTS),
-    options="str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad",
+    options="str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad, "
+    "int pad_to=1",
     results="q scale q_t scale_t dx dweight", outputs=_outputs_bwd, plan=_plan_bwd, reference=_reference_bwd,
     check=_check_bwd,
 )  # fmt: skip
@@ -255,8 +278,7 @@ def glu_smooth_fp8_backward(
     dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None,
     act: str = "silu", weight: Tensor | None = None, counts: Tensor | None = None, layout: str = "row",
     pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
-    divide: bool = False,
-    out: tuple[Tensor | None, ...] | None = None,
+    divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8Gradients:  # fmt: skip
     """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
 
@@ -282,12 +304,15 @@ def glu_smooth_fp8_backward(
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight.
         check_counts: As for :func:`glu_fp8`.
         divide: Divide by smooth and row_factor instead.
+        pad_to: Round the rows of the transposed codes, those of each expert, up to a multiple; what is added is zeros.
         out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for what was not asked for. `q` and `dx` are
         ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's part as
-        for :func:`glu_fp8`. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for experts without rows).
+        for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and there is room, zeros, for
+        as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]``
+        (0 for experts without rows).
     """
     if not isinstance(dy, Tensor):
         return GluSmoothFp8Gradients(*interop.call_with(glu_smooth_fp8_backward, locals()))
@@ -298,6 +323,8 @@ def glu_smooth_fp8_backward(
     if divide:
         smooth, row_factor = (None if t is None else t.detach().reciprocal() for t in (smooth, row_factor))
     inputs = detached(dy, x, up, smooth, row_factor, weight)
-    *codes, dx, dweight = BACKWARD.call(*inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad)
+    *codes, dx, dweight = BACKWARD.call(
+        *inputs, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
+    )
     codes = asked("" if keep == "dense" else layout, codes)
     return GluSmoothFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)

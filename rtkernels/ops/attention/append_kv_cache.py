@@ -21,6 +21,7 @@ from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _KERNEL = Kernel(
     "attention/append_kv_cache.cu",
@@ -190,6 +191,7 @@ APPEND = InPlaceOperator(
 )  # fmt: skip
 
 
+@replayed
 def append_kv_cache(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor | None = None, *,
     page_table: Tensor | None = None, slots: Tensor | None = None, positions: Tensor | None = None,
@@ -221,10 +223,7 @@ def append_kv_cache(
         None.
     """
     if not isinstance(k, Tensor):
-        return interop.call(
-            append_kv_cache, k, v, k_cache, v_cache, seqlens, page_table=page_table, slots=slots, positions=positions,
-            cos=cos, sin=sin, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+        return interop.call_with(append_kv_cache, locals())
     refuse_gradients("append_kv_cache", (k, v, k_cache, v_cache))
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)

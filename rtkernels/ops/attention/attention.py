@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator,
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _OPTIONS = "float scale, int left, int right, float softcap, int max_q, int max_k, bool heads_first, str backend"
 _INPUTS = checks.forward_arguments()
@@ -209,6 +210,7 @@ def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | 
     return FORWARD.call(*tensors, *options)
 
 
+@replayed
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
@@ -250,10 +252,7 @@ def attention(
         logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention, q, k, v, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks, bias=bias,
-            kv_limit=kv_limit, seqused_k=seqused_k, return_lse=return_lse, out=out, layout=layout, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -289,6 +288,7 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
 
 
+@replayed
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
@@ -322,11 +322,7 @@ def attention_varlen(
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale,
-            causal=causal, window=window, softcap=softcap, sinks=sinks, seqused_k=seqused_k, return_lse=return_lse,
-            out=out, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(attention_varlen, locals())
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):

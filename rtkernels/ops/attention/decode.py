@@ -23,6 +23,7 @@ from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
 class Cache(Argument):
@@ -152,6 +153,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
+@replayed
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None,
     scale: float | None = None, causal: bool = True, window: int | tuple[int | None, int | None] | None = None,

@@ -37,7 +37,7 @@ DECODE = Kernel(
     tier="serve",
 )
 COMBINE = Kernel(
-    "attention/decode.cu",
+    "attention/decode_combine.cu",
     "attention_combine",
     template="T",
     args="parts:ptr part_lse:ptr sinks:ptr out:ptr lse:ptr rows:i64 splits:i64 lq:i64 heads:i64 d_v:i64 out_batch:i64 "

@@ -14,7 +14,18 @@ from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
 from rtkernels.ops.attention.lightning_parallel import state_before
-from rtkernels.ops.attention.lightning_plan import MAX_WIDTH, PREFIX, SCAN, STEP, Scan, scans, segment_count, step
+from rtkernels.ops.attention.lightning_plan import (
+    MAX_WIDTH,
+    PREFIX,
+    SCAN,
+    SCAN_SM90,
+    STEP,
+    Scan,
+    by_wgmma,
+    scans,
+    segment_count,
+    step,
+)
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -23,6 +34,7 @@ from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32 = torch.float32
 
@@ -76,9 +88,12 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
     ]
 
 
-def _segments(q: Meta, v: Meta, cu: Meta | None, device: int) -> int:
-    batch, width = _batch(q, cu), max(q.shape[-1], v.shape[-1])
-    return segment_count(batch, q.shape[-2], width, q.shape[1] if cu is None else q.shape[0] // max(batch, 1), device)
+def _arranged(q: Meta, v: Meta, cu: Meta | None, device: int) -> dict[str, Any]:
+    """Return the fields of a Scan that say which kernel there is, and how many segments."""
+    batch, widths = _batch(q, cu), (q.shape[-1], v.shape[-1])
+    rows = q.shape[1] if cu is None else q.shape[0] // max(batch, 1)
+    wgmma = by_wgmma(DTYPE_TOKEN[q.dtype], *widths, cu is not None, rows, device)
+    return {"wgmma": wgmma, "segments": segment_count(batch, q.shape[-2], max(widths), rows, wgmma, device)}
 
 
 def _scan(q: Meta, cu: Meta | None, tensors: dict[str, tuple[str, Strides, int]], **others: Any) -> Scan:
@@ -98,7 +113,7 @@ def _plan(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, device)
     }  # fmt: skip
     call = _scan(
         q, cu_seqlens, tensors, scale=scale, state=(d_v, 1), final="final_state" if wants_state else None,
-        initial=None if initial_state is None else "initial_state", segments=_segments(q, v, cu_seqlens, device),
+        initial=None if initial_state is None else "initial_state", **_arranged(q, v, cu_seqlens, device),
     )  # fmt: skip
     steps, scratch = scans([call], "states", device)
     return Steps(*steps, *_tail(q, cu_seqlens, (("out", d_v),), device), scratch=scratch)
@@ -148,24 +163,24 @@ def _plan_backward(
     of_v, of_dout = ("v", strides(v), d_v), ("dout", strides(dout), d_v)
     outer = None if dfinal_state is None or not wants_state else "dfinal_state"
     needs_state = need_initial_state and initial_state is not None
-    segments = _segments(q, v, cu_seqlens, device)
+    arranged = _arranged(q, v, cu_seqlens, device)
     steps, scratch = [], {}
     if need_q:
         tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", made(q.shape, False), d_k)}
         initial = None if initial_state is None else "initial_state"
-        call = _scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial, segments=segments)
+        call = _scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial, **arranged)
         steps, scratch = scans([call], "states", device)
     # The state behind the last row comes in unscaled, and is met by the last row as it is.
     reversed_scan = {
         "scale": scale, "initial": outer, "initial_factor": 1.0 / scale, "lead": 1, "reverse": True,
-        "segments": segments,
+        **arranged,
     }  # fmt: skip
     calls = []
     if need_k:
         tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", made(k.shape, False), d_k)}
         calls.append(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan))
     if need_v or needs_state:
-        name = "dv" if need_v else "" if segments > 1 else "unwanted_dv"
+        name = "dv" if need_v else "" if arranged["segments"] > 1 else "unwanted_dv"
         tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, made(v.shape, False), d_v)}
         final = {"final": "dinitial_state", "final_factor": scale} if needs_state else {}
         calls.append(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final))
@@ -275,6 +290,7 @@ ONE = InPlaceOperator(
 )  # fmt: skip
 
 
+@replayed
 def lightning_attention_step(
     q: Tensor,
     k: Tensor,
@@ -310,6 +326,6 @@ def lightning_attention_step(
 OP = Op(
     "lightning",
     public=("lightning_attention", "lightning_attention_step"),
-    kernels=(SCAN, PREFIX, STEP, TAIL),
+    kernels=(SCAN, SCAN_SM90, PREFIX, STEP, TAIL),
     torch_ops=(FORWARD, BACKWARD, ONE),
 )

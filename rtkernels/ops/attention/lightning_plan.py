@@ -11,12 +11,14 @@ from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Memory, Step
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step
 
 _TOKENS, _WIDTHS = ("bf16", "fp16"), (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
 _ROWS, _COLUMNS, _THREADS = 64, 64, 128  # lightning_scan.cu
 _RESIDENT = 2  # blocks of a multiprocessor
+_SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
+_SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024
 SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 
 SCAN = Kernel(
@@ -28,6 +30,17 @@ SCAN = Kernel(
     "reverse:i64 scale:f64 initial_factor:f64 final_factor:f64",
     variants=[(t, d) for t in _TOKENS for d in _WIDTHS],
     max_registers=255,
+)
+SCAN_SM90 = Kernel(
+    "attention/lightning_sm90.cu",
+    "lightning_sm90",
+    template="T",
+    args="left:tmap right:tmap value:tmap out:tmap decay:ptr initial:ptr final:ptr out_rows:ptr segments:i64 heads:i64 "
+    "length:i64 d_k:i64 d_v:i64 state_row:i64 state_column:i64 lead:i64 reverse:i64 scale:f64 initial_factor:f64 "
+    "final_factor:f64",
+    variants=[("bf16",)],
+    max_registers=128,
+    needs=("wgmma",),
 )
 PREFIX = Kernel(
     "attention/lightning_scan.cu",
@@ -76,15 +89,23 @@ class Scan(NamedTuple):
     lead: int = 0
     reverse: bool = False
     segments: int = 1
+    wgmma: bool = False
 
 
-def segment_count(batch: int, heads: int, width: int, rows: int, device: int) -> int:
+def by_wgmma(token: str, d_k: int, d_v: int, cu: bool, length: int, device: int) -> bool:
+    """Return whether scans of these shapes are those of ``lightning_sm90.cu``; all of a call have the same kernel."""
+    wgmma = "wgmma" in device_info(device).target.features
+    return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and 0 < length < 1 << 30
+
+
+def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, device: int) -> int:
     """Return into how many segments sequences of so many rows are cut, from shapes alone, so that blocks fill a device.
 
     States of segments take half of the work once more, so a device that is half full is left at that.
     """
-    blocks = max(-(-width // _COLUMNS) * heads * batch, 1)
-    return max(min(_RESIDENT * device_info(device).sm_count // blocks, rows // SEGMENT_ROWS), 1)
+    tiles, resident = (1, 1) if wgmma else (-(-width // _COLUMNS), _RESIDENT)
+    blocks = max(tiles * heads * batch, 1)
+    return max(min(resident * device_info(device).sm_count // blocks, rows // SEGMENT_ROWS), 1)
 
 
 def states(call: Scan, name: str, device: int) -> tuple[list[Step], dict[str, Memory]]:
@@ -114,6 +135,8 @@ def scans(calls: Sequence[Scan], name: str, device: int) -> tuple[list[Step], di
 
 def scan(call: Scan, device: int) -> Step:
     """Return the launch of a scan."""
+    if call.wgmma:
+        return _scan_sm90(call, device)
     width = next(w for w in _WIDTHS if call.d_k <= w)
     shared = 2 * _ROWS * (2 * tile_pitch(width) + tile_pitch(_COLUMNS)) + width * tile_pitch(_COLUMNS)
     tensors = (call.left, call.right, call.value, call.out)
@@ -130,6 +153,27 @@ def scan(call: Scan, device: int) -> Step:
         *(call.d_k, call.d_v),
         *(number for _, strides in tensors for number in strides[:3]),
         *(*call.state, call.lead, int(call.reverse), call.scale, call.initial_factor, call.final_factor),
+    )
+
+
+def _scan_sm90(call: Scan, device: int) -> Step:
+    def boxes(tensor: tuple[str, Strides], width: int) -> Boxes:
+        name, strides = tensor
+        sizes = (width, call.length, call.heads, call.batch)
+        # What is not walked may have any stride, the copy engine wants multiples of 16 bytes.
+        apart = (
+            2 * s if n > 1 else 16 * -(-width // 8)
+            for s, n in zip((strides.row, strides.head, strides.batch), sizes[1:], strict=True)
+        )
+        return Boxes(name, call.token, sizes, tuple(apart), (64, _ROWS, 1, 1))
+
+    writes = bool(call.out[0])
+    return Step(
+        SCAN_SM90.bind((call.token,), device, (call.heads, call.batch * call.segments), _SM90_THREADS, _SM90_SHARED),
+        *(boxes(call.left, call.d_k), boxes(call.right, call.d_k), boxes(call.value, call.d_v)),
+        *(boxes(call.out if writes else call.value, call.d_v), "decay", call.initial or 0, call.final or 0),
+        *(call.out[0] or 0, call.segments, call.heads, call.length, call.d_k, call.d_v, *call.state, call.lead),
+        *(int(call.reverse), call.scale, call.initial_factor, call.final_factor),
     )
 
 

@@ -18,6 +18,7 @@ from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _WARPS = 8
 _NUMBERS = "rows:i64 length:i64 heads:i64 width:i64 type_a:i64 type_b:i64 type_out:i64"
@@ -131,6 +132,7 @@ BACKWARD = Operator(
 _merge = differentiable(FORWARD, BACKWARD)
 
 
+@replayed
 def merge_attention(
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],

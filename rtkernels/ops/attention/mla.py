@@ -13,8 +13,10 @@ from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,
@@ -48,11 +50,7 @@ def mla_attention(
         As ``attention`` or ``attention_varlen``.
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            mla_attention, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, scale=scale, causal=causal, clip_value=clip_value, return_lse=return_lse,
-            layout=layout, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(mla_attention, locals())
     if out is not None:
         return into(mla_attention, locals())
     if layout not in LAYOUTS:

@@ -33,6 +33,7 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _ROWS, _KEYS, _THREADS, _WIDTH, _VALUE = 32, 32, 256, 576, 512  # mla_decode.cu
 _SHARED = 2 * _KEYS * 2 * _WIDTH + 2 * 4 * _KEYS // 8 * 32 * 16
@@ -62,7 +63,7 @@ KERNEL_SM90 = Kernel(
     tier="serve",
 )
 _SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
-_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 104 + 1024
+_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
@@ -174,6 +175,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
+@replayed
 def mla_decode(
     q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512,
     scale: float | None = None, causal: bool = True, return_lse: bool = False,

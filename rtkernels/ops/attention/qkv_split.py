@@ -23,6 +23,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 _VECTORS = {"bf16": (8, 4, 1), "fp16": (8, 4, 1), "fp32": (4, 1)}
@@ -227,6 +228,7 @@ def _forward(qkv, q_norm, k_norm, cos, sin, pos, options, out, k_cache=None, v_c
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def qkv_split(
     qkv: Tensor, num_heads: int, num_kv_heads: int, *, rope: tuple[Tensor, Tensor] | None = None, style: str = "half",
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, k_cache: Tensor | None = None,

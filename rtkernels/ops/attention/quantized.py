@@ -31,6 +31,7 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32, CODES = torch.float32, (torch.int8, torch.float8_e4m3fn)
 GRANULARITIES = ("token", "block")
@@ -144,6 +145,7 @@ QUANTIZE_V = Operator(
 )
 
 
+@replayed
 def quantize_qk(
     q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
     scale: float | None = None,
@@ -333,6 +335,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
+@replayed
 def attention_quantized(
     q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor | None = None, *,
     scale: float | None = None, causal: bool = False, window: int | Sequence[int | None] | None = None,

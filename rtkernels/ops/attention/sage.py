@@ -15,6 +15,7 @@ from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -66,6 +67,7 @@ class _Sage(torch.autograd.Function):
         return *grads, *(None,) * len(ctx.options)
 
 
+@replayed
 def sage_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, qk: str = "int8", pv: str = "16",
@@ -98,10 +100,7 @@ def sage_attention(
         queries].
     """
     if not isinstance(q, Tensor):
-        return interop.call(
-            sage_attention, q, k, v, scale=scale, causal=causal, window=window, qk=qk, pv=pv, granularity=granularity,
-            smooth_k=smooth_k, return_lse=return_lse, layout=layout,
-        )  # fmt: skip
+        return interop.call_with(sage_attention, locals())
     if out is not None:
         return into(sage_attention, locals())
     choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))

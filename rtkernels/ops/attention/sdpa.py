@@ -9,8 +9,10 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import attention
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

@@ -142,7 +142,7 @@ SINKS = Kernel(
     "attention_bwd_sinks",
     template="T",
     args="sinks:ptr lse_rows:ptr delta_rows:ptr cu_q:ptr dsinks:ptr batches:i64 lq:i64 padded_rows:i64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
+    variants=[("fp32",)],
     max_registers=40,
     needs=("wgmma",),
 )

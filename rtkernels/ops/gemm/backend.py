@@ -21,7 +21,7 @@ from rtkernels.runtime.targets import Target
 BACKENDS = ("sm90", "skinny", "unpack", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS = 64  # rows up to which it is asked
-_SKINNY_FIRST = {2: 16}  # and asked before the others, by bytes of a weight; 8 for other weights (H200)
+_SKINNY_FIRST = 16  # and asked before the others (H200)
 _LATENCY_ROWS, _LATENCY_BYTES = 32, 24 << 20  # and weights, up to which a product is a matter of latency
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
@@ -85,8 +85,7 @@ def choose(product: Product, target: Target, wanted: str = "auto") -> Choice:
     """Return the backend for a product on a target; ``wanted`` may name one."""
     check_backend(wanted)
     refused = {}
-    is_skinny = product.m <= _SKINNY_FIRST.get(BYTES[product.b.token], 8)
-    order = ("skinny", "sm90", "unpack", "mma") if is_skinny else ("sm90", "skinny", "unpack", "mma")
+    order = ("skinny", "sm90", "unpack", "mma") if product.m <= _SKINNY_FIRST else ("sm90", "skinny", "unpack", "mma")
     if _is_latency(product, target):
         order = ("cluster", *order)
     for name in order if wanted in ("auto", "rtkernels") else (wanted,):

@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -190,6 +191,7 @@ def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
     return recipe
 
 
+@replayed
 def fp8_weight(
     weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
@@ -218,6 +220,7 @@ def fp8_weight(
     return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
 
 
+@replayed
 def fp8_linear(
     x: Any,
     weight: Tensor,

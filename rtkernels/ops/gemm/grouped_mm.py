@@ -19,6 +19,7 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +171,7 @@ def grouped_mm(
     return FORWARD.call(*tensors, *options)
 
 
+@replayed
 def grouped_mm_masked(
     a: Tensor,
     b: Tensor,
@@ -238,6 +240,7 @@ def grouped_mm_masked(
     return out
 
 
+@replayed
 def grouped_wgrad(
     dy: Tensor,
     x: Tensor,
@@ -274,10 +277,7 @@ def grouped_wgrad(
         `out`, or a new tensor.
     """
     if not isinstance(dy, Tensor):
-        return interop.call(
-            grouped_wgrad, dy, x, scale_dy, scale_x, offs=offs, out=out, accumulate=accumulate, align=align,
-            out_dtype=out_dtype, recipe=recipe, acc=acc, backend=backend,
-        )  # fmt: skip
+        return interop.call_with(grouped_wgrad, locals())
     refuse_quantised_gradients("grouped_mm (not grouped_wgrad)", dy, x, scale_dy, scale_x, out)
     if not isinstance(offs, Tensor) or not isinstance(x, Tensor):
         raise ArgumentError(f"x and offs are {type(x).__name__} and {type(offs).__name__}; expected tensors, as dy is")

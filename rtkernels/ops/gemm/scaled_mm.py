@@ -18,6 +18,7 @@ from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
+from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -97,18 +98,21 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         da = db = dbias = dadd = None
         need_a, need_b, need_bias, need_add = ctx.needs_input_grad[:4]
-        g = dout.to(a.dtype)
-        g2 = g.reshape(-1, g.shape[-1])
+        g, is_matrix = dout if dout.dtype == a.dtype else dout.to(a.dtype), a.dim() == 2  # reshape takes host time
+        g2, a2 = (g, a) if is_matrix else (g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]))
         if need_a:  # [m, n] @ [n, k]: b the other way round
-            da = _plain(g2, b, "nk" if ctx.flipped else "kn", ctx).reshape(a.shape)
+            da = _plain(g2, b, "nk" if ctx.flipped else "kn", ctx)
+            da = da if is_matrix else da.reshape(a.shape)
         if need_b:
-            a2 = a.reshape(-1, a.shape[-1])
             db = _plain(a2.t(), g2, "kn", ctx) if ctx.flipped else _plain(g2.t(), a2, "kn", ctx)
         if need_bias:
             dbias = dout.reshape(-1, dout.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias)
         if need_add:
             dadd = dout.to(ctx.add)
         return da, db, dbias, dadd, None, None, None, None
+
+
+_product = applied(_Product)
 
 
 def _plain(a: Tensor, b: Tensor, b_layout: str, ctx: Any) -> Tensor:
@@ -120,7 +124,7 @@ def _plain(a: Tensor, b: Tensor, b_layout: str, ctx: Any) -> Tensor:
 def differentiable_mm(a, b, bias, add, b_layout, act, out_dtype, acc, backend) -> Tensor:
     """Return a product with a gradient. An activation is then a step of its own, on sums in fp32."""
     dtype = a.dtype if out_dtype is None else out_dtype
-    result = _Product.apply(a, b, bias, add, b_layout, dtype if act is None else torch.float32, acc, backend)
+    result = _product(a, b, bias, add, b_layout, dtype if act is None else torch.float32, acc, backend)
     return result if act is None else reference.activated(result, act).to(dtype)
 
 

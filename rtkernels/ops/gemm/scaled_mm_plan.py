@@ -12,6 +12,7 @@ from rtkernels.ops.gemm import checks, reference
 from rtkernels.ops.gemm.backend import NoBackendError, check_backend, steps_of
 from rtkernels.ops.gemm.checks import TOKENS, Matrices, Operand
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, Exact, Meta, Rows
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
@@ -106,7 +107,9 @@ def describe(
             )
     add_pitch = 0
     if add is not None:
-        checks.check_result("add", Meta(add.dtype, add.shape, _dense(add.shape), add.device, 0), shape, checks.FLOATS)
+        checks.check_result(
+            "add", Meta(add.dtype, add.shape, dense_strides(add.shape), add.device, 0), shape, checks.FLOATS
+        )
         add_pitch = row_stride(add.shape, add.stride) or n
     if act is not None:
         checks.check_act(act)
@@ -145,14 +148,6 @@ def _result(a, b, scaled, packed, out_dtype, out, shape, m, n, quantized) -> tup
         wanted = ", ".join(str(each).removeprefix("torch.") for each in checks.OUTPUTS)
         raise ArgumentError(f"out_dtype is {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
     return dtype, checks.dense_result(dtype, m, n)
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

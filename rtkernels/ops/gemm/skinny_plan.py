@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, INTEGERS, Matrix, Product, Scales
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel, Variant
-from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
+from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.targets import Target
 
 FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
-_THREADS = 256
-_TILE_ROWS = 128
-_ROW_BYTES = 128  # of a weight row, in a stage
-_SUM_PITCH = 132
-_MAX_STAGES = {16: 3, 8: 3, 4: 4}  # by bits of a weight: more of them only take longer to fill (H200)
-_MIN_STAGES = 2  # of a block, where k has as many
-_MAX_PARTS = 8  # blocks that may share a tile: one of them adds all of their sums
+_WARPS = {1: (16, 8), 2: (16, 8), 4: (8,), 8: (8,)}  # of a block, by tiles of tokens
+_UNIT_ROWS, _ROW_BYTES = 32, 64  # what a warp works on at a time: so many weight rows, and bytes of each
+_RING = 3  # units of a warp
+_ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are along k
+_MAX_TILE_ROWS = 4 * _UNIT_ROWS
+_CHUNK_ROUNDS = (2, 1)  # units of a warp from one chunk of activations to the next
+_MAX_PARTS = 8  # blocks of a cluster, which share k
+_BLOCKS = {(1, 8): (2, 1), (2, 8): (2, 1)}  # on a multiprocessor at a time, by tiles of tokens and warps
 _TILES = (1, 2, 4, 8)  # of 8 tokens; a variant serves fewer, too
-_BLOCKS = {1: 2, 2: 2}  # that a multiprocessor has at a time, of these tiles
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "int8_codes", "int4": "int4_codes",
@@ -49,10 +47,10 @@ _SKINNY = Kernel(
     "gemm/gemm_skinny.cu",
     "gemm_skinny",
     template="Codes Math TILES",
-    args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr partial:ptr tickets:ptr m:i64 "
-    "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
-    "scale_b_word:i64 scale_b_shift:i64 depth_a:i64 depth_b:i64 words_a:i64 words_b:i64 group_shift:i64 period:i64 "
-    "global_step:i64 flags:i64 types:i64 stages:i64",
+    args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k:i64 "
+    "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
+    "scale_b_word:i64 scale_b_shift:i64 shift_b:i64 count_a:i64 count_b:i64 words_a:i64 words_b:i64 group_shift:i64 "
+    "period:i64 global_step:i64 flags:i64 types:i64 row_shift:i64 part_rounds:i64 chunk_shift:i64 buffers:i64",
     variants=_variants(),
     max_registers=255,
     tier="serve",
@@ -62,12 +60,15 @@ KERNELS = (_SKINNY,)
 
 
 class _Layout(NamedTuple):
-    """A launch: its variant's tiles of tokens, blocks on a multiprocessor, tokens, and shared memory."""
+    """A launch: its variant's tiles of tokens, blocks on a multiprocessor, tokens, and how a block is made of warps."""
 
     tiles: int
     blocks: int
     rows: int
-    stages: int
+    warps: int
+    row_warps: int
+    chunk: int
+    buffers: int
     shared: int
 
 
@@ -97,7 +98,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "an odd k of 4-bit activations"
     if p.out.token not in _TYPES:
         return f"no results of type {p.out.token}"
-    if -(-p.n // (_TILE_ROWS // 2)) * -(-p.k // 64) >= 1 << 22:
+    if p.n >= _UNIT_ROWS // 2 << 16 or max(p.k, p.a.pitch, p.b.pitch) >= 1 << 24:
         return "more tiles than a launch counts"
     integers = _integer_sums(p)
     if p.out.token == "int32" and not (integers and p.scale_a is None and p.scale_b is None):
@@ -106,7 +107,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "int32 results with more than the sums"
     if p.gate is not None and (p.act is not None or p.add is not None):
         return "a gated product with an activation or a matrix to add"
-    return _bad_scale_a(p) or _bad_scale_b(p) or (None if _layout(p, target) else "too little shared memory")
+    return _bad_scale_a(p) or _bad_scale_b(p) or (None if _layouts(p, target) else "too little shared memory")
 
 
 def _integer_sums(p: Product) -> bool:
@@ -120,8 +121,8 @@ def _varies(scales: Scales | None, k: int) -> bool:
     return scales is not None and 0 < scales.depth < k
 
 
-def _stage_depth(p: Product) -> int:
-    """Return how much of k a stage has."""
+def _unit_depth(p: Product) -> int:
+    """Return how much of k a unit has."""
     return int(_ROW_BYTES / BYTES[p.b.token])
 
 
@@ -133,7 +134,7 @@ def _bad_scale_a(p: Product) -> str | None:
         return f"no {s.token} scales of activations"
     if not _varies(s, p.k):
         return None if s.rows in (0, 1) else f"scales of a for {s.rows} rows"
-    if s.depth != 128 or s.rows != 1 or _stage_depth(p) < 128:
+    if s.depth != 128 or s.rows != 1 or p.b.token in FLOAT16:
         return f"scales of a for {s.rows} x {s.depth}"
     return None
 
@@ -157,37 +158,81 @@ def _bad_scale_b(p: Product) -> str | None:
         return "swizzled fp32 scales"
     if not _varies(s, p.k):
         return None if s.rows in (0, 1) else where
-    depth = _stage_depth(p)
-    fits = s.depth % depth == 0 or (s.depth in (32, 64, 128) and depth % s.depth == 0)
+    depth = _unit_depth(p)
+    fits = s.depth >= 32 and s.depth & (s.depth - 1) == 0 and (s.depth >= depth or s.depth <= 128)
     return None if fits and s.rows in (0, 1, 128) else where
 
 
-def _words(p: Product) -> tuple[int, int]:
-    """Return how many words of scales along k a stage has for a token, and for a weight row."""
-    depth, s = _stage_depth(p), p.scale_b
-    words_a = max(depth // 128, 1) if _varies(p.scale_a, p.k) else 0
+def _words(p: Product, chunk: int) -> tuple[int, int]:
+    """Return how many words of scales along k a chunk has for a token, and a unit for a weight row."""
+    depth, s = _unit_depth(p), p.scale_b
+    words_a = chunk // 128 if _varies(p.scale_a, p.k) else 0
     if s is None:
         return words_a, 0
     if s.token != "fp32":
-        return words_a, depth // s.depth // 4
+        return words_a, max(depth // s.depth // 4, 1)
     return words_a, max(depth // s.depth, 1) if _varies(s, p.k) else 0
 
 
-def _layout(p: Product, target: Target) -> _Layout | None:
-    """Return how many tokens a launch takes and its shared memory, None if there is too little."""
-    depth, (words_a, words_b) = _stage_depth(p), _words(p)
-    converted = p.a.token not in FLOAT16
+def _layouts(p: Product, target: Target) -> list[_Layout]:
+    """Return what launches may look like, one for each number of warps along the rows; none if memory is too small."""
     smallest = _TILES[-1] if p.b.token == "e5m2" else min(t for t in _TILES if t * 8 >= min(p.m, MAX_ROWS))
     for tiles in sorted((t for t in _TILES if t <= smallest), reverse=True):
-        tokens = tiles * 8
-        stage = _TILE_ROWS * _ROW_BYTES + int(tokens * depth * BYTES[p.a.token]) + 512 * words_b + 4 * tokens * words_a
-        rest = tokens * _SUM_PITCH * 4 + (tokens * depth * 4 if converted else 0)
-        for blocks in sorted({_BLOCKS.get(tiles, 1), 1}, reverse=True):
-            fit = ((shared_limit(target) + 1024) // blocks - 1280 - rest) // stage
-            stages = min(fit, _MAX_STAGES[int(8 * BYTES[p.b.token])])
-            if stages >= (3 if converted else 2) and (p.b.token != "e5m2" or tiles == smallest):
-                return _Layout(tiles, blocks, min(tokens, p.m), stages, rest + stages * stage)
+        if p.b.token == "e5m2" and tiles != smallest:
+            break
+        shapes = [(warps, row_warps) for warps in _WARPS[tiles] for row_warps in _ROW_WARPS]
+        found = [layout for shape in shapes if (layout := _layout(p, target, tiles, *shape))]
+        if found:
+            return found
+    return []
+
+
+def _layout(p: Product, target: Target, tiles: int, warps: int, row_warps: int) -> _Layout | None:
+    """Return the largest chunks of activations that fit, None if none do."""
+    tokens, along_k = 8 * tiles, warps // row_warps
+    rows, tile_rows = min(tokens, p.m), row_warps * _UNIT_ROWS
+    # Sums of warps, and of the blocks of a cluster.
+    sums = 4 * (along_k * tokens * (tile_rows + 4) + rows * tile_rows + 2 * 32 * _MAX_PARTS)
+    for blocks in _BLOCKS.get((tiles, warps), (1,)):
+        for chunk_rounds in _CHUNK_ROUNDS:
+            chunk = chunk_rounds * along_k * _unit_depth(p)
+            words_a, words_b = _words(p, chunk)
+            ring = warps * _RING * (_UNIT_ROWS * _ROW_BYTES + 4 * _UNIT_ROWS * words_b)
+            pitch = -(-2 * chunk // 128) * 128 + 64
+            copied = pitch if p.a.token in FLOAT16 else int(chunk * BYTES[p.a.token])
+            buffers = 1 - (1 - _RING) // chunk_rounds
+            chunks = buffers * (rows * copied + 4 * tokens * words_a)
+            shared = max(ring + chunks + (0 if p.a.token in FLOAT16 else rows * pitch), sums)
+            if shared <= (shared_limit(target) + 1024) // blocks - 1024 - 8 * _MAX_TILE_ROWS:
+                return _Layout(tiles, blocks, rows, warps, row_warps, chunk, buffers, shared)
     return None
+
+
+def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
+    """Return the layout, and the parts of k, whose busiest multiprocessor has least to read, as `_cost` counts it."""
+    highest = _MAX_PARTS if "cluster" in target.features else 1
+    shapes = [(layout, parts) for layout in _layouts(p, target) for parts in range(1, highest + 1)]
+    if not shapes:
+        raise ValueError(f"the skinny kernel does not make this product: {unsupported(p, target)}")
+    return min(shapes, key=lambda shape: _cost(p, *shape, sm_count))
+
+
+def _cost(p: Product, layout: _Layout, parts: int, sm_count: int) -> float:
+    """Return what a shape costs, in bytes that a multiprocessor could read instead: 30 000 in a us, as an H200 does."""
+    tile_rows = layout.row_warps * _UNIT_ROWS
+    tiles = -(-p.n // (tile_rows // 2 if p.gate else tile_rows))
+    weights = tiles * tile_rows * p.k * BYTES[p.b.token]
+    activations = tiles * layout.rows * p.k * BYTES[p.a.token]  # of which L2 gives four in the time of one weight
+    # Few warps have too little on its way, and, of many tokens, too much to multiply.
+    warps = min(tiles * parts / sm_count, layout.blocks) * layout.warps
+    cost = (weights + 0.25 * activations) / sm_count * max(1.0, 13.0 / warps) ** (0.4 if layout.tiles == 1 else 0.7)
+    # Clusters of three and more leave some multiprocessors without a block. In its last round a block has a
+    # multiprocessor to itself, and reads faster; before, the start of a block is hidden behind another one's loop.
+    rounds = tiles * parts / (layout.blocks * sm_count * (1.0 if parts <= 2 else 0.85))
+    if rounds > 1.0:
+        cost += 0.37 * weights / (tiles * parts) * (-rounds % 1.0)
+        cost += (-(-rounds // 1.0) - 1.0) * (60_000 if layout.blocks == 1 or parts > 1 else 30_000)
+    return cost + 12_000 * (parts - 1)
 
 
 def _bytes(matrix: Matrix, elements: int) -> int:
@@ -199,14 +244,10 @@ def steps(product: Product, device: int) -> Steps:
     p, info = product, device_info(device)
     if p.m == 0 or p.n == 0:
         return Steps()
-    layout = _layout(p, info.target)
-    if layout is None:
-        raise ValueError(f"the skinny kernel does not make this product: {unsupported(p, info.target)}")
-    columns = _TILE_ROWS // 2 if p.gate else _TILE_ROWS
-    tiles_n, k_stages = -(-p.n // columns), max(-(-p.k // _stage_depth(p)), 1)
-    grid = min(layout.blocks * info.sm_count, tiles_n * min(-(-k_stages // _MIN_STAGES), _MAX_PARTS))
-    shared_tiles = tiles_n * k_stages % grid != 0 or tiles_n % grid != 0
-    fixed = _fixed(p)
+    layout, parts = _shape(p, info.target, info.sm_count)
+    tiles_n = -(-p.n // (layout.row_warps * _UNIT_ROWS // (2 if p.gate else 1)))
+    fixed, row_shift = _fixed(p, layout.chunk), layout.row_warps.bit_length() - 1
+    part_rounds = -(-p.k // (_unit_depth(p) * (layout.warps // layout.row_warps) * parts))
     made = []
     for first in range(0, p.m, layout.rows):
         rows = min(layout.rows, p.m - first)
@@ -214,10 +255,11 @@ def steps(product: Product, device: int) -> Steps:
         launch = _SKINNY.bind(
             (_CODES[p.b.token], math, layout.tiles),
             device,
-            grid,
-            _THREADS,
+            (parts, tiles_n),
+            32 * layout.warps,
             layout.shared,
-            ending=(rows, *fixed, layout.stages),
+            cluster=parts,
+            ending=(rows, *fixed, row_shift, part_rounds, layout.chunk.bit_length() - 1, layout.buffers),
         )
         s = p.scale_a
         scale_a = 0 if s is None else 4 * first * s.row_pitch if s.rows else 0
@@ -228,26 +270,19 @@ def steps(product: Product, device: int) -> Steps:
                 "global_scale" if p.global_scale else 0, "bias" if p.bias else 0,
                 Offset("add", _bytes(Matrix(p.add, 0), first * p.add_pitch)) if p.add else 0,
                 Offset("out", _bytes(p.out, first * p.out.pitch)),
-                *(("partial", f"tickets_{first}") if shared_tiles else (0, 0)),
             )
         )  # fmt: skip
-    if not shared_tiles:
-        return Steps(*made)
-    return Steps(
-        *made,
-        scratch={"partial": Memory((2 * grid, layout.rows, _TILE_ROWS), torch.float32)},
-        zeros={f"tickets_{first}": tiles_n for first in range(0, p.m, layout.rows)},
-    )
+    return Steps(*made)
 
 
-def _fixed(p: Product) -> tuple[int, ...]:
+def _fixed(p: Product, chunk: int) -> tuple[int, ...]:
     """Return the arguments of the kernel from n to types."""
-    a, b, depth = p.scale_a, p.scale_b, _stage_depth(p)
-    words_a, words_b = _words(p)
+    a, b, depth = p.scale_a, p.scale_b, _unit_depth(p)
+    words_a, words_b = _words(p, chunk)
     size_b = 1 if b is not None and b.token != "fp32" else 4
     depth_b = b.depth if b is not None and words_b else max(p.k, 1)
     group_shift = depth_b.bit_length() - 1 if depth_b < depth else 30
-    period = min([depth // 64] + ([depth_b // 32] if 32 <= depth_b < depth else []) + ([4] if words_a else []))
+    period = min(depth, depth_b if depth_b >= 32 else depth) // 32
     along = lambda s: s is not None and s.rows == 1  # noqa: E731
     flags = (
         p.a.aligned, p.b.aligned, True, _words_aligned(b), p.b.token == "int4", _integer_sums(p), p.gate is not None,
@@ -262,7 +297,8 @@ def _fixed(p: Product) -> tuple[int, ...]:
         p.n, p.k, _bytes(p.a, p.a.pitch), _bytes(p.b, p.b.pitch), p.out.pitch, p.add_pitch,
         4 * a.row_pitch if a else 0, 4 * a.depth_pitch if a else 0,
         size_b * b.row_pitch if b and b.rows else 0, _word_pitch(b),
-        7 if b and b.rows == 128 else 0, 128, depth_b, words_a, words_b, group_shift, period,
+        7 if b and b.rows == 128 else 0, depth_b.bit_length() - 1, -(-p.k // 128), -(-p.k // depth_b), words_a, words_b,
+        group_shift, period,
         max(p.global_scale - 1, 0),
         sum(bool(value) << i for i, value in enumerate(flags)), sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
@@ -281,7 +317,9 @@ def _words_aligned(s: Scales | None) -> bool:
 
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would run, for people."""
-    layout = _layout(product, target)
-    if layout is None:
-        return ""
-    return f"128 weight rows x {layout.rows} tokens, {layout.stages} stages, tiles shared by blocks along k"
+    layouts = _layouts(product, target)
+    return (
+        f"weights in rings of {_RING} units, {layouts[0].rows} tokens, k shared by warps and clusters"
+        if layouts
+        else ""
+    )

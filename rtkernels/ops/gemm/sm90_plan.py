@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from rtkernels.ops.gemm.mma_kernels import spans_of_rows
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
@@ -23,11 +25,12 @@ from rtkernels.ops.gemm.tile_choice import (
     TILES,
     Tile,
     choose,
+    shares_tiles,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Offset, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
@@ -65,9 +68,10 @@ GEMM = Kernel(
     "gemm/gemm_sm90.cu", "gemm_sm90",
     template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
     args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr "
-    "out:ptr out_scale:ptr starts:ptr ends:ptr rows:i64 columns:i64 depth:i64 a_row_pitch:i64 a_depth_pitch:i64 "
-    "a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 scale_rows:i64 scale_shifts:i64 "
-    "out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 groups:i64 flags_and_band:i64",
+    "out:ptr out_scale:ptr starts:ptr ends:ptr shared_sums:ptr arrived:ptr rows:i64 columns:i64 depth:i64 "
+    "a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 "
+    "scale_rows:i64 scale_shifts:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
+    "groups:i64 flags_and_band:i64",
     variants=list(_BUILT), max_registers=184, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (GEMM,)
@@ -198,7 +202,14 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
     return scales.row_pitch if scales.rows else 0, scales.depth_pitch, scales.group_pitch, scales.rows, shift
 
 
-def steps(product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None) -> Steps:
+def steps(
+    product: Product,
+    device: int,
+    *,
+    tile: Tile | None = None,
+    names: Mapping[str, str] | None = None,
+    split: bool | None = None,
+) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:
@@ -206,6 +217,7 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, names: Map
         device: CUDA ordinal, or -1.
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
         names: Tensors that take the place of "a", "b" or "scale_a".
+        split: Whether blocks share tiles along k, instead of what ``tile_choice`` says.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
@@ -216,8 +228,19 @@ def steps(product: Product, device: int, *, tile: Tile | None = None, names: Map
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     grid = max(min(multiprocessors, tiles), 1)
-    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count))
-    arguments = _arguments(p, tile, scales, names or {})
+    if split is None:
+        split = g is None and finish == PLAIN and p.a.token not in _BYTES
+        split = split and shares_tiles(tile, p.m, p.n, p.k, scales, multiprocessors)
+    grid = multiprocessors if split else grid
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=split)
+    arguments = _arguments(p, tile, scales, names or {}, split)
+    if split:
+        return Steps(
+            Step(launch, *arguments),
+            scratch={"shared_sums": Memory((grid, tile.rows, tile.cols), torch.float32)},
+            zeros={"arrived": grid * tile.consumers},
+            if_not_resident=lambda: steps(p, device, tile=tile, names=names, split=False),
+        )
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
     return Steps(spans_of_rows(p, device), Step(launch, *arguments), zeros={"spans": 2 * count})
@@ -233,7 +256,9 @@ def _b_rows(p: Product) -> int:
     return 2 * p.n if p.gate is not None else p.n
 
 
-def _arguments(p: Product, tile: Tile, scales: int, names: Mapping[str, str]) -> list[str | int | Boxes | Offset]:
+def _arguments(
+    p: Product, tile: Tile, scales: int, names: Mapping[str, str], split: bool = False
+) -> list[str | int | Boxes | Offset]:
     """Return the arguments of the kernel, in its order."""
     g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
     groups_a = count if g and g.kind == "masked" else 1
@@ -270,7 +295,8 @@ def _arguments(p: Product, tile: Tile, scales: int, names: Mapping[str, str]) ->
         a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *_cuts(g), p.m, p.n, p.k, *a_pitches, *b_pitches,
+        "out", "out_scale" if p.quantized else 0, *_cuts(g), *(("shared_sums", "arrived") if split else (0, 0)),
+        p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     ]  # fmt: skip
@@ -289,7 +315,7 @@ def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
         m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
-    tile = choose(m, n, p.k, scales, finish, multiprocessors)
+    tile = choose(m, n, p.k, scales, finish, multiprocessors, g is not None)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 BOX = 64 * 128  # bytes of a box of results in shared memory
 ROW = 128  # bytes of k in a stage, of every row of a tile
 MAX_GROUPS = 512
+_SHARING_STEPS = 12  # blocks of k that take as long as what blocks write for each other (H200)
 NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/gemm_sm90.cu
 
 
@@ -55,7 +56,24 @@ def tile_count(tile: Tile, m: int, n: int) -> int:
     return -(-m // tile.rows) * -(-n // tile.cols)
 
 
-def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: int) -> Tile:
+def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, multiprocessors: int) -> float | None:
+    """Return what tiles cost that blocks share along k, in tiles of the busiest block; None if that gains nothing.
+
+    One to eight blocks have a tile; what they write for each other takes time as well.
+    """
+    whole, rest = divmod(tile_count(tile, m, n), multiprocessors)
+    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < multiprocessors or k >= 1 << 24:
+        return None
+    cost = whole + rest / multiprocessors + _SHARING_STEPS / max(k // ROW, 1)
+    return cost if cost < whole + 1 else None
+
+
+def shares_tiles(tile: Tile, m: int, n: int, k: int, scales: int, multiprocessors: int) -> bool:
+    """Return True if blocks share the tiles of the last round along k, in which multiprocessors would have no work."""
+    return _shared_waves(tile, m, n, k, scales, multiprocessors) is not None
+
+
+def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: int, groups: bool = False) -> Tile:
     """Return the tile for a product: a large one, unless it leaves multiprocessors without work.
 
     ``m`` is the number of rows of one group, or what is known of it.
@@ -65,7 +83,9 @@ def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: in
 
     def cost(tile: Tile) -> float:
         """Work of the multiprocessor that has most of it, and how much slower a small tile is made than a large one."""
-        waves = -(-tile_count(tile, m, n) // multiprocessors)
+        waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, multiprocessors)
+        if waves is None:
+            waves = -(-tile_count(tile, m, n) // multiprocessors)
         return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
 
     return min(TILES[scales], key=cost)

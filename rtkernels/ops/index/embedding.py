@@ -30,6 +30,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import Way, shard
 
 NO_PADDING = -1  # as an operator argument; ids below 0 have no row anyway
@@ -199,6 +200,7 @@ def embedding(
     return FORWARD.call(weight, ids, vocab_start)
 
 
+@replayed
 def embedding_grad_(
     main_grad: Tensor, ids: Tensor, dy: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0
 ) -> Tensor:
@@ -219,7 +221,7 @@ def embedding_grad_(
         main_grad.
     """
     if not isinstance(main_grad, Tensor):
-        return interop.call(embedding_grad_, main_grad, ids, dy, padding_idx=padding_idx, vocab_start=vocab_start)
+        return interop.call_with(embedding_grad_, locals())
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
     refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)

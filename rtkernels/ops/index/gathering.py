@@ -14,9 +14,9 @@ from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS = 256
+_THREADS, _EACH = 256, 4  # elements of a thread
 _GATHER = Kernel(
-    "index/gather.cu", "gather_units", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8, 16)], max_registers=56,
+    "index/gather.cu", "gather_units", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8, 16)], max_registers=72,
     tier="aten",
     args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 from_end:i64 size1:i64 size2:i64 size3:i64 "
     "divider1:i64 divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
@@ -52,7 +52,7 @@ def _plan(x: Meta, index: Meta, dim: int, select: bool, from_end: bool, device: 
     strides = [*(step * size for _, step, *_ in walk[:3]), inner[1] * size * per_unit]
     units = product(sizes)
     dividers = [divisor(n) for n in sizes[1:]] if units < 2**31 else [0, 0, 0]
-    launch = _GATHER.bind((unit,), device, -(-units // _THREADS), _THREADS)
+    launch = _GATHER.bind((unit,), device, -(-units // (_THREADS * _EACH)), _THREADS)
     numbers = units, x.shape[dim], x.stride[dim] * size, int(index.dtype == torch.int64), int(from_end)
     return Steps(
         Step(launch, "x", "index", "out", *numbers, *sizes[1:], *dividers, *strides, *(step for *_, step, _ in walk))

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return where each stretch of equal ids begins in a sorted list, and its length after the last one.
 
@@ -32,8 +34,7 @@ def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     bounds = torch.full((count + 1,), count, dtype=torch.int32, device=ids.device)
     if count == 0:
         return bounds
-    begins = torch.ones(count, dtype=torch.bool, device=ids.device)
-    torch.ne(flat[1:], flat[:-1], out=begins[1:])
-    places = torch.where(begins, begins.cumsum(0) - 1, count)  # what begins nothing goes to the last entry, which stays
+    steps = torch.zeros(count, dtype=torch.bool, device=ids.device)
+    torch.ne(flat[1:], flat[:-1], out=steps[1:])
     numbers = torch.arange(count, dtype=torch.int32, device=ids.device)
-    return bounds.scatter_reduce_(0, places, torch.where(begins, numbers, count), "amin")
+    return bounds.scatter_reduce_(0, steps.cumsum(0), numbers, "amin")  # the first number of each stretch

@@ -14,6 +14,7 @@ from rtkernels.runtime.operator.autograd import detached, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel
 
@@ -67,6 +68,7 @@ class _Patchify(torch.autograd.Function):
 _patchify = applied(_Patchify)
 
 
+@replayed
 def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
@@ -144,6 +146,7 @@ def _repeat(x: Tensor, n: int, out: Tensor | None) -> Tensor:
     return made
 
 
+@replayed
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 

@@ -18,6 +18,7 @@ from rtkernels.runtime.operator.autograd import constant, needs_grad, once_diffe
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -58,6 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, dbias, *(None,) * 9
 
 
+@replayed
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",

@@ -15,6 +15,7 @@ from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -92,6 +93,7 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
     return max_rows(tokens, top_k, num_experts, multiple_of)
 
 
+@replayed
 def moe_index(
     routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,

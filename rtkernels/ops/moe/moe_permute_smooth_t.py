@@ -24,6 +24,7 @@ from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
+from rtkernels.runtime.operator.replayed import replayed
 
 _WIDER = {E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
 
@@ -123,6 +124,7 @@ class MoePermutedChannel(NamedTuple):
     scale: Tensor
 
 
+@replayed
 def moe_permute_smooth_t(
     x: Tensor, index: MoeIndex, row_factor: Tensor | None = None, *, scale: Tensor | None = None,
     smooth: Tensor | None = None, pow2_scale: bool = False,

@@ -90,7 +90,7 @@ SCALE = ListOperator(
 )  # fmt: skip
 CLIP = ListOperator(
     "multi_clip_norm_", (_TENSORS,), options="int kind, float most", numbers="most", result="norm",
-    output=lambda *_: Memory((1,), torch.float32), tables=ONE, plan=_plan_clip, reference=plain.clip_,
+    output=lambda *_: Memory((), torch.float32), tables=ONE, plan=_plan_clip, reference=plain.clip_,
 )  # fmt: skip
 COPY = ListOperator(
     "multi_copy_", (Tensors("outputs", written=True), Tensors("inputs"), _BY), options="float scale", numbers="scale",
@@ -152,7 +152,8 @@ def multi_norm(
     tensors = _listed(tensors)
     kind = _kind_of(ord)
     if group is None and root:
-        made = _reduce(tensors, kind, per_tensor, False)
+        made = REDUCE.replay(tensors, kind, per_tensor, False)
+        made = _reduce(tensors, kind, per_tensor, False) if made is None else made
     else:
         sums = _reduce(tensors, kind, per_tensor, True)
         sums = sums if group is None else _over_group(sums, kind, group)
@@ -198,7 +199,8 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
         Nothing.
     """
     by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
-    _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
+    if SCALE.replay(tensors, by, number, -1.0) is None:
+        _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
 
 
 def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) -> None:
@@ -217,6 +219,8 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
         Nothing.
     """
     by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    if COPY.replay(outputs, inputs, by, number) is not None:
+        return
     outputs, inputs = _listed(outputs), _listed(inputs)
     if len(outputs) != len(inputs):
         raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
@@ -240,6 +244,9 @@ def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, gro
     Returns:
         The norm before clipping, 0-d fp32 on the device of the tensors.
     """
+    norm = CLIP.replay(tensors, _kind_of(ord), _largest(max_norm)) if group is None else None
+    if norm is not None:
+        return norm
     return clip_norm_(_overwritten("multi_clip_norm_", _listed(tensors)), max_norm, ord, group)
 
 
@@ -247,7 +254,7 @@ def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: An
     """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
     kind = _kind_of(ord)
     if group is None:
-        return _clip(tensors, kind, _largest(max_norm)).reshape(())
+        return _clip(tensors, kind, _largest(max_norm))
     norm = multi_norm(tensors, ord, group=group)
     scale_to_norm_(tensors, norm, max_norm)
     return norm

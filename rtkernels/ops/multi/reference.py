@@ -58,7 +58,7 @@ def clip_(tensors: Sequence[Tensor], kind: int, max_norm: float) -> Tensor:
     """Clip to a norm of at most `max_norm` and return the norm before."""
     norm = reduce(tensors, kind, False, False)
     scale_(tensors, norm, 1.0, max_norm)
-    return norm
+    return norm.reshape(())
 
 
 def copy_(outputs: Sequence[Tensor], inputs: Sequence[Tensor], by: Tensor | None, scale: float) -> None:

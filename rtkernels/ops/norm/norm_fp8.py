@@ -19,6 +19,7 @@ from rtkernels.runtime.operator.autograd import detached, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
 class NormFp8(NamedTuple):
@@ -153,6 +154,7 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
     return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))
 
 
+@replayed
 def rms_norm_fp8(
     x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
     residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
@@ -213,6 +215,7 @@ def rms_norm_fp8(
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
 
+@replayed
 def layer_norm_fp8(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float | None = None,
     offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,

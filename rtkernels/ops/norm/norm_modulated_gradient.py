@@ -2,7 +2,8 @@
 
 With ``h = residual + gate * (x + bias)``, ``a`` the plain normalisation of h and ``y = (a * (1 + scale) + shift) *
 channel_scale``: gradients of a go through the backward of ``rms_norm`` or ``layer_norm``, those of the operands are
-products with what they were multiplied with. Sums over rows are in fp32, in an order that shapes alone decide.
+products with what they were multiplied with. Where no gradient of weights is wanted, all that belongs to one row is one
+launch (``norm_modulated_bwd``). Sums over rows are in fp32, in an order that shapes alone decide.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.norm import norm_modulated
+from rtkernels.ops.norm.norm_modulated_bwd import BACKWARD
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.shared.row_operands import summed
 from rtkernels.runtime.layout import row_count
@@ -46,6 +48,35 @@ def _to_rows(grad: Tensor, like: Tensor) -> Tensor:
     return summed(parts, like.reshape(count, 1, -1)).reshape(like.shape)
 
 
+def _in_one_launch(
+    wanted: dict[str, bool], found: dict[str, Tensor | None], dy: Tensor, dsum: Tensor | None, x: Tensor | None,
+    h: Tensor, gate: Tensor | None, bias: Tensor | None, weight: Tensor | None, norm_bias: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, channel_scale: Tensor | None, numbers: tuple[float, float, bool],
+) -> None:  # fmt: skip
+    """Fill in all gradients that are wanted but those of weights: one launch, and sums for operands with fewer rows."""
+
+    def memory(needed: bool) -> Tensor | None:
+        return torch.empty(h.shape, dtype=h.dtype, device=h.device) if needed else None
+
+    through_gate = gate is not None and (wanted["x"] or wanted["bias"])
+    dh = memory(wanted["residual"] or (gate is None and (wanted["x"] or wanted["bias"])))
+    dscale, dgate = memory(wanted["scale"]), memory(wanted["gate"])
+    dshift = memory(wanted["shift"] and channel_scale is not None)
+    dx = memory(through_gate)
+    own_x = x if wanted["gate"] else None
+    BACKWARD(dy, h, dsum, own_x, gate, bias, weight, norm_bias, scale, channel_scale, dh, dscale, dshift, dx, dgate,
+             *numbers)  # fmt: skip
+    found["residual"], found["x"] = dh, dx if through_gate else dh
+    if wanted["bias"]:
+        found["bias"] = summed(found["x"].reshape(-1, h.shape[-1]), bias)
+    if wanted["gate"]:
+        found["gate"] = _to_rows(dgate, gate)
+    if wanted["scale"]:
+        found["scale"] = _to_rows(dscale, scale)
+    if wanted["shift"]:
+        found["shift"] = _to_rows(dy if dshift is None else dshift, shift)
+
+
 class _Modulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, gate, bias, weight, norm_bias, scale, shift, channel_scale, eps, offset, centred):
@@ -71,6 +102,10 @@ class _Modulated(torch.autograd.Function):
         dsum = dsum if ctx.changed else None
         wanted = dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
         found: dict[str, Tensor | None] = dict.fromkeys(wanted)
+        if dy is not None and not (wanted["weight"] or wanted["norm_bias"]):
+            _in_one_launch(wanted, found, dy, dsum, x, h, gate, bias, weight, norm_bias, scale, shift, channel_scale,
+                           ctx.numbers)  # fmt: skip
+            return (*(found[name] if need else None for name, need in wanted.items()), None, None, None, None)
         dh = dsum
         if dy is not None:
             factors = None if channel_scale is None else channel_scale.reshape(1, -1)

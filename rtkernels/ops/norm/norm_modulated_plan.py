@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, row_variants
+from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_quant import BLOCK
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, float_halves, group_threads, row_count, row_stride
+from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, divisor, float_halves, group_threads, row_count, row_stride
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -26,10 +26,10 @@ _KERNEL = Kernel(
 _IN_REGISTERS = Kernel(
     "norm/norm_in_registers.cu", "norm_in_registers", template="T FORMAT", max_registers=128,
     args="x:ptr residual:ptr before:ptr p:ptr q:ptr quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr "
-    "scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 before_stride:i64 before_each:i64 "
-    "p_stride:i64 p_each:i64 q_stride:i64 q_each:i64 threads_per_row:i64 flags:i64 offsets:i64 quant:i64 eps:f64 "
-    "number:f64 floor:f64",
-    variants=[(t, f) for t, f, aligned in row_variants() if aligned], tier="serve",
+    "scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 residual_stride:i64 before_stride:i64 "
+    "before_divisor:i64 p_stride:i64 p_divisor:i64 q_stride:i64 q_divisor:i64 lane_bits:i64 flags:i64 offsets:i64 "
+    "quant:i64 eps:f64 number:f64 floor:f64",
+    variants=quick_variants(), tier="serve",
 )  # fmt: skip
 KERNELS = (_KERNEL, _IN_REGISTERS)
 # Flags of norm/norm_modulated.cu.
@@ -77,7 +77,7 @@ def plan(
     present = [name for name, meta in given.items() if meta is not None]
     before = [name for name in present if name in _BEFORE]
     behind = [name for name in present if name in _BEHIND]
-    uniform = size == 4 or not flags & sum(_FP32.values())
+    uniform = quant != "nvfp4" if size == 4 else not flags & sum(_FP32.values())
     many = rows * span > each * _WAVE_THREADS * info.sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
@@ -96,11 +96,15 @@ def plan(
         roles = [{**_BEFORE, **_BEHIND}.get(name, 0) for name in operands]
         flags &= _CENTRED
         flags |= _HAS_RESIDUAL * (residual is not None) | roles[0] << 8 | roles[1] << 10 | roles[2] << 12
-        steps_of = [value for name in operands for value in strides.get(name, (0, 1))]
+        steps_of = [
+            value for stride, rows_of in (strides.get(name, (0, 1)) for name in operands)
+            for value in (stride, divisor(rows_of))
+        ]  # fmt: skip
         offsets = [{"weight": float(offset), "scale": 1.0}.get(name, 0.0) for name in operands[1:]]
         tensors = "x", "residual", *operands, "quant_scale", *results
         strides_of = strides["x"][0], strides["residual"][0], *steps_of
-        numbers = rows, cols, *strides_of, threads, flags, float_halves(*offsets)
+        lane_bits = 31 if threads > 32 else threads.bit_length() - 1
+        numbers = rows, cols, *strides_of, lane_bits, flags, float_halves(*offsets)
         steps = [
             Step(launch, *tensors, *numbers, mode, float(eps), *ending) for mode in (first, then) if mode is not None
         ]

@@ -16,6 +16,7 @@ from rtkernels.runtime.operator.autograd import detached, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 # ---- add_residual ---------------------------------------------------------------------------------------------------
 
@@ -65,6 +66,7 @@ class _AddResidual(torch.autograd.Function):
 _add_differentiable = applied(_AddResidual)
 
 
+@replayed
 def add_residual(
     residual: Tensor, x: Tensor, *, gate: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -134,6 +136,7 @@ class _AddBias(torch.autograd.Function):
 _biased_differentiable = applied(_AddBias)
 
 
+@replayed
 def add_bias(
     x: Tensor, bias: Tensor, *, pos: Tensor | None = None, period: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -198,6 +201,7 @@ class _ChannelMul(torch.autograd.Function):
 _multiplied_differentiable = applied(_ChannelMul)
 
 
+@replayed
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``x * s``, a factor for each column.
 

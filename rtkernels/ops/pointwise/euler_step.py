@@ -14,6 +14,7 @@ from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
+from rtkernels.runtime.operator.replayed import replayed
 
 
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
@@ -72,6 +73,7 @@ class _Euler(torch.autograd.Function):
 _step_differentiable = applied(_Euler)
 
 
+@replayed
 def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None = None) -> Tensor:
     """Return ``x + dt * v``.
 
@@ -130,6 +132,7 @@ class _Guided(torch.autograd.Function):
 _guided_differentiable = applied(_Guided)
 
 
+@replayed
 def cfg_combine(
     r: Tensor, v_cond: Tensor, v_uncond: Tensor, beta: Tensor | float, *, out: Tensor | None = None
 ) -> Tensor:

@@ -144,7 +144,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
         x.
     """
     if not isinstance(x, Tensor):
-        return interop.call(add_, x, y, alpha=alpha, beta=beta)
+        return interop.call_with(add_, locals())
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
     alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
@@ -169,7 +169,7 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
         x.
     """
     if not isinstance(x, Tensor):
-        return interop.call(scale_, x, factor)
+        return interop.call_with(scale_, locals())
     refuse_gradients("scale_", (x,))
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)

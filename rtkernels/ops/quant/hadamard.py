@@ -21,6 +21,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 BLOCKS = (32, 64, 128, 256)
 _ELEMENTS = 8  # of a thread
@@ -213,6 +214,7 @@ def quantize_fp8_hadamard(
     return QUANTIZE.call(x, block, dtype, pow2_scale)
 
 
+@replayed
 def dequantize_fp8_hadamard(
     q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,

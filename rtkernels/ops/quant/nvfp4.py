@@ -9,136 +9,21 @@ from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant.nvfp4_plan import FORMATS, KERNELS, plan_dequantize, plan_quantize, scale_block
+from rtkernels.ops.quant.nvfp4_operators import CODES, DEQUANTIZE, QUANTIZE, scale_shape
+from rtkernels.ops.quant.nvfp4_plan import KERNELS
 from rtkernels.ops.shared import block_formats as formats
-from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax, memory_for
-from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.launch.memory import new_tensor
+from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
-
-MX_RULES = ("ocp", "nv")
-_CODES = {"mxfp8": (torch.float8_e4m3fn, torch.float8_e5m2), "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
-_SCALES = {"mxfp8": torch.float8_e8m0fnu, "mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+from rtkernels.runtime.operator.replayed import replayed
 
 
-def _scale_shape(shape: tuple[int, ...], block: int, swizzled: bool) -> tuple[int, ...]:
-    blocks = -(-shape[-1] // block)
-    return (formats.swizzled_bytes(row_count(shape), blocks),) if swizzled else (*shape[:-1], blocks)
-
-
-def _check_quantize(
-    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, global_out: Meta | None,
-    format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float,
-) -> None:  # fmt: skip
-    check_option("format", format, tuple(FORMATS))
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one, the last is quantised")
-    if format != "mxfp8" and x.shape[-1] % 2:
-        raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 2, two codes in a byte")
-    check_option("scale_rule", scale_rule, SCALE_RULES if format == "nvfp4" else MX_RULES)
-    check_option("elem_rule", elem_rule, ELEMENT_RULES if format == "nvfp4" else ("rne",))
-    shape = tuple(x.shape) if format == "mxfp8" else (*x.shape[:-1], x.shape[-1] // 2)
-    if out.dtype not in _CODES[format] or tuple(out.shape) != shape:
-        raise ArgumentError(f"out is {out.dtype} {tuple(out.shape)}; expected {_CODES[format][0]} {shape}")
-    shape = _scale_shape(tuple(x.shape), scale_block(format), swizzled)
-    if scale_out.dtype != _SCALES[format] or tuple(scale_out.shape) != shape:
-        raise ArgumentError(
-            f"scale_out is {scale_out.dtype} {tuple(scale_out.shape)}; expected {_SCALES[format]} {shape}"
-        )
-    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
-        raise ArgumentError(
-            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
-        )
-    if channel_scale is not None:
-        token("channel_scale", channel_scale.dtype, (x.dtype, torch.float32))
-        check_same("channel_scale", tuple(channel_scale.shape), (x.shape[-1],), "shape", of="a row of x")
-
-
-def _reference_quantize(
-    x: Tensor, global_scale: Tensor | None, channel_scale: Tensor | None, out: Tensor, scale_out: Tensor,
-    global_out: Tensor | None, format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float,
-) -> None:  # fmt: skip
-    y = x.float() if channel_scale is None else x.float() * channel_scale.float()
-    if format == "nvfp4":
-        if global_out is not None:
-            amax = finite_amax(y)
-            global_out.copy_(torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax)))
-            global_scale = global_out
-        g = torch.tensor(static, device=x.device) if global_scale is None else global_scale.reshape(())
-        codes, scale = formats.encode_nvfp4(y, g, scale_rule, elem_rule)
-    else:
-        codes, scale = formats.encode_mx(y, out.dtype, scale_rule)
-    out.copy_(codes)
-    if swizzled:
-        scale = formats.swizzle(scale.reshape(row_count(x.shape), -1) if scale.numel() else scale.new_empty(0, 0))
-    scale_out.view(torch.uint8).copy_(scale.view(torch.uint8).reshape(scale_out.shape))
-
-
-QUANTIZE = Operator(
-    "quantize_blocks",
-    (
-        Rows("x"), Argument("global_scale", None, optional=True), Dense("channel_scale", None, optional=True),
-        InPlaceExact("out", None), InPlaceExact("scale_out", None), InPlaceExact("global_out", None, optional=True),
-    ),
-    options="str format, bool swizzled, str scale_rule, str elem_rule, float static",
-    results="", plan=plan_quantize, reference=_reference_quantize, check=_check_quantize,
-)  # fmt: skip
-
-
-def _check_dequantize(
-    codes: Meta, scales: Meta, global_scale: Meta | None, out: Meta, format: str, swizzled: bool
-) -> None:
-    check_option("format", format, tuple(FORMATS))
-    token("out", out.dtype)
-    accepted = (*_CODES[format], torch.uint8)
-    if codes.dtype not in accepted or not codes.shape:
-        raise ArgumentError(f"codes is {codes.dtype} {tuple(codes.shape)}; expected {accepted[0]} [..., bytes]")
-    shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
-    check_same("out", tuple(out.shape), shape, "shape", of="codes")
-    shape = _scale_shape(shape, scale_block(format), swizzled)
-    if scales.dtype not in (_SCALES[format], torch.uint8) or tuple(scales.shape) != shape:
-        raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected {_SCALES[format]} {shape}")
-    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
-        raise ArgumentError(
-            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
-        )
-
-
-def _reference_dequantize(
-    codes: Tensor, scales: Tensor, global_scale: Tensor | None, out: Tensor, format: str, swizzled: bool
-) -> None:
-    if out.numel() == 0:
-        return
-    block = scale_block(format)
-    if swizzled:
-        scales = formats.unswizzle(scales, row_count(out.shape), -(-out.shape[-1] // block))
-    scales = scales.reshape(*out.shape[:-1], -1)
-    steps = formats.decode_e4m3(scales) if format == "nvfp4" else formats.decode_e8m0(scales)
-    if global_scale is not None:
-        steps = steps * global_scale.reshape(())
-    values = codes.float() if format == "mxfp8" else formats.decode_e2m1(codes)
-    out.copy_(values * steps.repeat_interleave(block, -1)[..., : out.shape[-1]])
-
-
-DEQUANTIZE = Operator(
-    "dequantize_blocks",
-    (
-        Rows("codes", None), Dense("scales", None), Argument("global_scale", None, optional=True),
-        InPlaceExact("out", None),
-    ),
-    options="str format, bool swizzled",
-    results="", plan=plan_dequantize, reference=_reference_dequantize, check=_check_dequantize,
-)  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
-
-
+@replayed
 def quantize_nvfp4(
     x: Tensor, *, global_scale: Tensor | float | None = None, swizzled: bool = False, scale_rule: str = "rne",
     elem_rule: str = "rne", channel_scale: Tensor | None = None, out: Tensor | None = None,
@@ -171,27 +56,24 @@ def quantize_nvfp4(
         return interop.call_with(quantize_nvfp4, locals())
     x, channel_scale = detached(x, channel_scale)
     _check_rows(x, 2)
-    static, made = 0.0, None
+    static, g, made = 0.0, None, None
     if isinstance(global_scale, Tensor):
         g = global_scale.detach()
-    elif global_scale is None:
-        g = None
-        made = torch.empty((), dtype=torch.float32, device=x.device)
     else:
-        static = float(a_number("global_scale", global_scale))
-        if not 0 < static < float("inf"):
-            raise ArgumentError(f"global_scale is {static}; expected a number above 0")
-        g = None
+        made = new_tensor((), torch.float32, x)
+        if global_scale is not None:
+            static = float(a_number("global_scale", global_scale))
+            if not 0 < static < float("inf"):
+                raise ArgumentError(f"global_scale is {static}; expected a number above 0")
     inputs: dict[str, Any] = {"x": x, "global_scale": g, "channel_scale": channel_scale}
     codes = memory_for("out", out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x, inputs)
-    shape = _scale_shape(tuple(x.shape), 16, swizzled)
+    shape = scale_shape(tuple(x.shape), 16, swizzled)
     scales = memory_for("scale_out", scale_out, shape, torch.float8_e4m3fn, x, {**inputs, "out": codes})
     QUANTIZE(x, g, channel_scale, codes, scales, made, "nvfp4", swizzled, scale_rule, elem_rule, static)
-    if made is None:
-        made = g.reshape(()) if g is not None else torch.full((), static, device=x.device)
-    return codes, scales, made
+    return codes, scales, g.reshape(()) if made is None else made
 
 
+@replayed
 def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
     dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
@@ -227,6 +109,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
+@replayed
 def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
@@ -241,7 +124,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
         One dimension, of the dtype of scales, 0 where there is no row or block.
     """
     if not isinstance(scales, Tensor):
-        return interop.call(nvfp4_swizzle, scales)
+        return interop.call_with(nvfp4_swizzle, locals())
     if out is not None:
         return into(nvfp4_swizzle, locals())
     if scales.dim() != 2 or scales.itemsize != 1:
@@ -249,6 +132,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     return formats.swizzle(scales)
 
 
+@replayed
 def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None = None) -> Tensor:
     """Undo ``nvfp4_swizzle``.
 
@@ -262,12 +146,13 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
         ``[rows, ceil(cols / 16)]``.
     """
     if not isinstance(scales, Tensor):
-        return interop.call(nvfp4_unswizzle, scales, rows, cols)
+        return interop.call_with(nvfp4_unswizzle, locals())
     if out is not None:
         return into(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
+@replayed
 def quantize_mxfp8(
     x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: str = "ocp", swizzled: bool = False,
     out: Tensor | None = None, scale_out: Tensor | None = None,
@@ -289,10 +174,11 @@ def quantize_mxfp8(
     """
     if not isinstance(x, Tensor):
         return interop.call_with(quantize_mxfp8, locals())
-    check_option("dtype", dtype, _CODES["mxfp8"])
+    check_option("dtype", dtype, CODES["mxfp8"])
     return _quantize_mx(x, "mxfp8", dtype, rule, swizzled, out, scale_out)
 
 
+@replayed
 def quantize_mxfp4(
     x: Tensor, *, rule: str = "ocp", swizzled: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -315,6 +201,7 @@ def quantize_mxfp4(
     return _quantize_mx(x, "mxfp4", torch.uint8, rule, swizzled, out, scale_out)
 
 
+@replayed
 def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -333,11 +220,12 @@ def dequantize_mxfp8(
     """
     if not isinstance(codes, Tensor):
         return interop.call_with(dequantize_mxfp8, locals())
-    if codes.dtype not in _CODES["mxfp8"]:
+    if codes.dtype not in CODES["mxfp8"]:
         raise ArgumentError(f"codes has dtype {codes.dtype}; expected float8_e4m3fn or float8_e5m2")
     return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype, out)
 
 
+@replayed
 def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -372,7 +260,7 @@ def _quantize_mx(x, format, dtype, rule, swizzled, out, scale_out):
     _check_rows(x, 2 if format == "mxfp4" else 1)
     shape = (*x.shape[:-1], x.shape[-1] // 2) if format == "mxfp4" else tuple(x.shape)
     codes = memory_for("out", out, shape, dtype, x, {"x": x})
-    shape = _scale_shape(tuple(x.shape), 32, swizzled)
+    shape = scale_shape(tuple(x.shape), 32, swizzled)
     scales = memory_for("scale_out", scale_out, shape, torch.float8_e8m0fnu, x, {"x": x, "out": codes})
     QUANTIZE(x, None, None, codes, scales, None, format, swizzled, rule, "rne", 1.0)
     return codes, scales
@@ -381,7 +269,7 @@ def _quantize_mx(x, format, dtype, rule, swizzled, out, scale_out):
 def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Tensor:
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
-    if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *_CODES["mxfp8"]):
+    if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *CODES["mxfp8"]):
         codes = codes.view(torch.uint8)
     if global_scale is not None and not isinstance(global_scale, Tensor):
         global_scale = torch.full((), float(a_number("global_scale", global_scale)), device=codes.device)

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared import block_formats as formats
+from rtkernels.ops.shared.block_formats import decode_e4m3 as e4m3_values
+from rtkernels.ops.shared.block_formats import decode_e8m0 as e8m0_values
+from rtkernels.ops.shared.block_formats import encode_e2m1 as e2m1_codes
+from rtkernels.ops.shared.block_formats import swizzle as swizzle_scales
+from rtkernels.ops.shared.block_formats import swizzled_bytes as swizzled_size
+from rtkernels.ops.shared.block_formats import unswizzle as unswizzle_scales
 
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_TIES = (
-    0.25,
-    0.75,
-    1.25,
-    1.75,
-    2.5,
-    3.5,
-    5.0,
-)  # between neighbours; a tie goes to the code that is a multiple of 2
-_MX = {"e2m1": (2, E2M1_MAX), "e4m3": (8, E4M3_MAX), "e5m2": (15, 57344.0)}  # largest exponent, largest value
+__all__ = [
+    "as_bytes", "e2m1_codes", "e4m3_values", "e8m0_values", "nibble_values", "pack_nibbles", "quantize_int4",
+    "quantize_mx", "quantize_nvfp4", "swap_nibbles", "swizzle_scales", "swizzled_size", "unpack_nibbles",
+    "unswizzle_scales",
+]  # fmt: skip
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
 
 
 # ---- two codes in a byte --------------------------------------------------------------------------------------------
@@ -63,8 +63,7 @@ def nibble_values(packed: Tensor, kind: str, dtype: torch.dtype = torch.float32,
     if kind == "int4":
         return ((codes ^ 8).to(torch.int16) - 8).to(dtype)
     if kind == "e2m1":
-        table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=dtype, device=packed.device)
-        return table[codes.int()]
+        return formats.e2m1_values(codes).to(dtype)
     raise ArgumentError(f"kind is {kind!r}; expected 'int4', 'uint4' or 'e2m1'")
 
 
@@ -110,16 +109,6 @@ def _group_of(k: int, group: int) -> int:
 # ---- fp4 and block scales -------------------------------------------------------------------------------------------
 
 
-def e2m1_codes(x: Tensor) -> Tensor:
-    """Return the fp4 code (0 to 15) of each value, to nearest, ties to even codes; NaN gives 6."""
-    magnitude = x.float().abs()
-    magnitude = torch.where(magnitude.isnan(), E2M1_MAX, magnitude)
-    code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for lower, tie in enumerate(_E2M1_TIES):
-        code += (magnitude >= tie) if lower % 2 else (magnitude > tie)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
-
-
 def quantize_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise to NVFP4: e2m1 codes, a scale of e4m3 for 16 of them, and one float32 for all.
 
@@ -134,15 +123,11 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
     """
     if x.shape[-1] % 16:
         raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 16, the block of NVFP4")
-    blocks = x.float().unflatten(-1, (-1, 16))
+    x = x.float()
     if global_scale is None:
-        amax = blocks.abs().amax() if blocks.numel() else torch.zeros((), device=x.device)
-        global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
-    scale = blocks.abs().amax(-1) / (E2M1_MAX * global_scale).clamp_min(1e-12)
-    scale = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    step = (global_scale * scale.float()).unsqueeze(-1)
-    codes = torch.where(step > 0, e2m1_codes(blocks / step.clamp_min(1e-12)), 0)
-    return pack_nibbles(codes.flatten(-2)), scale, global_scale
+        amax = formats.finite(x).amax() if x.numel() else torch.zeros((), device=x.device)
+        global_scale = torch.where(amax > 0, amax / (formats.E2M1_MAX * formats.E4M3_MAX), torch.ones_like(amax))
+    return *formats.encode_nvfp4(x, global_scale, "rne", "rne"), global_scale
 
 
 def quantize_mx(x: Tensor, kind: str = "e4m3", *, rule: str = "ocp") -> tuple[Tensor, Tensor]:
@@ -157,68 +142,10 @@ def quantize_mx(x: Tensor, kind: str = "e4m3", *, rule: str = "ocp") -> tuple[Te
     Returns:
         Codes, float8 ``[..., k]`` or uint8 ``[..., k/2]``, and float8_e8m0fnu ``[..., k/32]``.
     """
-    if kind not in _MX:
-        raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(_MX)}")
+    if kind not in _CODES:
+        raise ArgumentError(f"kind is {kind!r}; expected one of {', '.join(_CODES)}")
     if rule not in ("ocp", "nv"):
         raise ArgumentError(f"rule is {rule!r}; expected 'ocp' or 'nv'")
     if x.shape[-1] % 32:
         raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 32, the block of MX formats")
-    exponent, largest = _MX[kind]
-    blocks = x.float().unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1)
-    if rule == "ocp":
-        byte = ((amax.view(torch.int32) >> 23) - exponent).clamp(0, 254)
-    else:
-        bits = (amax / largest).view(torch.int32)
-        mantissa = bits & 0x7FFFFF
-        byte = ((bits >> 23) + torch.where(bits >> 23 > 0, mantissa > 0, mantissa > 0x400000).int()).clamp(0, 254)
-    byte = byte.to(torch.uint8)
-    values = (blocks / e8m0_values(byte).unsqueeze(-1).clamp_min(1e-12)).clamp(-largest, largest).flatten(-2)
-    if kind == "e2m1":
-        codes = pack_nibbles(e2m1_codes(values))
-    else:
-        codes = values.to(torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2)
-    return codes, byte.view(torch.float8_e8m0fnu)
-
-
-def e8m0_values(scale: Tensor) -> Tensor:
-    """Return what exponent bytes stand for: ``2 ** (byte - 127)`` in float32, NaN for 255."""
-    byte = as_bytes(scale).int()
-    bits = torch.where(byte == 0, 0x400000, torch.where(byte == 255, 0x7FC00000, byte << 23))
-    return bits.int().view(torch.float32)
-
-
-def e4m3_values(scale: Tensor) -> Tensor:
-    """Return what the bytes of unsigned e4m3 scales stand for, in float32; their highest bit is not looked at."""
-    return (as_bytes(scale) & 0x7F).view(torch.float8_e4m3fn).float()
-
-
-def swizzled_size(rows: int, columns: int) -> int:
-    """Return how many bytes scales ``[rows, columns]`` take in blocks of 128 x 4."""
-    return -(-rows // 128) * -(-columns // 4) * 512
-
-
-def swizzle_scales(scale: Tensor) -> Tensor:
-    """Return scales of one byte ``[rows, columns]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
-
-    The byte of row r and column c lies ``(r % 32) * 16 + r % 128 // 32 * 4 + c % 4`` behind the first of its block of
-    512; blocks along a row follow each other. What is beyond the last row and column is 0.
-
-    Returns:
-        One dimension, of ``swizzled_size(rows, columns)``, and of the dtype of `scale`.
-    """
-    rows, columns = scale.shape
-    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8, device=scale.device)
-    padded[:rows, :columns] = as_bytes(scale)
-    blocks = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return blocks.reshape(-1).view(scale.dtype)
-
-
-def unswizzle_scales(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return ``[rows, columns]`` of what ``swizzle_scales`` gave."""
-    if scale.numel() != swizzled_size(rows, columns):
-        wanted = swizzled_size(rows, columns)
-        raise ArgumentError(f"scale has {scale.numel()} bytes; expected {wanted} for {rows} x {columns} scales")
-    blocks = as_bytes(scale).reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    plain = blocks.reshape(-(-rows // 128) * 128, -(-columns // 4) * 4)[:rows, :columns]
-    return plain.contiguous().view(scale.dtype)
+    return formats.encode_mx(x.float(), _CODES[kind], rule)

@@ -30,6 +30,7 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
 _STREAM_SLOTS = 2
@@ -131,6 +132,7 @@ class QuantizedExperts(NamedTuple):
     scale_t: Tensor | None
 
 
+@replayed
 def quantize_fp8_experts(
     x: Tensor, counts: Tensor, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, output: str | None = None,

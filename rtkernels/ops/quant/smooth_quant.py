@@ -36,6 +36,7 @@ from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, 
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 GRANULARITIES = ("row", "channel")
 _THREADS = 512
@@ -252,6 +253,7 @@ def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
     return expert_of_rows(counts, row_count(x.shape))
 
 
+@replayed
 def dequantize_fp8_smooth(
     q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
@@ -303,6 +305,7 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         raise ArgumentError(f"{name} is {came}; expected float32 {list(shape)}")
 
 
+@replayed
 def smooth_factors(
     amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False,
     out: Tensor | None = None,

@@ -11,8 +11,10 @@ from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.replayed import replayed
 
 
+@replayed
 def quantize_fp8_shard_(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
     edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,

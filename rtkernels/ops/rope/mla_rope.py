@@ -30,6 +30,7 @@ from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.replayed import replayed
 
 _UNIT = "rope/mla_rope.cu"
 _HEADS = 4  # kMlaHeads
@@ -287,6 +288,7 @@ def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
 _differentiable = applied(_MlaRope)
 
 
+@replayed
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "sbhd",
     output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,

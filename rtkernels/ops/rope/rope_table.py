@@ -39,7 +39,9 @@ def rope_table(
     if not isinstance(positions, Tensor):
         if an_integer("positions", positions) < 0:
             raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
-        positions = torch.arange(positions, device=device)
+        positions = torch.arange(positions, dtype=torch.float64, device=device)
     rates = float(base) ** (torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / -dim)
-    angles = positions.to(torch.float64).unsqueeze(-1) * float(a_number("scaling", scaling)) * rates
+    if a_number("scaling", scaling) != 1:
+        positions = positions.to(torch.float64) * float(scaling)
+    angles = positions.to(torch.float64).unsqueeze(-1) * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -19,6 +19,7 @@ from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 
 
 class NormRouter(NamedTuple):
@@ -89,6 +90,7 @@ class _RmsNormRouter(torch.autograd.Function):
 _differentiable = applied(_RmsNormRouter)
 
 
+@replayed
 def rms_norm_router(
     x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
     precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",

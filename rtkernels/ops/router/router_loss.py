@@ -13,6 +13,7 @@ from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
@@ -57,6 +58,7 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
+@replayed
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
     score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,

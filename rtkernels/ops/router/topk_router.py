@@ -18,6 +18,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
@@ -122,6 +123,7 @@ def _mode(score: str, score_first: bool, renormalize: bool) -> int:
     return SOFTMAX * (score == "softmax") + SCORE_FIRST * bool(score_first) + RENORMALIZE * bool(renormalize)
 
 
+@replayed
 def topk_router(
     logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
     num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,

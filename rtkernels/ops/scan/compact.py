@@ -25,12 +25,12 @@ _THREADS, _SLICE = 256, 4096
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _COUNT = Kernel(
     "scan/compact.cu", "compact_count", template="T", variants=_TYPES, max_registers=64, tier="aten",
-    args="x:ptr counts:ptr n:i64 aligned:i64",
+    args="x:ptr ends:ptr total:ptr ticket:ptr n:i64 aligned:i64 distinct:i64",
 )  # fmt: skip
 _PLACE = Kernel(
     "scan/compact.cu", "compact_place", template="T", variants=_TYPES, max_registers=72, tier="aten",
     args="x:ptr ends:ptr source:ptr out:ptr n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 size3:i64 "
-    "divider1:i64 divider2:i64 divider3:i64 out_col:i64",
+    "divider1:i64 divider2:i64 divider3:i64 distinct:i64 out_col:i64",
 )  # fmt: skip
 _REPEAT = Kernel(
     "scan/compact.cu", "repeat_place", template="I", args="ends:ptr out:ptr count:i64 total:i64",
@@ -38,18 +38,21 @@ _REPEAT = Kernel(
 )  # fmt: skip
 
 
-def _plan_count(x: Meta, device: int) -> Steps:
+def _plan_count(x: Meta, distinct: bool, device: int) -> Steps:
     slices = -(-x.numel() // _SLICE)
     launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS)
-    return Steps(Step(launch, "x", "counts", x.numel(), int(x.misaligned == 0)))
+    numbers = x.numel(), int(x.misaligned == 0), int(distinct)
+    return Steps(Step(launch, "x", "ends", "total", "ticket", *numbers), kept_zeros={"ticket": 1})
 
 
-def _plan_place(dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, device: int) -> tuple[Any, ...]:
+def _plan_place(
+    dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, distinct: bool, device: int
+) -> tuple[Any, ...]:
     """Return the launch and its numbers, which do not depend on how many elements there are: that is new each time."""
     n, rank = math.prod(shape), len(shape)
     sizes = (*shape[1:], *[1] * (4 - rank))[:3]
     launch = _PLACE.bind((TOKEN[dtype],), device, -(-n // _SLICE), _THREADS)
-    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes))
+    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes), int(distinct))
 
 
 _PLACES = Plans(_plan_place)
@@ -61,8 +64,8 @@ def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Ste
 
 
 _COUNTS = Primitive(
-    "compact_count", (Dense("x", None),), results="counts",
-    outputs=lambda x: (Memory((-(-x.numel() // _SLICE),), torch.int64),), plan=_plan_count,
+    "compact_count", (Dense("x", None),), "distinct", results="ends total",
+    outputs=lambda x, _: (Memory((-(-x.numel() // _SLICE),), torch.int64), Memory((), torch.int64)), plan=_plan_count,
 )  # fmt: skip
 _REPEATED = Primitive(
     "repeated", (Dense("ends", None),), "dtype, total", results="out",
@@ -70,16 +73,18 @@ _REPEATED = Primitive(
 )  # fmt: skip
 
 
-def _ends(x: Tensor) -> tuple[Tensor, int]:
-    ends, _ = running(_COUNTS(x), "sum", 0)
-    return ends, int(ends[-1])
+def _ends(x: Tensor, distinct: bool = False) -> tuple[Tensor, int]:
+    ends, total = _COUNTS(x, distinct)
+    return ends, total.item()
 
 
-def _place(x: Tensor, ends: Tensor, source: Tensor | None, out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Write what elements of x that are not 0 stand for, coordinates in `shape` or elements of `source`, to `out`."""
+def _place(
+    x: Tensor, ends: Tensor, source: Tensor | None, out: Tensor, shape: tuple[int, ...], distinct: bool = False
+) -> Tensor:
+    """Write what the chosen elements of x stand for, coordinates in `shape` or elements of `source`, to `out`."""
     if not out.numel():
         return out
-    launch, before, after = _PLACES[x.dtype, shape, x.data_ptr() & 15 == 0, x.get_device()]
+    launch, before, after = _PLACES[x.dtype, shape, x.data_ptr() & 15 == 0, distinct, x.get_device()]
     item_bytes = 0 if source is None else source.element_size()
     address = 0 if source is None else source.data_ptr()
     launch(x.data_ptr(), ends.data_ptr(), address, out.data_ptr(), *before, item_bytes, *after, out.shape[0])
@@ -117,6 +122,25 @@ def chosen(source: Tensor, mask: Tensor) -> Tensor:
     return _place(mask, ends, source.contiguous(), source.new_empty(total), (mask.numel(),))
 
 
+def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the elements that differ from the one before them, and on request where they are.
+
+    Args:
+        ordered: One dimension, dense, not empty; dtypes as for ``nonzero``.
+        places: Return these too.
+
+    Returns:
+        Values, and int64 places or None.
+    """
+    shape = tuple(ordered.shape)
+    ends, total = _ends(ordered, True)
+    values = _place(ordered, ends, ordered, ordered.new_empty(total), shape, True)
+    if not places:
+        return values, None
+    at = torch.empty(total, dtype=torch.int64, device=ordered.device)
+    return values, _place(ordered, ends, None, at, shape, True)
+
+
 def repeated(repeats: Tensor, total: int | None) -> Tensor:
     """Return each index i of `repeats` as often as repeats[i] says.
 
@@ -132,4 +156,4 @@ def repeated(repeats: Tensor, total: int | None) -> Tensor:
 
 
 OP = Op("compact", public=(), kernels=(_COUNT, _PLACE, _REPEAT), torch_ops=())
-__all__ = ["OP", "chosen", "nonzero", "repeated"]
+__all__ = ["OP", "chosen", "distinct", "nonzero", "repeated"]

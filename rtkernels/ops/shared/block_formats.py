@@ -39,11 +39,15 @@ def pack(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Return what codes, 0 to 15, stand for, in float32."""
+    return torch.tensor([*_VALUES, *(-v for v in _VALUES)], device=codes.device)[codes.int()]
+
+
 def decode_e2m1(packed: Tensor) -> Tensor:
     """Return the values of bytes ``[..., k/2]`` in float32 ``[..., k]``."""
-    table = torch.tensor([*_VALUES, *(-v for v in _VALUES)], device=packed.device)
     bits = packed.view(torch.uint8)
-    return table[torch.stack((bits & 15, bits >> 4), -1).flatten(-2).int()]
+    return e2m1_values(torch.stack((bits & 15, bits >> 4), -1).flatten(-2))
 
 
 def decode_e4m3(scale: Tensor) -> Tensor:
@@ -141,12 +145,23 @@ def swizzled_bytes(rows: int, blocks: int) -> int:
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Return one-byte scales ``[rows, blocks]`` in blocks of 128 x 4, zeros beyond the last row and column."""
+    """Return one-byte scales ``[rows, blocks]`` in blocks of 128 x 4, zeros beyond the last row and column.
+
+    The byte of row r and column c lies ``(r % 32) * 16 + r % 128 // 32 * 4 + c % 4`` behind the first of its block of
+    512; blocks along a row follow each other.
+    """
     rows, columns = scale.shape
-    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8, device=scale.device)
-    padded[:rows, :columns] = scale.view(torch.uint8)
-    blocks = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return blocks.reshape(-1).view(scale.dtype)
+    down, across = -(-rows // 128), -(-columns // 4)
+    new = torch.empty if rows % 128 == 0 and columns % 4 == 0 else torch.zeros
+    made = new(down, across, 32, 4, 4, dtype=torch.uint8, device=scale.device)
+    by_rows, source = made.permute(0, 3, 2, 1, 4), scale.view(torch.uint8)
+    if columns % 4 == 0 and (rows % 128 == 0 or (rows < 128 and rows % 32 == 0)):
+        by_rows = by_rows[:, : rows // 32]
+        by_rows.copy_(source.reshape(by_rows.shape))
+    else:
+        padded = torch.nn.functional.pad(source, (0, 4 * across - columns, 0, 128 * down - rows))
+        by_rows.copy_(padded.view(by_rows.shape))
+    return made.view(-1).view(scale.dtype)
 
 
 def unswizzle(scale: Tensor, rows: int, blocks: int) -> Tensor:

@@ -19,6 +19,14 @@ def row_variants() -> list[tuple[str, int, bool]]:
     return [(t, f, aligned) for t in ("bf16", "fp16", "fp32") for f in formats for aligned in (False, True)]
 
 
+def quick_variants() -> list[tuple[str, int]]:
+    """Return those of kernels for operands of one type in rows of 16-byte units: type and format.
+
+    fp32 tensors that become NVFP4 are left to kernels that take everything.
+    """
+    return [(t, f) for t, f, aligned in row_variants() if aligned and (t, f) != ("fp32", FORMATS["nvfp4"])]
+
+
 def quant_flags(
     quant: str, codes: torch.dtype, swizzled: bool, no_scale: bool, dtype: torch.dtype
 ) -> tuple[int | None, int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
-from rtkernels.ops.sort.sorting import Scan, sort_rows, torch_scan
+from rtkernels.ops.sort.sorting import sort_rows
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
 from rtkernels.runtime.operator.declared import Dense, Meta
@@ -37,19 +37,18 @@ _SEARCH = Primitive(
 )  # fmt: skip
 
 
-def is_among(x: Tensor, values: Tensor, invert: bool, scan: Scan = torch_scan) -> Tensor:
+def is_among(x: Tensor, values: Tensor, invert: bool) -> Tensor:
     """Return whether each element of x is one of `values`: these are sorted, then searched.
 
     Args:
         x: bfloat16, float16, float32, int64, int32, uint8 or bool; not empty.
-        values: Of x's dtype, not empty, fewer than 2^31.
+        values: Of x's dtype, not empty, fewer than 2^30.
         invert: Return whether it is none of them.
-        scan: As for ``sort_rows``.
 
     Returns:
         bool, dense, of x's shape.
     """
-    return _SEARCH(x, sort_rows(values.reshape(1, -1), False, scan)[0], invert)
+    return _SEARCH(x, sort_rows(values.reshape(1, -1), False, False)[0], invert)
 
 
 OP = Op("search", public=(), kernels=(_CONTAINS,), torch_ops=())

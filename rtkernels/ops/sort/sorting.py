@@ -1,12 +1,11 @@
 """Rows sorted with their indices, stable; and the first few of a sorted row.
 
-Up to 2048 elements are sorted in shared memory, longer rows by radix. The best of a long row come in rounds: those of
-each part of it (up to 64 are selected without a sort), then those of what is left.
+Short rows are sorted by a network, several in a block; rows of up to 4096 elements by radix in one block, longer ones
+by radix passes over memory. The best of a long row come in rounds: those of each part of it (up to 64 are selected
+without a sort), then those of what is left.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,25 +16,36 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
 from rtkernels.runtime.operator.declared import Dense, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 PLACES = 2048  # of a block that sorts in shared memory
-_THREADS, _RADIX_SLICE, _DIGITS = 256, 2048, 256
+LONGEST = 2**30 - 1  # elements of a row
+_NETWORK, _BLOCK_ROWS = 128, 4096  # up to which rows are sorted by a network, and by one block
+_ROUNDS = ((512, 4), (2048, 8), (_BLOCK_ROWS, 16))  # of 32 elements for each warp of such a block, by length
+_THREADS, _DIGITS, _CHUNK, _SWEEP_WARPS = 256, 256, 512, 8  # as in cuda_src/sort/radix_tile.cuh
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _KEY_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "i32": 32, "i64": 64, "u8": 8}
 _ROWS = Kernel(
     "sort/sort_rows.cu", "sort_rows", template="T", variants=_TYPES, max_registers=64, tier="aten",
     args="x:ptr list:ptr out:ptr indices:ptr rows:i64 n:i64 parts:i64 count:i64 length:i64 kept:i64 descending:i64",
 )  # fmt: skip
-_COUNT = Kernel(
-    "sort/radix.cu", "radix_count", template="T", variants=_TYPES, max_registers=48, tier="aten",
-    args="x:ptr keys:ptr counts:ptr n:i64 slices:i64 shift:i64 descending:i64",
+_BLOCK = Kernel(
+    "sort/block_sort.cu", "block_sort", template="T", variants=_TYPES, max_registers=128, tier="aten",
+    args="x:ptr values:ptr indices:ptr n:i64 rounds:i64 descending:i64",
 )  # fmt: skip
-_PLACE = Kernel(
-    "sort/radix.cu", "radix_place", template="T", variants=_TYPES, max_registers=96, tier="aten",
-    args="x:ptr keys:ptr list:ptr ends:ptr keys_out:ptr list_out:ptr values_out:ptr indices:ptr n:i64 slices:i64 "
-    "shift:i64 descending:i64",
+_HISTOGRAM = Kernel(
+    "sort/radix.cu", "radix_histogram", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    args="x:ptr counts:ptr n:i64 slices:i64 length:i64 descending:i64",
+)  # fmt: skip
+_BEGINS = Kernel(
+    "sort/radix.cu", "radix_begins", template="PASSES", variants=[(1,), (2,), (4,), (8,)], max_registers=40,
+    args="counts:ptr skips:ptr n:i64", tier="aten",
+)  # fmt: skip
+_SWEEP = Kernel(
+    "sort/radix.cu", "radix_sweep", template="T", variants=_TYPES, max_registers=128, tier="aten",
+    args="x:ptr keys_a:ptr list_a:ptr keys_b:ptr list_b:ptr values:ptr indices:ptr begins:ptr skips:ptr words:ptr "
+    "next_words:ptr ticket:ptr n:i64 tiles:i64 pass:i64 descending:i64",
 )  # fmt: skip
 _SELECT = Kernel(
     "sort/select.cu", "select_best", template="T", variants=_TYPES, max_registers=96, tier="aten",
@@ -74,73 +84,91 @@ _SHORT = Primitive(
 )  # fmt: skip
 
 
-def _plan_count(x: Meta, keys: Meta | None, shift: int, descending: bool, device: int) -> Steps:
+def _sorted_outputs(x: Meta, ordered: bool, _: bool) -> tuple:
+    return Memory(x.shape, x.dtype), Memory(x.shape, torch.int64) if ordered else None
+
+
+def _plan_block(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     rows, n = x.shape
-    slices = -(-n // _RADIX_SLICE)
-    launch = _COUNT.bind((TOKEN[x.dtype],), device, rows * slices, _THREADS)
-    return Steps(Step(launch, "x", "keys" if keys else 0, "counts", n, slices, shift, int(descending)))
+    if rows > GRID_LIMIT:
+        raise OverflowError("more blocks than a grid has")
+    rounds, token = next(r for limit, r in _ROUNDS if n <= limit), TOKEN[x.dtype]
+    warps = -(-n // (32 * rounds))
+    key = 8 if token == "i64" else 4
+    index = 2 if _KEY_BITS[token] > 16 else 0
+    launch = _BLOCK.bind((token,), device, rows, 32 * warps, warps * (32 * rounds * (key + index) + 4 * _DIGITS))
+    return Steps(Step(launch, "x", "values", "indices" if ordered else 0, n, rounds, int(descending)))
 
 
-def _plan_place(
-    x: Meta, keys: Meta | None, list_: Meta | None, ends: Meta, shift: int, last: bool, descending: bool, device: int
-) -> Steps:
-    rows, n = x.shape
-    slices = -(-n // _RADIX_SLICE)
-    launch = _PLACE.bind((TOKEN[x.dtype],), device, rows * slices, _THREADS)
-    given = "keys" if keys else 0, "list" if list_ else 0
-    made = (0, 0, "first", "second") if last else ("first", "second", 0, 0)
-    return Steps(Step(launch, "x", *given, "ends", *made, n, slices, shift, int(descending)))
-
-
-def _place_outputs(
-    x: Meta, keys: Meta | None, list_: Meta | None, ends: Meta, shift: int, last: bool, _: bool
-) -> tuple:
-    if last:
-        return Memory(x.shape, x.dtype), Memory(x.shape, torch.int64)
-    key = torch.int64 if x.dtype == torch.int64 else torch.int32
-    return Memory(x.shape, key), Memory(x.shape, torch.int32)
-
-
-_COUNTS = Primitive(
-    "radix_count", (Dense("x", None), Dense("keys", None, optional=True)), "shift, descending", results="counts",
-    outputs=lambda x, *_: (Memory((x.shape[0], _DIGITS * -(-x.shape[1] // _RADIX_SLICE)), torch.int64),),
-    plan=_plan_count,
-)  # fmt: skip
-_PLACES = Primitive(
-    "radix_place",
-    (Dense("x", None), Dense("keys", None, optional=True), Dense("list", None, optional=True), Dense("ends", None)),
-    "shift, last, descending", results="first second", outputs=_place_outputs, plan=_plan_place,
+_BLOCK_SORT = Primitive(
+    "block_sort", (Dense("x", None),), "ordered, descending", results="values indices", outputs=_sorted_outputs,
+    plan=_plan_block,
 )  # fmt: skip
 
 
-Scan = Callable[[Tensor], Tensor]
+def _plan_radix(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
+    """Plan the passes. Look-back's words of the first pass are cleared with the rest, those of others by the passes."""
+    (rows, n), token = x.shape, TOKEN[x.dtype]
+    tiles, passes = -(-n // (_CHUNK * _SWEEP_WARPS)), _KEY_BITS[token] // 8
+    length = _CHUNK * max(16, min(256, rows * n // (_CHUNK * 2048)))
+    slices = -(-n // length)
+    if rows * max(tiles, slices) > GRID_LIMIT:
+        raise OverflowError("more blocks than a grid has")
+    words, counts = rows * tiles * _DIGITS, rows * passes * _DIGITS
+    key = 8 if token == "i64" else 4
+    shared = _SWEEP_WARPS * (_CHUNK * (key + 4 * ordered) + 4 * _DIGITS)
+    sweep = _SWEEP.bind((token,), device, rows * tiles, 32 * _SWEEP_WARPS, shared)
+    scratch = {
+        "cleared": Memory((counts + words + passes,), torch.int32, zero=True),
+        "others": Memory((words,), torch.int32),
+        "skips": Memory((rows,), torch.int32),
+    }
+    between = [0, 0, 0, 0]
+    if passes > 1:
+        scratch |= {name: Memory((rows * n,), x.dtype) for name in ("keys_a", "keys_b")}
+        between[::2] = "keys_a", "keys_b"
+        if ordered:
+            scratch |= {name: Memory((rows * n,), torch.int32) for name in ("list_a", "list_b")}
+            between[1::2] = "list_a", "list_b"
+    first, second = Offset("cleared", 4 * counts), "others"
+    steps = [
+        Step(
+            _HISTOGRAM.bind((token,), device, rows * slices, _THREADS),
+            "x", "cleared", n, slices, length, int(descending),
+        ),
+        Step(_BEGINS.bind((passes,), device, rows, _DIGITS), "cleared", "skips", n),
+    ]  # fmt: skip
+    for i in range(passes):
+        numbers = n, tiles, i, int(descending)
+        made = "values", "indices" if ordered else 0
+        ticket = Offset("cleared", 4 * (counts + words + i))
+        steps.append(Step(sweep, "x", *between, *made, "cleared", "skips", first, second, ticket, *numbers))
+        first, second = second, first
+    return Steps(*steps, scratch=scratch)
 
 
-def torch_scan(counts: Tensor) -> Tensor:
-    """Return running sums of rows."""
-    return counts.cumsum(1)
+_RADIX_SORT = Primitive(
+    "radix_sort", (Dense("x", None),), "ordered, descending", results="values indices", outputs=_sorted_outputs,
+    plan=_plan_radix,
+)  # fmt: skip
 
 
-def sort_rows(x: Tensor, descending: bool, scan: Scan = torch_scan) -> tuple[Tensor, Tensor]:
+def sort_rows(x: Tensor, descending: bool, ordered: bool = True) -> tuple[Tensor, Tensor]:
     """Sort each row, stable; NaN is the largest.
 
     Args:
-        x: (rows, n), not empty, n below 2^31; bfloat16, float16, float32, int64, int32, uint8 or bool.
+        x: (rows, n), not empty, n up to ``LONGEST``; bfloat16, float16, float32, int64, int32, uint8 or bool.
         descending: The largest first; equal elements keep their order all the same.
-        scan: Running sums of rows of int64.
+        ordered: Return indices too. Else zeros lose their signs, and NaNs their bits.
 
     Returns:
         Values and int64 indices, dense, of x's shape.
     """
     x = x.contiguous()
-    if x.shape[1] <= PLACES:
+    if x.shape[1] <= _NETWORK:
         return _SHORT(x, None, 1, x.shape[1], True, descending)
-    keys = indices = None
-    bits = _KEY_BITS[TOKEN[x.dtype]]
-    for shift in range(0, bits, 8):
-        ends = scan(_COUNTS(x, keys, shift, descending))
-        keys, indices = _PLACES(x, keys, indices, ends, shift, shift + 8 == bits, descending)
-    return keys, indices
+    sort = _BLOCK_SORT if x.shape[1] <= _BLOCK_ROWS else _RADIX_SORT
+    return sort(x, ordered, descending)
 
 
 def best_of_rows(x: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -214,5 +242,5 @@ _LISTED = Primitive(
     plan=_plan_listed,
 )  # fmt: skip
 
-OP = Op("sorting", public=(), kernels=(_ROWS, _COUNT, _PLACE, _SELECT), torch_ops=())
+OP = Op("sorting", public=(), kernels=(_ROWS, _BLOCK, _HISTOGRAM, _BEGINS, _SWEEP, _SELECT), torch_ops=())
 __all__ = ["OP", "best_of_rows", "sort_rows"]

@@ -30,7 +30,7 @@ _MAX = Kernel(
 )  # fmt: skip
 _NEAREST = Kernel(
     "window/pool.cu", "upsample_nearest", template="BYTES", variants=[(1,), (2,), (4,)], max_registers=48, tier="aten",
-    args=f"x:ptr y:ptr {_PLANES} scale_h:f64 scale_w:f64",
+    args=f"x:ptr y:ptr {_PLANES} scale_h:f64 scale_w:f64 vectors:i64",
 )  # fmt: skip
 
 
@@ -61,9 +61,13 @@ def _plan_max(x: Meta, out: tuple, window: tuple, dilation: tuple, device: int) 
 
 
 def _plan_nearest(x: Meta, out: tuple, scales: tuple, device: int) -> Steps:
-    grid, planes = _planes(x, out)
+    grid, (count, *places) = _planes(x, out)
+    each = 16 // x.dtype.itemsize
+    if vectors := out[1] % each == 0:
+        count //= each
+        grid = -(-count // _THREADS)
     launch = _NEAREST.bind((x.dtype.itemsize,), device, grid, _THREADS)
-    return Steps(Step(launch, "x", "y", *planes, *scales))
+    return Steps(Step(launch, "x", "y", count, *places, *scales, int(vectors)))
 
 
 _AVERAGE = Primitive(

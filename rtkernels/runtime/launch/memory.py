@@ -73,7 +73,8 @@ def dispatched() -> bool:
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
 _BATCH = 64
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a torch with CUDA
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
@@ -88,9 +89,9 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     """
     key = device, 0, n
     if device >= 0:
-        if dispatched() or _is_capturing():
+        if getattr(call_state, "dispatched", False) or is_capturing():
             return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
-        key = device, torch._C._cuda_getCurrentRawStream(device), n
+        key = device, _current_stream(device), n
     try:
         return _zeros[key].pop()
     except (KeyError, IndexError):
@@ -110,7 +111,7 @@ def kept_zeros(device: int, n: int) -> Tensor:
     """
     place, key = "cpu" if device < 0 else f"cuda:{device}", (device, 0)
     if device >= 0:
-        if dispatched() or torch.cuda.is_current_stream_capturing():
+        if dispatched() or is_capturing():
             return torch.zeros(n, dtype=torch.int32, device=place)
         key = device, torch._C._cuda_getCurrentRawStream(device)
     kept = _kept.get(key)

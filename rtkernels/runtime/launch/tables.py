@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError, NotWarmError
+from rtkernels.runtime.launch.memory import is_capturing
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import TENSOR_TYPES, TensorGuards, refuse_lazy, same_tensors
 
@@ -32,7 +33,7 @@ _data_ptr = Tensor.data_ptr
 
 def _capturing(device: int) -> bool:
     if torch._C._cuda_getDevice() == device:
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
@@ -60,7 +61,7 @@ class _Slot:
     __slots__ = ("entry",)
 
     def __init__(self, *key: Any) -> None:
-        self.entry: tuple[list[int], Callable[..., bool], Any] = ([], lambda: False, None)
+        self.entry: tuple[list[int], _Matcher | None, Any] = ([], None, None)
 
 
 class Tables:
@@ -82,6 +83,24 @@ class Tables:
     def _build(self, lists: Sequence[Sequence[Tensor]], device: int) -> Any:
         self.check(lists)
         return self._make(lists, device)
+
+    def known(self, lists: Sequence[Sequence[Tensor]]) -> Any:
+        """Return the table of lists that came before, if it is there, no tensor requires a gradient and no graph is
+        captured; else None.
+        """
+        try:
+            device = lists[0][0].get_device()
+            if device < 0 or _capturing(device):
+                return None
+            flat = lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
+            pointers = list(map(_data_ptr, flat))
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # none, or not all tensors with memory
+            return None
+        slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], _current_stream(device)))
+        if slot is None:
+            return None
+        known, same, table = slot.entry
+        return table if known == pointers and same.without_gradients and same(*flat) else None
 
     def find(self, lists: Sequence[Sequence[Tensor]]) -> Any:
         """Return what ``build`` made for these lists (the first has at least one tensor), building it if needed."""
@@ -126,6 +145,7 @@ class _Matcher:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = list(map(_metadata, tensors))
         self._check: Callable[..., bool] | None = None
+        self.without_gradients = False  # known when guards are: they see whether one is wanted
 
     def __call__(self, *tensors: Tensor) -> bool:
         if self._check is not None:
@@ -134,6 +154,7 @@ class _Matcher:
             return False
         if TensorGuards is not None:
             self._check = same_tensors(tensors)
+            self.without_gradients = not any(t.requires_grad for t in tensors)
         return True
 
 

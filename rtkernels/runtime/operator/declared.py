@@ -7,6 +7,7 @@ arguments are in ``kinds.py`` and have their names here, too; lists of tensors a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from rtkernels.runtime.operator.written import written_code
 __all__ = [
     "Aligned",
     "Argument",
+    "Declared",
     "Dense",
     "DenseFloat",
     "Exact",
@@ -55,7 +57,16 @@ __all__ = [
 ]
 
 
-class _Declared:
+under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
+
+
+def own_notes() -> Any:
+    """Return the notes that this thread takes, unless it is inside of a call that they have as a whole."""
+    thread = threading.get_ident()
+    return next((notes for notes in under_way if notes.thread == thread and not notes.inside), None)
+
+
+class Declared:
     """What ``Operator`` and ``InPlaceOperator`` share."""
 
     def __init__(
@@ -150,6 +161,8 @@ def find({names}):
     {checks}return {self._key()}
 
 def launch({names}):
+    if under_way and (notes := own_notes()) is not None:
+        return notes.launched(operator, ({names},))
     {prepare}{checks}plan = {self._key()}
     if type(plan) is StepPlan and not plan.converted:
         made = plan.run({", ".join([*given, *self._numbers])})
@@ -163,6 +176,9 @@ def launch({names}):
             "StepPlan": StepPlan,
             "increment_version": torch.autograd.graph.increment_version,
             "launch_prepared": self._launch_prepared,
+            "under_way": under_way,
+            "own_notes": own_notes,
+            "operator": self,
         }
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
         return scope
@@ -327,7 +343,7 @@ def run_and_keep({names}):
         return None if not made else made[0] if len(made) == 1 else tuple(made)
 
 
-class Operator(_Declared, TorchOp):
+class Operator(Declared, TorchOp):
     """A declared operator; ``replay`` runs the last plan if the call is like the one before."""
 
     def _make_call(self) -> Callable[..., Any]:
@@ -336,8 +352,20 @@ class Operator(_Declared, TorchOp):
             self._write_run_and_keep()
         return self.call
 
+    def at_site(self) -> Callable[..., Any]:
+        """Return another ``call`` for one place in somebody's code, with a last call of its own.
 
-class InPlaceOperator(_Declared, MutatingOp):
+        Where several places call an operator by turns, each with other metadata, none of them is like the call before;
+        but in a model of equal layers each is like the last one of its own place.
+        """
+        call, replay = self.call, self.replay
+        try:
+            return self._make_call()
+        finally:
+            self.call, self.replay = call, replay
+
+
+class InPlaceOperator(Declared, MutatingOp):
     """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
 
 
@@ -350,5 +378,5 @@ class _Unregistered:
     _addresses = TorchOp._addresses
 
 
-class Internal(_Declared, _Unregistered):
+class Internal(Declared, _Unregistered):
     """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""

@@ -18,6 +18,7 @@ from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.torch_private import dispatch_modes, forward_ad, increment_versions, is_dynamo_compiling
 
 
 class Tensors:
@@ -54,6 +55,9 @@ def check_number(called: str, number: Tensor, like: Tensor) -> None:
 
 class ListOperator(TorchOp):
     """A declared operator over lists of tensors. An empty first list runs the reference.
+
+    ``replay`` takes the same arguments: if lists with these addresses and metadata came before, and no tensor requires
+    a gradient, it runs that call's plan and returns its result, or True if there is none; else it returns None.
 
     Args:
         name: The operator's.
@@ -92,15 +96,18 @@ class ListOperator(TorchOp):
         written = self._write_out(name)
         self._listed, self._check_numbers = written["listed"], written["check_numbers"]
         super().__init__(schema, launch=written["launch"], reference=self._run_reference, fake=self._fake)
+        self.replay = written["replay"]
 
     def _write_out(self, operator: str) -> dict[str, Any]:
         names, first = ", ".join(self.names), self._lists[0].name
         listed = ", ".join(f"*([{a.name}] if len({a.name}) else [])" if a.optional else a.name for a in self._lists)
-        checks = [f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0])\n    " for a in self._scalars]
+        checks = [f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0]); " for a in self._scalars]
         pointers = [f"0 if {a.name} is None else {a.name}.data_ptr()" for a in self._scalars]
         numbers = f"*derive({', '.join(self._numbers)})" if self._derive else ", ".join(self._numbers)
         counted = ", ".join(f"*{a.name}" for a in self._lists if a.counted)
-        count = f"{first}[0].is_inference() or increment_version(({counted},))\n    " if counted else ""
+        count = f"{first}[0].is_inference() or increment_versions(({counted},)); " if counted else ""
+        run = ", ".join(filter(None, ["table.address", *pointers, numbers]))
+        lists = [f"type({a.name}) in plain_lists" for a in self._lists]
         source = f"""
 def listed({names}):
     return {listed},
@@ -113,15 +120,27 @@ def launch({names}):
     plan = table.plans.get(({", ".join([repr(operator), *self._kept])}))
     if plan is None:
         plan = table.plans[{", ".join([repr(operator), *self._kept])}] = make_plan(table, ({names},))
-    made = plan.run({", ".join(filter(None, ["table.address", *pointers, numbers]))})
+    made = plan.run({run})
     {count}return made
+
+def replay({names}):
+    if {" and ".join(lists)} and not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
+        table = tables.known(({listed},))
+        plan = None if table is None else table.plans.get(({", ".join([repr(operator), *self._kept])}))
+        if plan is not None:
+            {"".join(checks)}made = plan.run({run})
+            {count}return True if made is None else made
 """
         scope = {
             "tables": self._tables,
             "check_number": check_number,
             "make_plan": self._make_plan,
             "derive": self._derive,
-            "increment_version": torch.autograd.graph.increment_version,
+            "increment_versions": increment_versions,
+            "plain_lists": (list, tuple),
+            "is_dynamo_compiling": is_dynamo_compiling,
+            "forward_ad": forward_ad,
+            "dispatch_modes": dispatch_modes,
         }
         exec(written_code(source, f"<rtkernels lists of {operator}>"), scope)
         return scope

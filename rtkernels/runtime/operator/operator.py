@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -58,6 +58,7 @@ class TorchOp:
         copied: With `plan`: its arguments with such tensors copied.
     """
 
+    by_overload: ClassVar[dict[Any, TorchOp]] = {}
     _numbers: Sequence[str] = ()  # arguments that plans do not depend on: ``run`` takes them after the addresses
     _number_places: Sequence[int] = ()
     _written: Sequence[str] = ()  # arguments that are overwritten
@@ -82,6 +83,7 @@ class TorchOp:
         _LIBRARY.impl(self.name, self._run_cpu, "CPU")
         torch.library.register_fake(f"rtkernels::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.rtkernels, self.name).default
+        self.by_overload[self.overload] = self
         arguments = self.overload._schema.arguments
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self._check_types = ArgumentTypes(self.overload._schema).check

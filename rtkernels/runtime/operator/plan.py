@@ -21,7 +21,7 @@ from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
-_MAPS_PER_STEP = 64  # addresses whose tensor maps an argument remembers
+_MAPS_PER_STEP = 256  # addresses whose tensor maps an argument remembers
 
 
 class Plan(ABC):
@@ -144,7 +144,7 @@ class StepPlan(Plan):
         absent: Arguments that are None in all calls of this plan.
     """
 
-    __slots__ = ("converted", "run", "run_plain", "source", "steps")
+    __slots__ = ("_made_of", "converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -152,11 +152,12 @@ class StepPlan(Plan):
     ) -> None:  # fmt: skip
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
+        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent
         scope: dict[str, Any] = {"allocate": allocator(device), "device": device}
         scope |= {"memory": into.memory, "calls_under_way": into.calls_under_way}
         scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
         lines: list[str] = []
-        absent: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
+        in_plain: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
         known = {argument: "0" if argument in absent else f"p_{argument}" for argument in arguments}
         known |= {number: number for number in numbers}
         made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
@@ -164,16 +165,19 @@ class StepPlan(Plan):
             if variable in known:
                 raise ValueError(f"{name}: {variable} is the name of two tensors")
             strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
-            scope[f"m_{variable}"] = (tuple(memory.shape), strides, memory.dtype)
+            layout = {"shape": tuple(memory.shape), "strides": strides, "dtype": memory.dtype}
+            scope[f"m_{variable}"] = tuple(layout.values())
+            scope |= {f"{part}_{variable}": value for part, value in layout.items()}
             given = f"memory('{name}.{variable}', m_{variable}, allocate)"
-            made_by = f"allocate(*m_{variable}) if not calls_under_way else {given}"
+            allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
+            made_by = f"{allocated} if not calls_under_way else {given}"
             if memory.fresh:
                 made_by = f"fresh_zeros(device, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
             lines.append(f"t_{variable} = ({made_by}){_fill_call(memory)}")
             if variable in outputs and outputs[variable] is None:
                 known[variable] = "0"
                 scope[f"e_{variable}"] = scope["allocate"](*scope[f"m_{variable}"])
-                absent[lines[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
+                in_plain[lines[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
             else:
                 known[variable] = f"t_{variable}.data_ptr()"
         for variable, count in steps.zeros.items():
@@ -215,11 +219,25 @@ class StepPlan(Plan):
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
         exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
         self.run = self.run_plain = scope["run"]
-        if absent and steps.if_not_resident is None:
-            plain = [absent.get(line, line) for line in lines]
+        if in_plain and steps.if_not_resident is None:
+            plain = [in_plain.get(line, line) for line in lines]
             source = f"def run({names}):\n    " + "\n    ".join(plain) + "\n"
             exec(written_code(source, f"<rtkernels plain plan of {name}>"), scope)
             self.run_plain = scope["run"]
+
+    def is_allocated(self, i: int) -> bool:
+        """Return True if memory of its own is allocated for a result."""
+        memory = [*self._made_of[3].values()][i]
+        return memory is not None and not memory.fresh
+
+    def with_layouts(self, layouts: Mapping[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> StepPlan:
+        """Return this plan with other shapes, strides and dtypes of some results, in memory of the same size."""
+        name, arguments, numbers, outputs, *rest = self._made_of
+        changed = dict(outputs)
+        for i, (shape, strides, dtype) in layouts.items():
+            key = [*outputs][i]
+            changed[key] = outputs[key]._replace(shape=shape, strides=strides, dtype=dtype)
+        return StepPlan(name, arguments, numbers, changed, *rest)
 
     @staticmethod
     def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
@@ -228,8 +246,9 @@ class StepPlan(Plan):
         if isinstance(argument, Offset):
             return f"{known[argument.name]} + {argument.offset}"
         if isinstance(argument, Boxes):
-            scope[f"map_{place}"] = _Maps(argument)
-            return f"map_{place}({known[argument.name]})"
+            maps = scope[f"map_{place}"] = _Maps(argument)
+            scope[f"kept_{place}"] = maps.kept.get  # a method of C, which nearly always has the map
+            return f"(kept_{place}(address := {known[argument.name]}) or map_{place}(address))"
         scope[f"c_{place}"] = argument
         return f"c_{place}"
 
@@ -251,10 +270,7 @@ class _Maps:
         self.boxes, self.kept = boxes, {}
 
     def __call__(self, address: int) -> Any:
-        try:
-            return self.kept[address]
-        except KeyError:
-            pass
+        """Make the map of an address that ``kept`` does not have."""
         b = self.boxes
         made = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
         if not hasattr(address, "tensor"):  # in the emulator addresses are those of one call's tensors

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
+from functools import lru_cache
 from types import CodeType
 
 
+@lru_cache(maxsize=256)
 def written_code(source: str, name: str) -> CodeType:
     """Compile `source`; `name` (``<rtkernels glu_fwd>``) stands in tracebacks for its file."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

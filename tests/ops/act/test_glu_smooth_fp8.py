@@ -89,6 +89,31 @@ def test_smooth(place: str, case: str) -> None:
             check_smooth(inputs, pow2=True)
 
 
+@pytest.mark.parametrize("case", ("odd", "many_experts"))
+@at("cpu", "sm_90", "cuda")
+def test_transposed_codes_with_padding(place: str, case: str) -> None:
+    with running_on(place) as device:
+        inputs = make(case, torch.bfloat16, device)
+        shape = inputs.x.shape if inputs.up is not None else (*inputs.x.shape[:-1], inputs.x.shape[-1] // 2)
+        rows, cols = torch.Size(shape[:-1]).numel(), 2 * shape[-1]
+        dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).to(device)
+        given = (dy, inputs.x, None, inputs.up)
+        options = {"weight": inputs.weight, "counts": inputs.counts, "layout": "transposed"}
+        plain = rtkernels.glu_smooth_fp8_backward(*given, **options)
+        padded = rtkernels.glu_smooth_fp8_backward(*given, **options, pad_to=32)
+        assert_same_bits(padded.scale_t, plain.scale_t)
+        sizes = [rows] if inputs.counts is None else inputs.counts.tolist()
+        got, want = (t.view(torch.uint8).flatten().cpu() for t in (padded.q_t, plain.q_t))
+        for size in sizes:
+            room = -(-size // 32) * 32
+            part, got = got[: cols * room].reshape(cols, room), got[cols * room :]
+            assert torch.equal(part[:, :size], want[: cols * size].reshape(cols, size)) and not part[:, size:].any()
+            want = want[cols * size :]
+        assert not got.any()
+        with pytest.raises(ArgumentError, match="pad_to is 0"):
+            rtkernels.glu_smooth_fp8_backward(*given, **options, pad_to=0)
+
+
 @at("sm_80")
 def test_smooth_without_fp8_instructions(place: str) -> None:
     with running_on(place) as device:

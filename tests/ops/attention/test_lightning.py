@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.attention_exact import assert_near
 from support.compare import poisoned, running_on
-from support.places import at, error_tests
+from support.places import at, emulated, error_tests
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
@@ -48,6 +48,7 @@ CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, bool]] = {
     "128": (1, 70, 3, 128, 128, BF16, False),
     "fp16": (1, 70, 2, 40, 24, FP16, True),
 }
+BY_WGMMA = (1, 130, 2, 128, 72, BF16, True)
 
 
 def rates(heads: int, device: str) -> Tensor:
@@ -67,6 +68,25 @@ def short_segments() -> Iterator[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, place: str) -> None:
     check(name, place)
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("segmented", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_by_wgmma(segmented: bool, place: str) -> None:
+    with mock.patch.dict(CASES, wgmma=BY_WGMMA), short_segments() if segmented else nullcontext():
+        check("wgmma", place)
+
+
+@emulated
+@pytest.mark.slow
+def test_by_wgmma_in_every_order() -> None:
+    q, k, v = (random(1, 130, 1, 128, seed=i) for i in range(3))
+    made = []
+    for order in ("forward", "reverse", 7):
+        with emulate("sm_90", order), poisoned():
+            made.append(lightning_attention(q, k, v, rates(1, "cpu"), return_state=True))
+    for other in made[1:]:
+        assert_equal_bits(other, made[0], "order")
 
 
 @at("sm_80", "cuda")
@@ -172,6 +192,9 @@ def emulated_coverage() -> None:
             with short_segments():
                 q = random(1, 65, 1, 16)
                 lightning_attention(q, q, q, torch.ones(1))
+    q = random(1, 64, 1, 72)
+    with emulate("sm_90"):
+        lightning_attention(q, q, q, rates(1, "cpu"))
 
 
 def test_parts_continue_each_other() -> None:

@@ -54,6 +54,26 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "1d2d_broad": (150, 264, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": BROAD}),
     "1d1d": (70, 136, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "tile": SMALL}),
     "1d1d_broad": (150, 264, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "tile": BROAD}),
+    "1d1d_shared": (
+        100,
+        200,
+        640,
+        {
+            "a": "e4m3",
+            "scale_a": ALONG,
+            "scale_b": ALONG,
+            "out": "fp32",
+            "accumulate": True,
+            "tile": BROAD,
+            "split": True,
+        },
+    ),
+    "1d1d_two_rounds_shared": (
+        150,
+        520,
+        400,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "bias": "bf16", "tile": BROAD, "split": True},
+    ),
     "1d2d_one_warpgroup": (70, 136, 400, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE}),
     "squares": (140, 136, 272, {"a": "e4m3", "scale_a": SQUARE, "scale_b": SQUARE, "tile": SMALL}),
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
@@ -133,6 +153,7 @@ def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
 
 # Those whose variant no other case has, as compiling it takes longest, and whose code others try too.
 SLOW = (
+    "1d1d_two_rounds_shared",
     "1d1d_broad",
     "1d2d_one_warpgroup",
     "bf16_one_warpgroup",

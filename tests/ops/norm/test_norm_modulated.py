@@ -179,6 +179,35 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("centred", (False, True))
+@pytest.mark.parametrize("cols", (18, 64))
+def test_gradients_in_one_launch(where: str, centred: bool, cols: int) -> None:
+    """Of everything but weights, with operands that have a row for each, for some and for all."""
+    shapes = ((2, 3, cols), (2, 3, cols), (2, 1, cols), (2, 3, cols), (cols,), (cols,), (2, 3, cols), (2, 3, cols))
+    x, residual, gate, scale, shift, x_bias, dy, dh = (normal(*shape, dtype=torch.float32) for shape in shapes)
+    weight, bias, factors = (torch.linspace(0.5, top, cols) for top in (1.5, 2.5, 2.0))
+
+    def gradients(exact: bool, *given: Tensor) -> tuple[Tensor, ...]:
+        own, (weight, bias, factors, dy, dh) = [t.detach().requires_grad_() for t in given[:6]], given[6:]
+        x, residual, gate, scale, shift, x_bias = own
+        common = {"residual": residual, "gate": gate, "scale": scale, "shift": shift, "channel_scale": factors}
+        if exact:
+            h = residual + gate * (x + x_bias)
+            a = F.layer_norm(h, (cols,), weight, bias, 1e-5) if centred else F.rms_norm(h, (cols,), weight, 1e-5)
+            made = (a * (1 + scale) + shift) * factors, h
+        elif centred:
+            made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)[:2]
+        else:
+            made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)[:2]
+        return torch.autograd.grad(made, own, (dy, dh))
+
+    given = x, residual, gate, scale, shift, x_bias, weight, bias, factors, dy, dh
+    wanted = gradients(True, *(t.double() for t in given))
+    for got, exact in zip(results(lambda *t: gradients(False, *t), where, *given), wanted, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@EVERYWHERE
 @pytest.mark.slow
 def test_gradients_of_kernels(where: str) -> None:
     x, style, residual = normal(4, 64), normal(4, 192), normal(4, 64)

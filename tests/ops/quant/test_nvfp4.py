@@ -32,6 +32,7 @@ def rows(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     x = normal(rows, cols, dtype=torch.float32) * torch.randn(rows, 1, generator=torch.Generator().manual_seed(1)).exp()
     x[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
     x[-1, :16] = 0
+    x[1, :16] *= 1e-6  # scales at the lower end of their range
     x = x.to(dtype)
     x[0, 0] = torch.nan  # a conversion of many may have made it negative, and no product on a GPU keeps that
     return x
@@ -71,6 +72,37 @@ def test_quotients_next_to_ties(where: str) -> None:
             same_bits(results(rtkernels.quantize_nvfp4, where, x, **options), wanted)
 
 
+def _two_part_quotients_agree(steps: Tensor, bits: int) -> bool:
+    """Whether quotients by a reciprocal in two parts (common/block_formats.cuh) lie as divisions do, next to all ties.
+
+    Each rounding is one of fp64 to fp32: what is rounded is exact in fp64.
+    """
+
+    def rounded(v: Tensor) -> Tensor:
+        return v.float().double()
+
+    inverse = rounded(1 / steps)
+    rest = rounded(rounded(1 - inverse * steps) * inverse)
+    low = rounded(rest + rest.abs() * 2.0**-23)
+    for tie in (1.0, 1.25, 1.5, 1.75):
+        unit = torch.exp2(torch.floor(torch.log2(tie * steps)) - (bits - 1))
+        below = torch.floor(tie * steps / unit) * unit
+        for v in (below, below + unit):
+            quotient = rounded(v * inverse + rounded(v * low))
+            if not torch.equal((quotient - tie).sign(), (rounded(v / steps) - tie).sign()):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("every", [997, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_parts_of_a_reciprocal_are_enough_for_16_bits(every: int) -> None:
+    """For all steps, up to powers of two, and the numbers of bf16 (8 bits) and fp16 (11) next to each tie."""
+    for first in range(0, 1 << 23, 1 << 20):
+        parts = torch.arange(first, min(first + (1 << 20), 1 << 23)).flip(0)[::every]  # the last one is the hardest
+        steps = 1 + parts.double() / (1 << 23)
+        assert all(_two_part_quotients_agree(steps, bits) for bits in (8, 11))
+
+
 def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvfp4_plan, "device_info", lambda device: SimpleNamespace(sm_count=1))
     monkeypatch.setattr(nvfp4_plan, "_THREADS", 32)
@@ -83,7 +115,8 @@ def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def emulated_coverage() -> None:
-    test_nvfp4_has_the_bits_of_the_reference("sm_90", "two levels")
+    for rule in ("two levels", "search, zero"):
+        test_nvfp4_has_the_bits_of_the_reference("sm_90", rule)
 
 
 @pytest.mark.slow

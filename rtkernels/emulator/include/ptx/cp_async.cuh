@@ -11,6 +11,9 @@ RTK_DEVICE void cp_async_16_or_zero(SharedAddress shared, const void* global, bo
 RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, int bytes) {
     emu::cp_async(shared, global, 16, bytes);
 }
+RTK_DEVICE void cp_async_16_stream(SharedAddress shared, const void* global, int bytes) {
+    emu::cp_async(shared, global, 16, bytes);
+}
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     emu::cp_async(shared, global, 4, bytes);
 }

@@ -29,6 +29,11 @@ RTK_DEVICE u32 max_half(u32 a, u32 b) {
     return rank_a < rank_b ? b : a;
 }
 
+template <u32 kInfinity>
+RTK_DEVICE u32 max_nan_half(u32 a, u32 b) {
+    return (a & 0x7fffu) > kInfinity || (b & 0x7fffu) > kInfinity ? 0x7fffu : max_half<kInfinity>(a, b);
+}
+
 #define RTK_EMU_PACKED(type, infinity)                                                                              \
     RTK_DEVICE u32 finite_or_nan_##type(u32 v) {                                                                    \
         return finite_or_nan_half<infinity>(v & 0xffffu) | (finite_or_nan_half<infinity>(v >> 16) << 16);           \
@@ -39,6 +44,9 @@ RTK_DEVICE u32 max_half(u32 a, u32 b) {
     }                                                                                                               \
     RTK_DEVICE u32 max_##type(u32 a, u32 b) {                                                                       \
         return max_half<infinity>(a & 0xffffu, b & 0xffffu) | (max_half<infinity>(a >> 16, b >> 16) << 16);         \
+    }                                                                                                               \
+    RTK_DEVICE u32 max_nan_##type(u32 a, u32 b) {                                                                   \
+        return max_nan_half<infinity>(a & 0xffffu, b & 0xffffu) | (max_nan_half<infinity>(a >> 16, b >> 16) << 16); \
     }
 RTK_EMU_PACKED(bf16x2, 0x7f80u)
 RTK_EMU_PACKED(f16x2, 0x7c00u)

@@ -45,6 +45,10 @@ RTK_DEVICE void tma_store_3d(const TensorMap& map, SharedAddress from, i32 first
     const int at[] = {first, second, third};
     emu::tensor_store(map.words, from, at);
 }
+RTK_DEVICE void tma_store_4d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third, i32 fourth) {
+    const int at[] = {first, second, third, fourth};
+    emu::tensor_store(map.words, from, at);
+}
 RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
     const int at[] = {first, second, third};
     emu::tensor_store(map.words, from, at, true);  // fp32 only

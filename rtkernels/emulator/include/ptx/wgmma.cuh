@@ -118,11 +118,11 @@ RTK_DEVICE void emulated_left(EmulatedProduct& product, const u32 (&a)[4], emu::
     }
 }
 
-template <typename T, int N>
+template <typename T, bool kAcross = true, int N>
 RTK_DEVICE void wgmma_registers(float (&d)[N], const u32 (&a)[4], u64 b, u32 add, RTK_EMU_CALLER) {
     EmulatedProduct product{};
     product.sums = d, product.eights = N / 4, product.b = emulated_matrix(b);
-    product.in_registers = product.across = true, product.add = add != 0, product.half = !is_same<T, bf16>::value;
+    product.in_registers = true, product.across = kAcross, product.add = add != 0, product.half = !is_same<T, bf16>::value;
     emulated_left(product, a, RTK_EMU_SITE("wgmma_registers"));
     emulated_products_push(product);
 }

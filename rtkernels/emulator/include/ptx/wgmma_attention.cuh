@@ -16,8 +16,7 @@ RTK_DEVICE void wgmma_ss(float (&d)[N], u64 a, u64 b, u32 add) {
 
 template <typename T, bool kAcrossB, int N>
 RTK_DEVICE void wgmma_rs(float (&d)[N], const u32 (&a)[4], u64 b, u32 add) {
-    static_assert(kAcrossB, "the only form that the emulator knows");
-    wgmma_registers<T>(d, a, b, add);
+    wgmma_registers<T, kAcrossB>(d, a, b, add);
 }
 
 template <typename A, typename B, typename Sum>

@@ -18,6 +18,15 @@ RTK_DEVICE void st_words(u64* p, const Words& w) {
     emu::note();
 }
 
+RTK_DEVICE u32 ld_word(const u32* p, RTK_EMU_CALLER) {
+    emu::poll(RTK_EMU_SITE("ld_word"));
+    return atomicAdd(const_cast<u32*>(p), 0u);
+}
+RTK_DEVICE void st_word(u32* p, u32 word) {
+    atomicExch(p, word);
+    emu::note();
+}
+
 RTK_DEVICE u32 ld_word_acquire(const u32* p, RTK_EMU_CALLER) {
     emu::poll(RTK_EMU_SITE("ld_word_acquire"));
     return atomicAdd(const_cast<u32*>(p), 0u);

@@ -28,6 +28,6 @@ def samples(device: str):
     smooth, lines = torch.rand(136, generator=g, device=device) + 0.5, torch.rand(3, 256, generator=g, device=device)
     yield smooth_quant.FORWARD, (x, None, smooth, weight, None, "silu", True, True, False)
     yield smooth_quant.FORWARD, (half, half, None, None, counts, "relu", False, False, False)
-    common = "silu", "both", False, False, "both", True
+    common = "silu", "both", False, False, "both", True, 1
     yield smooth_quant.BACKWARD, (dy, merged, None, lines, weight, weight, counts, *common)
-    yield smooth_quant.BACKWARD, (dy, merged, None, None, None, None, None, "none", "row", True, False, "fp8", False)
+    yield smooth_quant.BACKWARD, (dy, merged, None, None, None, None, None, "none", "row", True, False, "fp8", False, 1)

@@ -1,0 +1,244 @@
+"""Public functions whose repeated calls are replayed: with their own tensors, and only if they are like that one."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+import torch
+from support.compare import running_on
+from support.places import at
+from support.ways import assert_equal_bits
+from torch import Tensor
+
+import rtkernels
+from bench.measure import host_calls
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime import env, layout
+from rtkernels.runtime.operator import noting
+from rtkernels.runtime.operator.replayed import replayed
+
+COLS = 64
+channel_mul, add_residual, repeat_heads = rtkernels.channel_mul, rtkernels.add_residual, rtkernels.repeat_heads
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known():
+    for function in (channel_mul, add_residual, repeat_heads):
+        function.replays.forget()
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape) for shape in shapes]
+
+
+def replays(function) -> list:
+    return [known.replay for known in function.replays.known.values() if known.replay is not None]
+
+
+def noted(function, *args, **kwargs) -> None:
+    """Call a function two times: the second call is noted."""
+    for _ in range(2):
+        function(*args, **kwargs)
+    assert len(replays(function)) == 1
+
+
+@at("sm_80", "cuda")
+def test_the_third_call_is_replayed_with_its_own_tensors(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_on(place) as device:
+        made = [[t.to(device) for t in tensors((3, COLS), (COLS,))] for _ in range(4)]
+        noted(channel_mul, *made[0])
+        monkeypatch.setitem(channel_mul.replays._scope, "call", None)  # which nothing comes to any more
+        monkeypatch.setitem(channel_mul.replays._scope, "function", None)
+        for x, s in made[1:]:
+            assert_equal_bits(channel_mul(x, s), x * s)
+
+
+@at("sm_80", "cuda")
+def test_other_calls_are_not_replayed(place: str) -> None:
+    with running_on(place) as device:
+        x, s, more, row = (t.to(device) for t in tensors((3, COLS), (COLS,), (4, COLS), (COLS + 1,)))
+        noted(channel_mul, x, s)
+        assert_equal_bits(channel_mul(more, s), more * s)
+        assert_equal_bits(channel_mul(x.bfloat16(), s), (x.bfloat16().float() * s).bfloat16())
+        assert_equal_bits(channel_mul(x.t().contiguous().t(), s), x * s)
+        assert_equal_bits(channel_mul(x, row[1:]), x * row[1:])  # not aligned
+        assert_equal_bits(channel_mul(x[:1], x[0]), x[:1] * x[0])
+        with pytest.raises(ArgumentError, match="s has shape"):
+            channel_mul(x, s[:3])
+        with pytest.raises(ArgumentError, match="n is a float"):
+            noted(repeat_heads, x, 2)
+            repeat_heads(x, 2.0)
+
+
+@at("sm_80", "cuda")
+def test_gradients_are_not_lost(place: str) -> None:
+    with running_on(place) as device:
+        x, s = (t.to(device) for t in tensors((3, COLS), (COLS,)))
+        noted(channel_mul, x, s)
+        leaf = s.clone().requires_grad_()
+        channel_mul(x, leaf).sum().backward()
+        torch.testing.assert_close(leaf.grad, x.sum(0))
+        with torch.no_grad():
+            for _ in range(3):
+                assert_equal_bits(channel_mul(x, leaf), x * s)
+        assert channel_mul(x, leaf).requires_grad
+
+
+@at("sm_80", "cuda")
+def test_memory_that_is_given_is_checked_each_time(place: str) -> None:
+    with running_on(place) as device:
+        both, x = (t.to(device) for t in tensors((4, COLS), (3, COLS)))
+        out = torch.empty_like(x)
+        noted(add_residual, both[:3], x, out=out)
+        version = out._version
+        assert add_residual(both[:3], x, out=out) is out
+        assert out._version == version + 1
+        with pytest.raises(ArgumentError, match="out overlaps residual"):
+            add_residual(both[:3], x, out=both[1:])
+
+
+@at("sm_80", "cuda")
+def test_shapes_that_alternate_are_found(place: str) -> None:
+    with running_on(place) as device:
+        pairs = [[t.to(device) for t in tensors((rows, COLS), (COLS,))] for rows in (1, 3, 5)]
+        for _ in range(4):
+            for x, s in pairs:
+                assert_equal_bits(channel_mul(x, s), x * s)
+        assert len(replays(channel_mul)) == 3
+
+
+def test_what_cannot_be_repeated_is_not_noted() -> None:
+    @replayed
+    def reads_values(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    @replayed
+    def knows_a_tensor(x: Tensor) -> Tensor:
+        return x + kept
+
+    @replayed
+    def asks_for_overlap(x: Tensor) -> Tensor:
+        return x + 1 if layout.may_overlap(x, x) else x
+
+    kept = torch.ones(4)
+    with rtkernels.emulate():
+        for function in (reads_values, knows_a_tensor, asks_for_overlap):
+            for x in tensors(*[(4,)] * 4):
+                assert_equal_bits(function(x), function.__wrapped__(x))
+            (known,) = function.replays.known.values()
+            assert known.replay is None and known.why_not
+
+
+def test_tensors_without_memory_go_to_the_function() -> None:
+    @replayed
+    def doubled(x: Tensor) -> Tensor:
+        return x + x
+
+    with rtkernels.emulate():
+        x = torch.randn(3, 4)
+        for _ in range(3):
+            assert_equal_bits(torch.vmap(doubled)(x), x + x)
+            assert doubled(x.to("meta")).is_meta
+            assert_equal_bits(doubled(x.to_sparse()).to_dense(), x + x)
+    assert not doubled.replays.known
+
+
+def test_a_call_that_is_to_look_at_values_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    @replayed
+    def checked(x: Tensor) -> Tensor:
+        if env.get("DEBUG") and x.min() < 0:
+            raise ArgumentError("x is negative")
+        return x + 1
+
+    with rtkernels.emulate():
+        noted(checked, torch.ones(4))
+        assert_equal_bits(checked(-torch.ones(4)), torch.zeros(4))
+        monkeypatch.setenv("RTKERNELS_DEBUG", "1")
+        with pytest.raises(ArgumentError, match="negative"):
+            checked(-torch.ones(4))
+
+
+def test_views_and_results_of_torch_are_made_anew() -> None:
+    @replayed
+    def mixed(x: Tensor, parts: list[Tensor], flat: bool = False) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        half = x[:, ::2]
+        total = (half + parts[0]).bfloat16()
+        made = torch.empty(x.shape[0], 4, dtype=x.dtype)
+        made.view(-1).copy_(half.reshape(-1))
+        return half, total.view(torch.int16).view(-1), [made.t(), None, parts[1]]
+
+    with rtkernels.emulate():
+        for _ in range(4):
+            x, y, z = tensors((2, 8), (2, 4), (3,))
+            half, total, (made, nothing, third) = mixed(x, [y, z])
+            assert half.data_ptr() == x.data_ptr() and half.stride() == (8, 2)
+            assert_equal_bits(total.view(torch.bfloat16), (x[:, ::2] + y).bfloat16().view(-1))
+            assert_equal_bits(made.t(), x[:, ::2].contiguous())
+            assert nothing is None and third is z
+        assert len(replays(mixed)) == 1
+
+
+def test_memory_is_freed_when_it_is_used_no_more() -> None:
+    @replayed
+    def several(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + 1
+        return x
+
+    x = torch.zeros(4)
+    with rtkernels.emulate():
+        noted(several, x)
+    lines = linecache.getlines("<rtkernels replay of several>")
+    assert sum("del t_" in line for line in lines) == 2
+    assert_equal_bits(replays(several)[0](x), x + 4)
+
+
+def test_a_launch_that_the_dispatcher_does_not_see_is_noted() -> None:
+    from rtkernels.ops.act.combine import COMBINE
+
+    x, s = tensors((3, COLS), (1, COLS))
+    out = torch.empty_like(x)
+    operands = x, None, None, s, None, None, None, None, None, out, None, None, None
+    with rtkernels.emulate("sm_80"), noting.Notes({"x": x, "s": s, "out": out}) as notes:
+        COMBINE.launch(*operands, "none", False, False, "plain", "", "none", False, 0.0, 0.0, 1.0)
+    assert_equal_bits(out, x * s)
+    (line,) = notes.lines
+    assert line.plan is not None and notes.refused is None
+
+
+def test_what_nobody_uses_is_left_out() -> None:
+    @replayed
+    def more(x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
+        first, second = x + 1, x.exp() * 2
+        return (first, second) if both else first
+
+    with rtkernels.emulate():
+        x = torch.zeros(4)
+        noted(more, x, False)
+        assert_equal_bits(more(x, False), x + 1)
+        assert sum("call_" in line for line in linecache.getlines("<rtkernels replay of more>")) == 1
+
+
+ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "replays")]
+IN_PLACE = ("embedding_grad_", "lightning_attention_step")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+def test_replays_of_all_functions_give_the_same_bits(name: str) -> None:
+    function = getattr(rtkernels, name.split()[0])
+    case = host_calls.calls(rtkernels, "cuda")[name][1]()
+    function.replays.forget()
+    results = [_bits(case()) for _ in range(4)]
+    assert len(replays(function)) == 1, [known.why_not for known in function.replays.known.values()]
+    if name not in IN_PLACE:
+        for result in results[1:]:
+            for a, b in zip(results[0], result, strict=True):
+                assert_equal_bits(a, b)
+
+
+def _bits(result) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result.clone()]
+    return [t for part in result or () for t in _bits(part)] if isinstance(result, (tuple, list)) else []
