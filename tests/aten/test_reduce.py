@@ -7,6 +7,9 @@ import torch
 from support.overrides import compare, numbers, taken, views
 from support.places import at, emulated
 
+from rtkernels.ops.reduce import reduction
+from rtkernels.runtime.launch.plans import Plans
+
 SLOW = pytest.mark.slow
 PLACES = ("sm_90", "cuda")
 ONE_DIM = {
@@ -80,6 +83,26 @@ def test_few_results_of_many(place: str, shape: tuple[int, ...], dim: int) -> No
     x = numbers(torch.float32, *shape)
     compare(place, "red", lambda x: x.sum(dim), x, rtol=1e-5, atol=1e-4)
     compare(place, "red", lambda x: x.max(dim), x)
+
+
+@emulated
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
+def test_shapes_of_blocks(place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of threads that share a row or a column, with and without slices, rows that end within a batch."""
+    torch.manual_seed(3)
+    long, high = torch.randint(-30, 30, (2, 4104)).to(dtype), torch.randint(-30, 30, (203, 72)).to(dtype)
+    for shape in ((32, 1), (64, 1), (128, 3), (256, 2)):
+        monkeypatch.setattr(reduction, "row_shape", lambda *_, shape=shape: shape)
+        Plans.forget_all()
+        compare(place, "red", lambda x: (x.sum(1), *x.max(1)), long)
+    for shape in ((256, 32, 1), (512, 8, 1), (512, 16, 3), (128, 4, 2)):
+        monkeypatch.setattr(reduction, "column_shape", lambda *_, shape=shape: shape)
+        Plans.forget_all()
+        compare(place, "red", lambda x: (x.sum(0), *x.max(0)), high)
+        compare(place, "red", lambda x: (x.sum(0), *x.max(0)), high[:, :41])
+    monkeypatch.undo()
+    Plans.forget_all()
 
 
 @emulated
