@@ -92,7 +92,7 @@ def _plan_block(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     rows, n = x.shape
     if rows > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
-    rounds, token = next(r for most, r in _ROUNDS if n <= most), TOKEN[x.dtype]
+    rounds, token = next(r for limit, r in _ROUNDS if n <= limit), TOKEN[x.dtype]
     warps = -(-n // (32 * rounds))
     key = 8 if token == "i64" else 4
     index = 2 if _KEY_BITS[token] > 16 else 0
