@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     continue;
                 }
                 for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < share.tile_end(); ++block)
-                    parts.add(sums[0], consumer, block);
+                    if (share.has_any(block, count)) parts.add(sums[0], consumer, block);
             }
         }
 

@@ -113,6 +113,9 @@ struct TileShare {
     // Of the steps of tiles that are shared: the first one of a block. Fewer than 2^32 times as many as blocks.
     RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
 
+    // Not where there are fewer steps than blocks.
+    RTK_DEVICE bool has_any(u32 block, u32 count) const { return first_of(block, count) < first_of(block + 1, count); }
+
     RTK_DEVICE bool exists() const { return index < whole || (SPLITS && at < end); }
     RTK_DEVICE bool is_part() const { return SPLITS && index >= whole; }
     RTK_DEVICE u32 first_step() const { return at % steps; }

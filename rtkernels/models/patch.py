@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from rtkernels.errors import ArgumentError, RtkError
@@ -149,6 +150,8 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
     return tuple(map(repr, state)), shapes, children, functions
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # what a module computes is asked with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
     experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,

@@ -50,6 +50,14 @@ def test_unpatch_gives_everything_back() -> None:
     assert "_loss_function" not in model.__dict__ and not model._forward_pre_hooks and not model._forward_hooks
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_patching_without_gradients_recognizes_as_much(mode) -> None:
+    wanted = models.patch(build("qwen3"), fused_layers=True).replaced
+    model = build("qwen3")
+    with mode():
+        assert models.patch(model, fused_layers=True).replaced == wanted
+
+
 def test_another_model_of_the_process_stays_as_it_was() -> None:
     first, second = build("qwen3"), build("qwen3")
     classes = [type(m) for m in second.modules()]

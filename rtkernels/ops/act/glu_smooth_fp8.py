@@ -208,8 +208,7 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "glu_smooth_fp8_bwd", (Rows("dy", None), _X, _UP, _SMOOTH, _FACTOR, _WEIGHT, _COUNTS),
-    options="str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad, "
-    "int pad_to=1",
+    options="str act, str layout, bool pow2_scale, bool check_counts, str keep, bool weight_grad, int pad_to",
     results="q scale q_t scale_t dx dweight", outputs=_outputs_bwd, plan=_plan_bwd, reference=_reference_bwd,
     check=_check_bwd,
 )  # fmt: skip
