@@ -63,7 +63,10 @@ class Runner:
         if arm in ("ours", "ours_graph", "fp8"):
             import rtkernels
 
-            self.note = str(rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True))
+            report = rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
+            if not report.replaced.get("fused"):  # else a plain model would be measured under our name
+                raise RuntimeError(f"the model's layers were not recognised:\n{report}")
+            self.note = str(report)
         self.model = self.decode_model = model
         if arm == "hf_compile":
             on_cpu = {"backend": "aot_eager"} if tiny and self.device.type == "cpu" else {}
