@@ -38,6 +38,8 @@ _FUNCTIONS = {
         "max_magnitudes_bf16x2": ("u32", "u32 u32", "max.xorsign.abs.bf16x2 =, 0, 1;"),
         "max_bf16x2": ("u32", "u32 u32", "max.bf16x2 =, 0, 1;"),
         "max_f16x2": ("u32", "u32 u32", "max.f16x2 =, 0, 1;"),
+        "max_nan_bf16x2": ("u32", "u32 u32", "max.NaN.bf16x2 =, 0, 1;"),
+        "max_nan_f16x2": ("u32", "u32 u32", "max.NaN.f16x2 =, 0, 1;"),
         "fma_bf16x2": ("u32", "u32 u32 u32", "fma.rn.bf16x2 =, 0, 1, 2;"),
         "fma_f16x2": ("u32", "u32 u32 u32", "fma.rn.f16x2 =, 0, 1, 2;"),
     },

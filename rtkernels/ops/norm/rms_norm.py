@@ -155,5 +155,5 @@ def rms_norm(
 OP = Op(
     "rms_norm", public=("rms_norm",), kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
-    uses=("norm_fp8", "norm_modulated", "combine", "column_sum"),
+    uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
 )  # fmt: skip
