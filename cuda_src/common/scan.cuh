@@ -1,4 +1,4 @@
-// Sums of 32-bit counts that stop at a limit (below 2^31) instead of wrapping around.
+// Sums over the lanes and threads before; those of 32-bit counts stop at a limit (below 2^31) instead of wrapping around.
 #pragma once
 #include "common/abi.cuh"
 
@@ -7,6 +7,16 @@ namespace rtk {
 inline constexpr u32 kAllLanes = 0xffffffffu;
 
 // Sum over the lanes of a warp up to this one.
+template <typename T>
+RTK_DEVICE T sum_up_to_lane(T v) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+        const T lower = __shfl_up_sync(kAllLanes, v, offset);
+        if (lane >= offset) v += lower;
+    }
+    return v;
+}
 RTK_DEVICE u32 scan_up_to(u32 v, u32 limit) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll

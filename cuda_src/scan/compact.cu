@@ -2,6 +2,7 @@
 // order: how many there are up to each slice of kCompactSlice elements, added up by the last block; and, when the host knows how
 // many, their coordinates or the elements of another tensor. A block owns a slice: it reads 16 bytes a thread, puts a byte for each element into shared memory, ranks 16 neighbours a thread by a scan over the block,
 // lists the chosen ones there, and writes its results side by side. Grid: slices; block: 256 threads.
+#include "common/scan.cuh"
 #include "common/values.cuh"
 
 namespace rtk {
@@ -82,12 +83,7 @@ RTK_DEVICE i64 add_up(i64* numbers, i64 count) {
         for (int i = 0; i < kEach; ++i) own[i] = first + i < count ? numbers[first + i] : 0;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) sum += own[i], own[i] = sum;
-        i64 up_to = sum;
-#pragma unroll
-        for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-            const i64 left = __shfl_up_sync(0xffffffffu, up_to, lanes);
-            if (lane >= lanes) up_to += left;
-        }
+        i64 up_to = sum_up_to_lane(sum);
         if (lane == kWarp - 1) sums[warp] = up_to;
         __syncthreads();
         i64 all = 0;
@@ -159,12 +155,7 @@ __global__ void __launch_bounds__(kCompactThreads)
     flag_slice(x, begin, end, aligned != 0, distinct != 0, flags);
     __syncthreads();
     const int own = flags_of_thread(flags);
-    int up_to = own;
-#pragma unroll
-    for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-        const int left = __shfl_up_sync(0xffffffffu, up_to, lanes);
-        if (lane >= lanes) up_to += left;
-    }
+    int up_to = sum_up_to_lane(own);
     if (lane == kWarp - 1) parts[warp] = up_to;
     __syncthreads();
     int rank_of = up_to - own, all = 0;

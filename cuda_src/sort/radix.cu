@@ -55,12 +55,7 @@ __global__ void __launch_bounds__(kRadixDigits) radix_begins(u32* counts, u32* s
     u32 skipped = 0;
     for (int p = 0; p < kPasses; ++p, mine += kRadixDigits) {
         const u32 count = *mine;
-        u32 up_to = count;
-#pragma unroll
-        for (int step = 1; step < kWarp; step *= 2) {
-            const u32 other = __shfl_up_sync(0xffffffffu, up_to, step);
-            if (lane >= step) up_to += other;
-        }
+        u32 up_to = sum_up_to_lane(count);
         if (lane == kWarp - 1) sums[warp] = up_to;
         if (__syncthreads_or(count == n)) skipped |= 1u << p;
         for (int w = 0; w < warp; ++w) up_to += sums[w];

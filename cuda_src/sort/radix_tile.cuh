@@ -2,6 +2,7 @@
 // A tile is up to 8 warps of up to 512 elements: a warp owns consecutive ones, up to 16 rounds of 32. Places behind the last element have a
 // key of ones only: they come last in every pass, behind elements with the same key.
 #pragma once
+#include "common/scan.cuh"
 #include "ptx/forget.cuh"
 #include "sort/keys.cuh"
 
@@ -9,7 +10,7 @@ namespace rtk {
 
 inline constexpr int kRadixDigits = 256, kRadixRounds = 16, kRadixThreads = 256;
 template <typename T>
-inline constexpr int kRadixBlocks = sizeof(T) == 8 ? 2 : 3;  // on a multiprocessor, by their registers
+inline constexpr int kRadixBlocks = sizeof(T) == 8 || sizeof(T) == 1 ? 2 : 3;  // on a multiprocessor, by their registers
 
 template <typename Key>
 RTK_DEVICE u32 digit_of(Key key, int shift) {
@@ -65,12 +66,7 @@ RTK_DEVICE void begin_of_digits(u32* counts, u32* begins, F&& total) {
         u32 sums[kEach], sum = 0;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) sums[i] = sum, sum += begins[thread * kEach + i];
-        u32 before = sum;
-#pragma unroll
-        for (int step = 1; step < kWarp; step *= 2) {
-            const u32 other = __shfl_up_sync(0xffffffffu, before, step);
-            if (thread >= step) before += other;
-        }
+        const u32 before = sum_up_to_lane(sum);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) begins[thread * kEach + i] = before - sum + sums[i];
     }
