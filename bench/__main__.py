@@ -164,7 +164,7 @@ def _aten(args: argparse.Namespace) -> int:
 
         chosen.record(args.record)
         return 0
-    from bench.measure import aten
+    from bench.measure import aten, aten_run
 
     ways = tuple(way for way in args.ways.split(",") if way)
     if unknown := set(ways) - set(aten.WAYS):
@@ -175,7 +175,7 @@ def _aten(args: argparse.Namespace) -> int:
         return 2
     if importlib.util.find_spec("flag_gems") is None:
         ways = tuple(way for way in ways if way != "flaggems")
-    aten.run(
+    aten_run.run(
         args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds, resume=args.resume
     )
     return 0

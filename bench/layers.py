@@ -60,9 +60,9 @@ class Layer(NamedTuple):
     call: Callable[[Tensor], Tensor]
 
 
-_FUSED = {"fused_layers": True, "attention": True, "router": True}
+_FUSED = {"fused_layers": True, "attention": True}
 _MICROBATCHES = {"fp8_fixed"}  # weights are quantised one time for several steps, as between two of an optimizer
-_SAVING = {"fp8": rtkernels.models.Fp8Recipe(save_weight=True, parts=2), **_FUSED}
+_SAVING = {"fp8": rtkernels.models.Fp8Recipe(parts=4), **_FUSED}
 PATCHES = {
     "ours": {}, "ours_fused": _FUSED, "fp8": {"fp8": True}, "fp8_fused": {"fp8": True, **_FUSED}, "fp8_saving": _SAVING,
     "fp8_fixed": {"fp8": True, **_FUSED},
@@ -86,10 +86,11 @@ def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Modul
     return model
 
 
-def _changed(model: nn.Module, way: str) -> None:
-    """Patch a model as a way needs it."""
+def _changed(model: nn.Module, way: str, router: bool = False) -> None:
+    """Patch a model as a way needs it; with `router`, that of a way that is fused is replaced."""
     if way in PATCHES:
-        rtkernels.models.patch(model, loss=False, **PATCHES[way])
+        options = PATCHES[way]
+        rtkernels.models.patch(model, loss=False, router=router and "fused_layers" in options, **options)
     elif way == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -163,7 +164,7 @@ def moe(sizes: Sizes, device: str, dtype: torch.dtype, way: str) -> Layer:
     )  # fmt: skip
     if way == "eager":
         model.set_experts_implementation("eager")
-    _changed(model, way)
+    _changed(model, way, router=True)
     layer = model.model.layers[0].mlp
     if way == "reference":
         layer.gate = _SameChoice(layer.gate)
@@ -292,6 +293,7 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
         started = time.perf_counter()
         call()
         return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
+    torch._C._cuda_clearCublasWorkspaces()  # those of what came before: a layer that needs one makes it anew
     call()
     row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
     timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory

@@ -228,7 +228,6 @@ FAMILY_REASONS = {
     "gemm": "cuBLAS; `rtkernels.scaled_mm` and others by name",
     "attn": "torch's attention backends",
     "creation": "memset-class: only the host's time counts",
-    "win": "not written yet",
 }
 _CREATION = {"zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "arange", "linspace", "logspace", "eye"}
 
@@ -299,19 +298,23 @@ MEASURED = """
 Runs of `python -m bench aten --quick` on an {gpu}, torch {torch}, bfloat16 and float32{before}
 (`bench/results/aten/h200.json`); times of calls in a row, host included ("operator mode"). Torch's time over ours,
 geometric mean over the shapes: of our kernel at every size; with smaller calls given back to torch, which costs
-{extra:.0f} µs of that host's time each; and the elements from which on the kernel is then taken. In a fresh process
-`enable()` took {enable:.0f} ms there, all imports included.
+{extra:.1f} µs of that host's time each; the slowest case then; and the elements from which on the kernel is taken. In a
+fresh process `enable()` took {enable:.0f} ms there, all imports included. Host's µs of a small call, torch's and ours:
+{host}.
 
-| overload | kernel at every size | from a threshold on | threshold |
-|---|---|---|---|
+Default set: {count} overloads, geometric mean {mean:.2f}, the slowest `{slowest}` {least:.2f}.
+
+| overload | kernel at every size | from a threshold on | slowest case | threshold |
+|---|---|---|---|---|
 """
 
 
 FLAGGEMS = """
 
 FlagGems' time over ours where both have an overload, bfloat16, two sizes of each (64 x 64 and 4096 x 4096, or those of
-norms), all in one process; FlagGems with three of its configurations to choose from. {count} overloads, geometric mean
-{operator:.2f} for calls in a row and {kernel:.2f} on the device at the larger size. Below 1: {slower}.
+norms), each in units of torch's time in the same process; FlagGems with three of its configurations to choose from.
+{count} overloads, geometric mean {operator:.2f} for calls in a row and {kernel:.2f} on the device at the larger size.
+Below 1: {slower}. On the device alone: {device}.{failed}
 """
 
 
@@ -326,28 +329,40 @@ a copy of as many bytes.
 """
 
 
+def _below_one(means: dict[str, float]) -> str:
+    return ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in sorted(means.items()) if ratio < 1.0) or "none"
+
+
 def measured() -> list[str]:
     """Return the section on times, losses included."""
     result = chosen.load()
     about, host = result["environment"], result["host"]
     earlier = " and ".join(result.get("cases_of_before", {}).get("families", ()))
+    choice, cases, extra = chosen.choice(result), chosen.cases_of(result), chosen.given_back_us(result)
+    default = {name: choice[name][1] for name in DEFAULT}
+    slowest = min(default, key=default.__getitem__)
+    small = [f"`{name[6:]}` {us:.1f} and {host[f'rtkernels {name[6:]}']:.1f}" for name, us in host.items()
+             if name.startswith("torch ")]  # fmt: skip
     head = MEASURED.format(
-        gpu=about["gpu"], torch=about["torch"], extra=chosen.given_back_us(result), enable=host["enable default ms"],
-        before=f"; cases of {earlier} are of a run before" if earlier else "",
+        gpu=about["gpu"], torch=about["torch"], extra=extra, enable=host["enable default ms"], host=", ".join(small),
+        before=f"; cases of {earlier} are of a run before" if earlier else "", count=len(default), slowest=slowest,
+        mean=aten_file.mean(list(default.values())), least=default[slowest],
     )  # fmt: skip
     lines = head.rstrip().splitlines()
-    for name, (alone, best, size) in sorted(chosen.choice(result).items(), key=lambda item: -item[1][1]):
+    for name, (alone, best, size) in sorted(choice.items(), key=lambda item: -item[1][1]):
         where = "never" if size == chosen.NEVER else f"{size}"
         mark = ", default" if name in DEFAULT else ""
-        lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {where} |")
+        worst = min(chosen.ratios(cases[name], size, extra))
+        lines.append(f"| `{name}`{mark} | {alone:.2f} | {best:.2f} | {worst:.2f} | {where} |")
     operator, kernel = (aten_file.flaggems_ratios(result["cases"], mode) for mode in ("operator", "kernel"))
     if operator:
         means = {name: aten_file.mean(list(cases.values())) for name, cases in operator.items()}
-        slower = ", ".join(f"`{name}` {ratio:.2f}" for name, ratio in sorted(means.items()) if ratio < 1.0)
-        device = [aten_file.mean(list(cases.values())) for cases in kernel.values()]
+        device = {name: aten_file.mean(list(cases.values())) for name, cases in kernel.items()}
+        failed = sorted({case["overload"] for case in result["cases"] if "error" in case.get("flaggems", {})})
         lines += FLAGGEMS.format(
-            count=len(means), operator=aten_file.mean(list(means.values())), kernel=aten_file.mean(device),
-            slower=slower or "none",
+            count=len(means), operator=aten_file.mean(list(means.values())),
+            kernel=aten_file.mean(list(device.values())), slower=_below_one(means), device=_below_one(device),
+            failed=f" FlagGems failed in a case of {', '.join(f'`{name}`' for name in failed)}." if failed else "",
         ).rstrip().splitlines()  # fmt: skip
     if result.get("bounds"):
         lines += BOUNDS.rstrip().splitlines()
@@ -365,7 +380,7 @@ def page() -> str:
     for family, _, _, names in listed():
         taken = [name for name in names if name in rows]
         left = [name for name in names if name not in rows]
-        why = {reason(name, family) or f"family {family}: not written yet" for name in left}
+        why = {reason(name, family) for name in left}
         here = (
             "taken"
             if not left

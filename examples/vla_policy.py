@@ -143,13 +143,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run all of them and return the cosines by name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a small model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU; without one, --tiny on the CPU")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--skip-compile", action="store_true")
     parser.add_argument("--autotune", default="vision,gemma,expert", help="layers that torch.compile tunes")
     parser.add_argument("--out", type=Path, help="also write what is printed to this file, as JSON")
     options = parser.parse_args(argv)
-    sizes, device = TINY if options.tiny else Sizes(), options.device
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and not (options.tiny or options.device):
+        parser.error("there is no GPU here, and a CPU would take very long: add --tiny, or --device cpu to wait for it")
+    sizes = TINY if options.tiny else Sizes()
     weights, inputs = make_weights(sizes, device), inputs_of(sizes, device)
     calibration = calibrated(sizes, weights, device, inputs)
 

@@ -40,9 +40,9 @@ from rtkernels.ops.attention.merge import merge_attention as merge_attention
 from rtkernels.ops.attention.mla import mla_attention as mla_attention
 from rtkernels.ops.attention.mla_decode import mla_decode as mla_decode
 from rtkernels.ops.attention.qkv_split import qkv_split as qkv_split
+from rtkernels.ops.attention.quantize_heads import quantize_qk as quantize_qk
+from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.quantized import attention_quantized as attention_quantized
-from rtkernels.ops.attention.quantized import quantize_qk as quantize_qk
-from rtkernels.ops.attention.quantized import quantize_v as quantize_v
 from rtkernels.ops.attention.sage import sage_attention as sage_attention
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
 from rtkernels.ops.gemm.explain import explain as explain

@@ -7,6 +7,7 @@ that package is installed, else unsigned integers of the same width.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) ->
     Raises:
         ArgumentError: `first` is neither a tensor nor an array, or the arrays are of different libraries.
     """
+    if not hasattr(first, "__dlpack__"):
+        name = next(iter(inspect.signature(function).parameters))
+        raise ArgumentError(f"{name} is a {_type(first)}; expected a torch.Tensor or an array with __dlpack__")
     kind = _kind(first)
 
     def convert(value: Any) -> Any:
@@ -37,14 +41,14 @@ def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) ->
             return value
         if isinstance(value, Tensor) or _kind(value) != kind:
             raise ArgumentError(
-                f"{function.__name__}: arrays of different libraries in one call "
-                f"({type(first).__module__}.{type(first).__name__} and {type(value).__module__}.{type(value).__name__})"
+                f"{function.__name__}: arrays of different libraries in one call ({_type(first)} and {_type(value)})"
             )
         return to_torch(value)
 
     result = function(to_torch(first), *map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
     if isinstance(result, tuple):
-        return tuple(from_torch(item, kind) for item in result)
+        converted = [from_torch(item, kind) for item in result]
+        return type(result)._make(converted) if hasattr(result, "_make") else tuple(converted)
     return from_torch(result, kind)
 
 
@@ -54,11 +58,11 @@ def call_with(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return call(function, first, **dict(others))
 
 
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+
+
 def _kind(value: Any) -> str:
-    if not hasattr(value, "__dlpack__"):
-        raise ArgumentError(
-            f"expected a torch.Tensor or an array with __dlpack__, got {type(value).__module__}.{type(value).__name__}"
-        )
     name = type(value).__module__.partition(".")[0]
     return "jax" if name == "jaxlib" else name
 

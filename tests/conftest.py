@@ -27,7 +27,7 @@ SLOW_WORDS = (
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
 # A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
-ONE_IN, ONE_PRODUCT_IN = 5, 10
+ONE_IN, ONE_PRODUCT_IN = 6, 24
 COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
 
 
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="which part of the tests that take seconds a run of the whole suite takes (0 to 9)",
+        help="which part of the tests that take seconds a run of the whole suite takes (0 to 23)",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 

@@ -68,8 +68,8 @@ def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     runs = {arm: record["runs"] for arm, record in arms.items() if record.get("runs")}
 
-    def add(name: str, value: float, must: float, passed: bool) -> None:
-        made.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed})
+    def add(name: str, value: float, must: float, passed: bool, **more: str) -> None:
+        made.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed, **more})
 
     def held_out(arm: str, count: int | None = None) -> list[float]:
         return [run["held_out"] for run in runs[arm]][:count]
@@ -82,24 +82,29 @@ def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             value, must = abs(_last(runs["ours_fused"][0]) / wanted - 1), max(BF16_LOSS, 2 * noise)
             add("loss, ours_fused : hf", value, must, value <= must)
 
-    def fp8_gates(arm: str) -> list[tuple[str, float, float, bool]]:
+    def fp8_gates(arm: str) -> list[dict[str, Any]]:
         ours, theirs = held_out(arm), held_out("ours_fused", len(runs[arm]))
         off = abs(statistics.mean(ours) / statistics.mean(theirs) - 1)
         apart, own = ((max(runs) - min(runs)) / statistics.mean(runs) for runs in (ours, theirs))
         gradients = [g for run in runs[arm] for g in run["gradients"]]
         cosine, norm = min(g["cosine"] for g in gradients), max(abs(g["norm"] - 1) for g in gradients)
+
+        def gate(name: str, value: float, must: float, passed: bool, **more: str) -> dict[str, Any]:
+            return {"name": name, "value": value, "must": must, "passed": passed, **more}
+
+        limit, why = max(SPREAD, own), f"{SPREAD}, or the {own:.5f} of ours_fused where that is more"
         return [
-            (f"held-out loss, {arm} : ours_fused", off, HELD_OUT, off <= HELD_OUT),
-            (f"spread of held-out losses, {arm}", apart, max(SPREAD, own), apart <= max(SPREAD, own)),
-            (f"gradient, {arm}, cosine", cosine, COSINE, cosine >= COSINE),
-            (f"gradient, {arm}, norm", norm, NORM, norm <= NORM),
+            gate(f"held-out loss, {arm} : ours_fused", off, HELD_OUT, off <= HELD_OUT),
+            gate(f"spread of held-out losses, {arm}", apart, limit, apart <= limit, why=why),
+            gate(f"gradient, {arm}, cosine", cosine, COSINE, cosine >= COSINE),
+            gate(f"gradient, {arm}, norm", norm, NORM, norm <= NORM),
         ]
 
     if "ours_fused" in runs and "fp8" in runs:
         for gate in fp8_gates("fp8"):
-            add(*gate)
+            add(**gate)
     if "ours_fused" in runs and "fp8_saturated" in runs:
-        missed = sum(not passed for *_, passed in fp8_gates("fp8_saturated"))
+        missed = sum(not gate["passed"] for gate in fp8_gates("fp8_saturated"))
         add("gates missed by fp8_saturated", missed, 1, missed >= 1)
     return made
 
@@ -111,5 +116,8 @@ def _last(run: dict[str, Any]) -> float:
 
 def text(found: list[dict[str, Any]]) -> str:
     """Return gates as lines."""
-    lines = (f"{'passed' if g['passed'] else 'MISSED'}: {g['gate']}: {g['value']} (must {g['must']})" for g in found)
+    lines = []
+    for g in found:
+        why = f": {g['why']}" if "why" in g else ""
+        lines.append(f"{'passed' if g['passed'] else 'MISSED'}: {g['gate']}: {g['value']} (must {g['must']}{why})")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from bench import meta
 from bench.e2e import processes
 from bench.e2e.arms import MODELS
 from bench.e2e.gates import parity_gates, text
+from bench.e2e.text import add_text_options, corpus_of
 
 ARMS = ("hf", "hf_perturbed", "ours_fused", "fp8", "fp8_saturated")
 _PATCHED_AS = {"hf_perturbed": "hf", "fp8_saturated": "fp8"}
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     processes.add_model_options(made, MODELS, ARMS)
     made.add_argument("--tokens", type=int, default=8192, help="of a step")
     made.add_argument("--seq", type=int, default=2048)
+    add_text_options(made)
     made.add_argument("--steps", type=int, default=200)
     made.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
     processes.add_options(made)
@@ -43,10 +45,9 @@ def parser() -> argparse.ArgumentParser:
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm in this process; return its record."""
     from bench.e2e import arms
-    from bench.e2e.text import Corpus
 
     arms.quiet()
-    corpus = Corpus(args.vocab, limit=200_000 if args.tiny else None)
+    corpus = corpus_of(args)
     if arm == "fp8_saturated":
         _saturate()
     orders = range(args.seeds if arm in _SEVERAL_ORDERS else 1)

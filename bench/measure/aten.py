@@ -1,5 +1,5 @@
 """``python -m bench aten``: torch's operators on our kernels, beside torch eager, FlagGems and inductor, on FlagGems'
-core shapes.
+core shapes. Here are the cases and the times of one of them; ``aten_run`` measures all.
 
 Three times per case, as FlagGems takes them: *kernel* (events around the call, L2 flushed, median), *operator* (wall
 clock over 100 calls with one synchronisation at the end) and *submit* (the same without it: the host's share).
@@ -14,24 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import rtkernels
-from bench.measure import aten_file, aten_flaggems
-from bench.measure.aten_bounds import bounds
+from bench.measure import aten_flaggems
 from bench.measure.aten_cases import FAMILY_CASES
-from bench.measure.timing import Timer, TimingError
+from bench.measure.timing import Device, Timer, TimingError
 from rtkernels.aten import table
 
 SHAPES = {
@@ -177,15 +170,36 @@ def quick_cases(pattern: str = "") -> Iterator[tuple[table.Overload, tuple[int, 
 
 def is_candidate(row: table.Overload) -> bool:
     """Return True for an overload that may be faster than torch's: all but plain pointwise operators and copies."""
-    return row.family not in ("ew", "copy", "rng") or row.name in EXPECTED
+    return is_candidate_of(row.family, row.name)
+
+
+def is_candidate_of(family: str, overload: str) -> bool:
+    """The same of names."""
+    return family not in ("ew", "copy", "rng") or overload in EXPECTED
 
 
 # Of the pointwise operators and copies those that torch does by several kernels, or by a slow one.
-EXPECTED = {"isinf", "isfinite", "isclose", "cat", "stack", "clone", "glu_backward", "triu", "tril", "native_dropout"}
+EXPECTED = {
+    "isinf", "isfinite", "isclose", "pow.Scalar", "glu", "glu_backward", "addr", "fill.Tensor", "fill_.Tensor",
+    "masked_fill.Scalar", "masked_fill.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor", "native_dropout",
+    "cat", "stack", "clone", "triu", "tril", "repeat", "flip", "_to_copy",
+}  # fmt: skip
+
+
+def timer(device: Device, quick: bool) -> Timer:
+    """Return what takes times of the device alone."""
+    return Timer(device, iterations=10, warm_us=500.0) if quick else Timer(device, iterations=50)
+
+
+def operator_of(row: table.Overload) -> Any:
+    """Return torch's function of an overload."""
+    base, _, overload = row.name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 @contextlib.contextmanager
-def _way(name: str, row: table.Overload) -> Iterator[None]:
+def way_in_use(name: str, row: table.Overload) -> Iterator[None]:
+    """Let one of ``WAYS`` do this overload."""
     if name == "rtkernels":
         limits = dict(table.MIN_ELEMENTS)  # which follow from what is measured here
         table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
@@ -201,7 +215,7 @@ def _way(name: str, row: table.Overload) -> Iterator[None]:
         yield
 
 
-def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, float]:
+def wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, float]:
     """Return µs per call with one synchronisation at the end, and without it; up to `most` calls in the budget."""
     call()
     call()
@@ -211,15 +225,13 @@ def _wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, 
     call()
     torch.cuda.synchronize()
     count = max(3, min(most, int(budget_us / ((time.perf_counter() - start) / 2 * 1e6))))
-    found = []
-    for _ in range(1 if count == 3 else 2):  # the better of two: a host has other things to do now and then
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        submitted = time.perf_counter()
-        torch.cuda.synchronize()
-        found.append(((time.perf_counter() - start) / count * 1e6, (submitted - start) / count * 1e6))
-    return dict(zip(("operator", "submit"), min(found), strict=True))
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    submitted = time.perf_counter()
+    torch.cuda.synchronize()
+    operator_us = (time.perf_counter() - start) / count * 1e6
+    return {"operator": operator_us, "submit": (submitted - start) / count * 1e6}
 
 
 def _waits(call: Callable[[], Any]) -> bool:
@@ -238,202 +250,57 @@ def _waits(call: Callable[[], Any]) -> bool:
 
 
 def measure_case(
-    row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, timer: Timer, ways: tuple[str, ...],
-    quick: bool = False,
-) -> dict:  # fmt: skip
-    """Return the three times of every way, in µs; a way that fails has its error instead."""
-    given = arguments(row, shape, dtype, "cuda")
+    row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, clock: Timer, ways: tuple[str, ...],
+    quick: bool = False, compared: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the three times of every way, in µs; a way that fails has its error instead.
+
+    Args:
+        row: The overload.
+        shape: Of its largest tensor.
+        dtype: Of its tensors.
+        clock: For times of the device alone.
+        ways: Of ``WAYS``.
+        quick: Take fewer calls, and times of the device for candidates and `compared` cases of middle size only.
+        compared: A peer is measured for this case too.
+    """
+    try:
+        given = arguments(row, shape, dtype, "cuda")
+    except RuntimeError as error:  # no memory
+        return {way: {"error": f"{type(error).__name__}: {error}"[:200]} for way in ways}
     if given is None:
         return {}
     args, kwargs = given
-    base, _, overload = row.name.partition(".")
-    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    op = operator_of(row)
+    on_device = not quick or ((compared or is_candidate(row)) and 1 << 20 <= math.prod(shape) < _LARGE)
+    most, budget_us = (80, 1_000) if quick else (100, 200_000)
+    ways = tuple(way for way in ways if way != "flaggems" or row.name in aten_flaggems.overloads())
+    functions = {way: torch.compile(op, dynamic=False) if way == "inductor" else op for way in ways}
     found: dict[str, Any] = {}
-    for way in ways:
-        if way == "flaggems" and row.name not in aten_flaggems.overloads():
+    # The better of two rounds, as a host has other things to do now and then; ways by turns, as clocks drift.
+    for way in (*ways, *ways):
+        times = found.get(way)
+        if times is not None and times.get("operator", math.inf) > budget_us / 3:
             continue
-        function = torch.compile(op, dynamic=False) if way == "inductor" else op
 
-        def call(function: Any = function) -> Any:
+        def call(function: Any = functions[way]) -> Any:
             return function(*args, **kwargs)
 
         try:
             rtkernels.aten.reset()
-            with _way(way, row), torch.no_grad():
-                found[way] = _wall_us(call, 80 if quick else 100, 2_000 if quick else 200_000)
-                compared = (is_candidate(row) or "flaggems" in ways) and 1 << 20 <= math.prod(shape) < _LARGE
-                if not quick or (compared and not _waits(call)):
+            with way_in_use(way, row), torch.no_grad():
+                taken = wall_us(call, most, budget_us)
+                if times is None and on_device and not (quick and _waits(call)):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
-                        found[way]["kernel"] = timer.measure([call]).us
+                        taken["kernel"] = clock.measure([call]).us
             if way == "rtkernels":
-                found[way]["why"] = next(
-                    (r["why"] for r in rtkernels.report(as_rows=True) if r["overload"] == row.name), {}
-                )
+                reported = rtkernels.report(as_rows=True)
+                taken["why"] = next((r["why"] for r in reported if r["overload"] == row.name), {})
+            if times is None:
+                found[way] = taken
+            elif taken["operator"] < times["operator"]:
+                times |= taken
         except Exception as error:
-            found[way] = {"error": f"{type(error).__name__}: {error}"[:200]}
-    return found
-
-
-def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], threads: int = 16) -> None:
-    """Call every case one time, in threads: kernels are compiled there, several at a time. Those of the largest shapes
-    are the same.
-    """
-
-    def one(case: tuple[table.Overload, tuple[int, ...], torch.dtype]) -> None:
-        row, shape, dtype = case
-        base, _, overload = row.name.partition(".")
-        with contextlib.suppress(Exception), torch.no_grad():  # the measurement says what failed
-            given = arguments(row, shape, dtype, "cuda")
-            if given is not None:
-                getattr(getattr(torch.ops.aten, base), overload or "default")(*given[0], **given[1])
-
-    limits = dict(table.MIN_ELEMENTS)
-    table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
-    try:
-        with rtkernels.use("all"), ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, [case for case in listed if math.prod(case[1]) <= 1 << 26]))
-    finally:
-        table.MIN_ELEMENTS.update(limits)
-    torch.cuda.synchronize()
-
-
-def run(
-    pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, resume: bool = False,
-    seconds: float | None = None, host: dict[str, float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure all cases and return what the file has then. Each finished case is in it at once.
-
-    Args:
-        pattern: Regular expression on "family overload".
-        out: The file.
-        ways: Of ``WAYS``.
-        limit: Leave out shapes with more elements.
-        quick: The cases of ``quick_cases``, and few calls of each; FlagGems on two sizes of each.
-        resume: Keep what the file has, and measure the other cases.
-        seconds: Begin no case after this time.
-        host: What ``host_times`` and ``enable_times`` gave, if that is known.
-    """
-    from bench import meta
-    from bench.measure.timing import CudaDevice
-
-    begun = time.perf_counter()
-    result = aten_file.load(out) if resume else None
-    timer = Timer(CudaDevice(), iterations=10, warm_us=500.0) if quick else Timer(CudaDevice(), iterations=50)
-    if result is None:
-        result = {
-            "environment": meta.environment(), "quick": quick, "complete": False,
-            "host": host or host_times() | enable_times(), "bounds": bounds(timer) if "rtkernels" in ways else {},
-            "cases": [],
-        }  # fmt: skip
-    aten_file.save(result, out)
-    measured = {_name(case["overload"], case["shape"], case["dtype"]): case for case in result["cases"]}
-    wanted = []
-    for row, shape, dtype in quick_cases(pattern) if quick else cases(pattern, limit):
-        is_peers = not quick or aten_flaggems.is_representative(shape, dtype)
-        case_ways = tuple(way for way in ways if is_peers or way != "flaggems")
-        found = measured.get(_name(row.name, shape, dtype), {})
-        if missing := tuple(way for way in case_ways if way not in found.get("ways", ())):
-            wanted.append((row, shape, dtype, missing))
-    if quick:
-        wanted = _compiled(wanted, begun, seconds)
-    for row, shape, dtype, case_ways in wanted:
-        if seconds is not None and time.perf_counter() - begun > seconds:
-            break
-        case = measured.get(_name(row.name, shape, dtype))
-        if case is None:
-            case = {"overload": row.name, "family": row.family, "shape": list(shape), "dtype": _dtype_name(dtype)}
-            result["cases"].append(case)
-            measured[_name(row.name, shape, dtype)] = case
-        started = time.perf_counter()
-        case |= measure_case(row, shape, dtype, timer, case_ways, quick)
-        case["ways"] = [*case.get("ways", ()), *case_ways]  # asked for; one that FlagGems lacks has no times
-        case["seconds"] = case.get("seconds", 0.0) + time.perf_counter() - started
-        aten_file.append(case, out)
-        if not quick:
-            print(aten_file.line(case), flush=True)
-        if math.prod(shape) > 1 << 26:
-            torch.cuda.empty_cache()
-    else:
-        result["complete"] = True
-    aten_file.save(result, out)
-    print(aten_file.summary(result["cases"]))
-    if any("kernel" in case.get("torch", {}) for case in result["cases"]):
-        print(aten_file.summary(result["cases"], "kernel"))
-    if "flaggems" in ways:
-        print(aten_file.against_flaggems(result["cases"]))
-    return result
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _name(overload: str, shape: Sequence[int], dtype: torch.dtype | str) -> tuple[str, tuple[int, ...], str]:
-    return overload, tuple(shape), dtype if isinstance(dtype, str) else _dtype_name(dtype)
-
-
-Wanted = tuple[table.Overload, tuple[int, ...], torch.dtype, tuple[str, ...]]
-
-
-def _compiled(wanted: list[Wanted], begun: float, seconds: float | None) -> list[Wanted]:
-    """Compile what the cases need, ours and FlagGems' (for up to a third of the time), and return the cases, those
-    with FlagGems first; without it where its kernel was not compiled in time.
-    """
-    peers = [_name(row.name, shape, dtype) for row, shape, dtype, ways in wanted if "flaggems" in ways]
-    worked: set[Any] = set()
-    with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(aten_flaggems.compile_cases, peers, seconds=(seconds or 180.0) / 3) if peers else None
-        if any("rtkernels" in ways for *_, ways in wanted):
-            warm([case[:3] for case in wanted])
-            print(f"kernels compiled after {time.perf_counter() - begun:.0f} s", flush=True)
-        if made is not None:
-            aten_flaggems.library()
-            worked = made.result()
-            print(
-                f"FlagGems: {len(worked)} of {len(peers)} cases after {time.perf_counter() - begun:.0f} s", flush=True
-            )
-    kept = []
-    for row, shape, dtype, ways in wanted:
-        if _name(row.name, shape, dtype) not in worked:
-            ways = tuple(way for way in ways if way != "flaggems")
-        if ways:
-            kept.append((row, shape, dtype, ways))
-    return sorted(kept, key=lambda case: "flaggems" not in case[3])
-
-
-_ENABLE = (
-    "import time, torch, rtkernels; torch.cuda.init(); t = time.perf_counter(); "
-    "rtkernels.enable({}); print((time.perf_counter() - t) * 1e3)"
-)
-
-
-def host_times() -> dict[str, float]:
-    """Return the host's µs of small calls: torch's own, through an override that gives them back, and our kernels'."""
-    x = torch.randn(64, 64, device="cuda")
-    calls = {
-        "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x, [1]),
-        "_softmax": lambda: torch.ops.aten._softmax.default(x, 1, False),
-        "abs": lambda: torch.ops.aten.abs.default(x),
-        "add.Tensor": lambda: torch.ops.aten.add.Tensor(x, x),
-    }
-    found: dict[str, float] = {}
-    for name, call in calls.items():
-        found[f"torch {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
-        with rtkernels.use(name):
-            found[f"given back {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
-        with _way("rtkernels", table.table()[name]):
-            found[f"rtkernels {name}"] = min(_wall_us(call, 300, 1e6)["submit"] for _ in range(5))
-    return found
-
-
-def enable_times() -> dict[str, float]:
-    """Return what ``enable`` takes in a fresh process, in ms."""
-    found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:  # for byte code, as an installed package has it
-        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for name, include in (("default", "None"), ("default", "None"), ("all", "'all'")):
-            command = [sys.executable, "-c", _ENABLE.format(include)]
-            printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False).stdout
-            found[f"enable {name} ms"] = float(printed or "nan")
+            if times is None:  # else there are those of the first round
+                found[way] = {"error": f"{type(error).__name__}: {error}"[:200]}
     return found

@@ -71,8 +71,8 @@ def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
     for name, listed in sorted(by_overload.items(), key=lambda item: (item[1][0]["family"], item[0])):
         cells, each = [], []
         for way in ("rtkernels", "flaggems", "inductor"):
-            both = [case for case in listed if mode in case.get("torch", {}) and mode in case.get(way, {})]
-            ratios = [case["torch"][mode] / case[way][mode] for case in both]
+            both = [case for case in listed if mode in torchs(case, way) and mode in case.get(way, {})]
+            ratios = [torchs(case, way)[mode] / case[way][mode] for case in both]
             cells.append(f"{mean(ratios):.2f}" if ratios else "")
             if way == "rtkernels":
                 cells.append(f"{min(ratios):.2f}" if ratios else "")
@@ -80,6 +80,11 @@ def summary(found: list[dict[str, Any]], mode: str = "operator") -> str:
                 each += [f"{_short(case)} {_failure(case)}" for case in listed if _failure(case)]
         lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(each)} |")
     return "\n".join(lines)
+
+
+def torchs(case: dict[str, Any], way: str) -> dict[str, float]:
+    """Return torch's times in the process that measured a way."""
+    return case.get(way, {}).get("torch") or case.get("torch", {})
 
 
 def _short(case: dict[str, Any]) -> str:
@@ -93,17 +98,19 @@ def _failure(case: dict[str, Any]) -> str:
 
 
 def mean(ratios: list[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    """Return the geometric mean; of nothing NaN."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 
 def flaggems_ratios(found: list[dict[str, Any]], mode: str = "operator") -> dict[str, dict[str, float]]:
-    """Return FlagGems' time over ours, by overload and case, where both did it."""
+    """Return FlagGems' time over ours, each in units of torch's in the same process, by overload and case."""
     ratios: dict[str, dict[str, float]] = {}
     for case in found:
         ours, peers = case.get("rtkernels", {}), case.get("flaggems", {})
-        if mode in ours and mode in peers and not ours.get("why"):
-            ratios.setdefault(case["overload"], {})[_short(case)] = peers[mode] / ours[mode]
+        units = [torchs(case, way).get(mode, 0.0) for way in ("rtkernels", "flaggems")]
+        if mode in ours and mode in peers and all(units) and not ours.get("why"):
+            ratio = (peers[mode] / units[1]) / (ours[mode] / units[0])
+            ratios.setdefault(case["overload"], {})[_short(case)] = ratio
     return ratios
 
 

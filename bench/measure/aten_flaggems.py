@@ -1,8 +1,9 @@
 """FlagGems in ``python -m bench aten``: which overloads it has, and its Triton kernels compiled before they are timed.
 
 Compiling takes seconds of a case, timing milliseconds. So processes that share Triton's cache call each case one time
-first (``python -m bench.measure.aten_flaggems``), and note which ones worked. FlagGems tries up to some dozens of
-configurations of a kernel: here three of them, first, middle and last, by the process that measures.
+first (``python -m bench.measure.aten_flaggems``), and note how that ended; after one that breaks the device for its
+process this starts anew. FlagGems tries up to some dozens of configurations of a kernel: here three of them, first,
+middle and last, by the process that measures.
 """
 
 from __future__ import annotations
@@ -83,19 +84,23 @@ def in_use(overload: str) -> Iterator[None]:
         yield
 
 
-def compile_cases(cases: Sequence[Case], *, seconds: float, processes: int = 12) -> set[Case]:
-    """Call each case one time, in processes that share Triton's cache; return those that worked within the time."""
+def compile_cases(cases: Sequence[Case], *, seconds: float, processes: int = 12) -> dict[Case, str]:
+    """Call each case one time, in processes that share Triton's cache.
+
+    Return errors, empty for cases that worked. Those that FlagGems lacks, or that were not reached within the time, are
+    left out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for i in range(processes):
             portion = Path(folder) / f"{i}.json"
             portion.write_text(json.dumps(cases[i::processes]), encoding="utf-8")
             environment = {**os.environ, "FLAGGEMS_DB_URL": f"sqlite:///{folder}/{i}.db"}
-            command = [sys.executable, "-m", "bench.measure.aten_flaggems", str(portion)]
+            command = [sys.executable, "-m", "bench.measure.aten_flaggems", str(portion), "0"]
             started.append(
                 subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             )
-        begun, found = time.perf_counter(), set()
+        begun, found = time.perf_counter(), {}
         for process in started:
             try:
                 process.wait(max(0.1, seconds - (time.perf_counter() - begun)))
@@ -103,33 +108,35 @@ def compile_cases(cases: Sequence[Case], *, seconds: float, processes: int = 12)
                 process.kill()
             for line in process.communicate()[0].decode().splitlines():
                 with contextlib.suppress(TypeError, ValueError):  # it prints more than that
-                    name, shape, dtype = json.loads(line)
-                    found.add((name, tuple(shape), dtype))
+                    name, shape, dtype, error = json.loads(line)
+                    found[name, tuple(shape), dtype] = error
         return found
 
 
-def _call_each(cases: list[Any]) -> None:
-    """Call FlagGems for each case, and print those that worked."""
+def _call_each(portion: str, first: int) -> None:
+    """Call FlagGems for each case of a file from `first` on, and print each with its error."""
     from bench.measure import aten
-    from rtkernels.aten import table
 
     library()
-    for name, shape, dtype in cases:
-        row = table.table()[name]
-        base, _, overload = name.partition(".")
+    for at, (name, shape, dtype) in enumerate(json.loads(Path(portion).read_text(encoding="utf-8"))):
+        if at < first or name not in overloads():
+            continue
+        row = aten.table.row_of(name)
         try:
             given = aten.arguments(row, tuple(shape), getattr(torch, dtype), "cuda")
-            if given is None or name not in overloads():
+            if given is None:
                 continue
             with torch.no_grad(), in_use(name):
-                getattr(getattr(torch.ops.aten, base), overload or "default")(*given[0], **given[1])
+                aten.operator_of(row)(*given[0], **given[1])
             torch.cuda.synchronize()
         except Exception as error:
-            print(f"{name}: {type(error).__name__}", flush=True)
+            print(json.dumps([name, shape, dtype, f"{type(error).__name__}: {error}"[:200]]), flush=True)
+            if "CUDA error" in str(error):  # every later call here would fail
+                os.execv(sys.executable, [sys.executable, "-m", "bench.measure.aten_flaggems", portion, str(at + 1)])
             continue
-        print(json.dumps([name, shape, dtype]), flush=True)
+        print(json.dumps([name, shape, dtype, ""]), flush=True)
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    _call_each(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    _call_each(sys.argv[1], int(sys.argv[2]))

@@ -45,9 +45,11 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     labels, logits = ids % 16, rand(ROWS, EXPERTS)
     choices = (torch.arange(2 * ROWS, device=device) % EXPERTS).view(ROWS, 2)
     q, k, v = rand(1, ROWS, 8, 64), rand(1, ROWS, 2, 64), rand(1, ROWS, 2, 64)
+    packed_heads, new_q, new_kv = (q[0], k[0], v[0]), q[:, :1], (k[:, :1], v[:, :1])
     cache = rand(1, 256, 2, 64), rand(1, 256, 2, 64)
     lengths, starts, offsets = numbers(ROWS), numbers(0, ROWS), counts.cumsum(0).to(torch.int32)
     tensors, others = [ones(256) for _ in range(8)], [ones(256) for _ in range(8)]
+    expert_rows = x.view(EXPERTS, -1, COLS)
     codes, order = f8(ROWS, COLS), torch.arange(EXPERTS, device=device)
     square, experts, router = rand(COLS, COLS), rand(EXPERTS, COLS, COLS), rand(EXPERTS, COLS)
     scales = torch.zeros(ROWS, COLS // 16, device=device, dtype=torch.uint8)
@@ -135,7 +137,6 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "multi_scale_": lambda: lambda: rtk.multi_scale_(tensors, 1.0),
         "multi_copy_": lambda: lambda: rtk.multi_copy_(tensors, others),
         "attention": lambda: lambda: rtk.attention(q, k, v, causal=True),
-        "attention_varlen": lambda: lambda: rtk.attention_varlen(q[0], k[0], v[0], starts, starts, ROWS, ROWS),
         "attention_quantized": quantized_attention,
         "lightning_attention_step": lambda: lambda: rtk.lightning_attention_step(*step, decay, state),
         "quantize_v": lambda: lambda: rtk.quantize_v(v),
@@ -143,7 +144,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "gated_mm": lambda: lambda: rtk.gated_mm(x, square),
         "grouped_mm": lambda: lambda: rtk.grouped_mm(x, experts, offs=offsets),
         "grouped_mm_masked": lambda: lambda: rtk.grouped_mm_masked(
-            x.view(EXPERTS, -1, COLS), experts, masked_m=counts
+            expert_rows, experts, masked_m=counts
         ),
         "grouped_wgrad": lambda: lambda: rtk.grouped_wgrad(x, y, offs=offsets),
     }  # fmt: skip
@@ -158,10 +159,11 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "glu_fp8_backward": lambda: lambda: rtk.glu_fp8_backward(x, gated),
         "moe_permute_fp8": with_index(lambda found: lambda: rtk.moe_permute_fp8(x, found, layout="row")),
         "sdpa": lambda: lambda: rtk.sdpa(*heads8),
+        "attention_varlen": lambda: lambda: rtk.attention_varlen(*packed_heads, starts, starts, ROWS, ROWS),
         "quantize_qk": lambda: lambda: rtk.quantize_qk(q, k),
         "merge_attention": lambda: lambda: rtk.merge_attention(halves, lses),
         "multi_clip_": lambda: lambda: rtk.multi_clip_(tensors, 1.0),
-        "append_kv_cache": lambda: lambda: rtk.append_kv_cache(k[:, :1], v[:, :1], *cache, lengths),
+        "append_kv_cache": lambda: lambda: rtk.append_kv_cache(*new_kv, *cache, lengths),
         "glu_smooth_fp8_backward": lambda: lambda: rtk.glu_smooth_fp8_backward(x, gated, smooth_gated),
         "quantize_fp8 channel": lambda: lambda: rtk.quantize_fp8(x, granularity="channel"),
         "rope_table": lambda: lambda: rtk.rope_table(ROWS, 64, device=device),
@@ -184,7 +186,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "multi_count_zeros": lambda: lambda: rtk.multi_count_zeros(tensors),
         "fp8_linear": lambda: lambda: rtk.fp8_linear(x, square),
         "fp8_weight": lambda: lambda: rtk.fp8_weight(square),
-        "attention_decode": lambda: lambda: rtk.attention_decode(q[:, :1], *cache, lengths),
+        "attention_decode": lambda: lambda: rtk.attention_decode(new_q, *cache, lengths),
         "mla_attention": lambda: lambda: rtk.mla_attention(*heads8),
         "mla_decode": lambda: lambda: rtk.mla_decode(latent, latent_cache, lengths),
         "lightning_attention": lambda: lambda: rtk.lightning_attention(*heads8, decay),

@@ -3,9 +3,9 @@ below which calls go to torch. ``python -m bench aten --record FILE`` keeps a re
 and writes ``rtkernels/aten/measured.py`` from it.
 
 A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size with
-which the fewest cases are below 0.98 of torch's speed, and then the geometric mean over all of them is best; no case is
-taken that is below 0.9 and would not be below 0.98 if it were given back. The overload belongs to the default set if
-that mean is 1.05 or more.
+which the fewest cases are below 0.98 of torch's speed, and then the geometric mean over all of them is best. No case is
+taken at half of torch's speed or below, and none below 0.9 that would not be below 0.98 if it were given back. The
+overload belongs to the default set if that mean is 1.05 or more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bench.measure import aten_file
+from bench.measure.aten import is_candidate_of
 from rtkernels.aten import table
+from rtkernels.aten.measured import DEFAULT
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
@@ -23,6 +26,7 @@ MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
 WANTED = 1.05  # torch's time over ours, geometric mean
 SLOWER = 0.98  # the same, of one case: below it counts
 WORST = 0.9  # the same, of one case that giving back would make faster
+HALF = 0.5  # the same, of one case: never taken
 NEVER = 1 << 62
 
 
@@ -75,10 +79,10 @@ def slower(cases: list[dict[str, Any]], threshold: int, given_back: float) -> in
 
 
 def _is_allowed(cases: list[dict[str, Any]], threshold: int, given_back: float) -> bool:
-    """Return False if a case is taken that is much slower than torch's, and would not be if it were given back."""
+    """Return False if a case is taken at half of torch's speed, or that giving back would make much faster."""
     taken, back = ratios(cases, 0, given_back), ratios(cases, NEVER, given_back)
     return not any(
-        ours < WORST and other >= SLOWER
+        ours <= HALF or (ours < WORST and other >= SLOWER)
         for case, ours, other in zip(cases, taken, back, strict=True)
         if case["elements"] >= threshold
     )
@@ -97,12 +101,15 @@ def choice(result: dict[str, Any]) -> dict[str, tuple[float, float, int]]:
 
 
 def default_set(result: dict[str, Any]) -> dict[str, int]:
-    """Return the default set, with thresholds; 0 where the smallest size that was measured is faster already."""
+    """Return the default set, with thresholds; 0 where the smallest size that was measured is faster already.
+
+    Overloads that are no candidates were not measured on all core shapes.
+    """
     cases = cases_of(result)
     return {
         name: 0 if size == min(case["elements"] for case in cases[name]) else size
         for name, (_, mean, size) in choice(result).items()
-        if mean >= WANTED and size != NEVER
+        if mean >= WANTED and size != NEVER and is_candidate_of(cases[name][0]["family"], name)
     }
 
 
@@ -125,7 +132,17 @@ def measured_module(result: dict[str, Any]) -> str:
 
 
 def record(path: Path) -> None:
-    """Keep a result, and write the default set from it."""
+    """Keep a result, write the default set from it, and print how fast that is."""
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    MEASURED.write_text(measured_module(load()), encoding="utf-8")
+    aten_file.save(aten_file.load(path), RESULT)
+    result = load()
+    MEASURED.write_text(measured_module(result), encoding="utf-8")
+    means = {name: choice(result)[name][1] for name in default_set(result)}
+    if means:
+        slowest = min(means, key=means.__getitem__)
+        print(
+            f"default set: {len(means)} overloads, torch's time over ours {aten_file.mean(list(means.values())):.2f}, "
+            f"the slowest {slowest} {means[slowest]:.2f}"
+        )
+    if missing := sorted(set(DEFAULT) - set(cases_of(result))):
+        print(f"not measured, so not in the set any more: {', '.join(missing)}")

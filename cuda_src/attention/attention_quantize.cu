@@ -3,8 +3,9 @@
 //
 //   attention_key_sums        sums of columns of 256 rows of k at a time, fp32 [batch, heads, parts, 128]. Their mean is what
 //                             "smooth k" takes from each key: a constant for all scores of a row, which a softmax does not see.
-//   attention_quantize_rows   rows of q or k: int8 (amax / 127) or e4m3 (amax / 448), a scale per row or per 64 rows. With sums
-//                             of columns, k less its mean; or, for q, the scores that this takes away, to be added to lse.
+//   attention_quantize_rows   rows of q and k: int8 (amax / 127) or e4m3 (amax / 448), a scale per row or per 64 rows. With sums
+//                             of columns, k less its mean; and, for q, the scores that this takes away, to be added to lse.
+//                             Heads of k follow those of q in the grid.
 //   attention_quantize_values v transposed, codes [batch, heads, d_v, padded keys], zeros behind the last key; a scale per column
 //                             and 64 keys, [batch, heads, blocks, d_v].
 //
@@ -77,21 +78,26 @@ __global__ void __launch_bounds__(128)
     to[column] = total;
 }
 
-// `sums`: null, or parts of sums of columns of the `group`-th part of the heads, for `count` rows of k. `taken`: null for k; for q
-// [batch, heads, rows], scale * (q . mean).
+// `sums`: null, or parts of sums of columns of the heads of k. `taken`: [batch, heads, rows] of q, scale * (q . mean).
 template <typename T>
 __global__ void __launch_bounds__(128)
-    attention_quantize_rows(const T* x, const float* sums, u8* codes, float* scales, float* taken, i64 rows, i64 width, i64 x_batch,
-                            i64 x_row, i64 x_head, i64 parts, i64 group, i64 count, i64 blocks_of_rows, i64 e4m3_codes,
-                            double scale) {
+    attention_quantize_rows(const T* q, const T* k, const float* sums, u8* q_codes, float* q_scales, u8* k_codes, float* k_scales,
+                            float* taken, i64 q_rows, i64 k_rows, i64 q_heads, i64 width, i64 q_batch, i64 q_row, i64 q_head,
+                            i64 k_batch, i64 k_row, i64 k_head, i64 parts, i64 blocks_of_rows, i64 e4m3_codes, double scale) {
     constexpr int kOwn = kRowsAtATime / 4;  // rows of a warp
+    const bool is_q = blockIdx.y < q_heads;
+    const i64 rows = is_q ? q_rows : k_rows, k_heads = gridDim.y - q_heads;
+    if (static_cast<i64>(blockIdx.x) * kRowsAtATime >= rows) return;
+    const i64 head = is_q ? blockIdx.y : blockIdx.y - q_heads, heads = is_q ? q_heads : k_heads, batch = blockIdx.z;
+    const i64 x_row = is_q ? q_row : k_row;
+    u8* const codes = is_q ? q_codes : k_codes;
+    float* const scales = is_q ? q_scales : k_scales;
     __shared__ float mean[kWidest];
     __shared__ float of_warps[4];
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const i64 head = blockIdx.y, heads = gridDim.y, batch = blockIdx.z;
     const i64 first = static_cast<i64>(blockIdx.x) * kRowsAtATime + warp * kOwn;
     const bool column_exists = lane * 4 < width;
-    x += batch * x_batch + head * x_head + lane * 4;
+    const T* const x = (is_q ? q + batch * q_batch + head * q_head : k + batch * k_batch + head * k_head) + lane * 4;
     const float largest = e4m3_codes ? 448.0f : 127.0f;
     Raw<8> raw[kOwn];
 #pragma unroll
@@ -101,10 +107,11 @@ __global__ void __launch_bounds__(128)
     }
     float sum = 0.0f;
     if (sums != nullptr) {
-        const float* const from = sums + (batch * (heads / group) + head / group) * parts * kWidest + threadIdx.x;
+        const i64 of_head = is_q ? head / (q_heads / k_heads) : head;
+        const float* const from = sums + (batch * k_heads + of_head) * parts * kWidest + threadIdx.x;
 #pragma unroll 16
         for (i64 part = 0; part < parts; ++part) sum += from[part * kWidest];
-        sum /= static_cast<float>(count);
+        sum /= static_cast<float>(k_rows);
     }
     mean[threadIdx.x] = sum;
     __syncthreads();
@@ -114,7 +121,7 @@ __global__ void __launch_bounds__(128)
     // Row i; of k less the mean, where it exists.
     auto values_of = [&](int i, float(&f)[4]) {
         unpack<T, 4>(raw[i], f);
-        if (taken == nullptr && first + i < rows) {
+        if (!is_q && first + i < rows) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) f[c] -= own_mean[c];
         }
@@ -134,7 +141,8 @@ __global__ void __launch_bounds__(128)
         amax = MaxMagnitude::apply(MaxMagnitude::apply(of_warps[0], of_warps[1]),
                                    MaxMagnitude::apply(of_warps[2], of_warps[3]));
         shared_scale = scale_of(amax, largest);
-        if (threadIdx.x == 0) scales[(batch * heads + head) * gridDim.x + blockIdx.x] = shared_scale;
+        const i64 blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+        if (threadIdx.x == 0) scales[(batch * heads + head) * blocks + blockIdx.x] = shared_scale;
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -142,7 +150,7 @@ __global__ void __launch_bounds__(128)
         values_of(i, f);
         const i64 at = (batch * heads + head) * rows + first + i;
         const bool exists = first + i < rows;
-        if (taken != nullptr) {
+        if (is_q) {
             float dot = 0.0f;
 #pragma unroll
             for (int c = 0; c < 4; ++c) dot += f[c] * own_mean[c];

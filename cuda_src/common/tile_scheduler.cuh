@@ -190,7 +190,7 @@ struct WarpHandover {
 
 // Numbers from a counter that starts at 0 (runtime/launch/memory.py: fresh_zeros), and that the launch leaves above 0. A
 // block's first tile is its own number, so nobody waits for the counter at the start; later ones are asked for one call
-// before they are used.
+// before they are used. Where each block has one tile at most, the counter may be null.
 template <typename Handover>
 struct DrawnSource {
     u32* counter;
@@ -202,7 +202,7 @@ struct DrawnSource {
     RTK_DEVICE u32 draw() {
         return handover.give([&] {
             const u32 drawn = next;
-            next = gridDim.x + atomicAdd(counter, 1u);
+            next = gridDim.x + (counter == nullptr ? 0u : atomicAdd(counter, 1u));
             return drawn;
         });
     }

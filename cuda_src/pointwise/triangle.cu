@@ -11,11 +11,21 @@ __global__ void __launch_bounds__(256)
              i64 row_stride, i64 column_stride, i64 diagonal, i64 vectors) {
     constexpr int N = 16 / sizeof(T);
     const i64 per_row = vectors != 0 ? columns / N : columns;
-    const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (index >= matrices * rows * per_row) return;
-    const i64 line = index / per_row, row = line % rows, matrix = line / rows;
-    const i64 column = (index - line * per_row) * (vectors != 0 ? N : 1);
-    x += matrix / inner * outer_stride + matrix % inner * matrix_stride + row * row_stride + column * column_stride;
+    const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, count = matrices * rows * per_row;
+    if (index >= count) return;
+    // Divisions of 64 bits would take longer than the memory does.
+    const bool small = count < (i64{1} << 31);
+    const auto quotient = [&](i64 a, i64 b) -> i64 {
+        return small ? static_cast<u32>(a) / static_cast<u32>(b) : a / b;
+    };
+    const i64 line = quotient(index, per_row), column = (index - line * per_row) * (vectors != 0 ? N : 1);
+    i64 row = line;
+    if (matrices > 1) {
+        const i64 matrix = quotient(line, rows), outer = quotient(matrix, inner);
+        row -= matrix * rows;
+        x += outer * outer_stride + (matrix - outer * inner) * matrix_stride;
+    }
+    x += row * row_stride + column * column_stride;
     y += line * columns + column;
     const i64 edge = row + diagonal;  // the last column to keep below, the first one above
     if (vectors != 0) {

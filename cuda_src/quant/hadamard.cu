@@ -7,8 +7,8 @@
 namespace rtk {
 
 // Dense x and y of `vectors` * 8 elements, a multiple of the block of lanes * 8. Grid: any.
-template <typename T>
-__global__ void __launch_bounds__(256) hadamard(const T* x, T* y, i64 vectors, i64 lanes, double norm) {
+template <typename T, typename Result>
+__global__ void __launch_bounds__(256) hadamard(const T* x, Result* y, i64 vectors, i64 lanes, double norm) {
     constexpr int N = kHadamardElements, kInFlight = sizeof(T) == 4 ? 2 : 4;
     const float times = static_cast<float>(norm);
     const i64 width = static_cast<i64>(blockDim.x) * kInFlight;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256) hadamard(const T* x, T* y, i64 vectors, i
             hadamard_block(v, static_cast<int>(lanes));
 #pragma unroll
             for (int i = 0; i < N; ++i) v[i] *= times;
-            if (at < vectors) store<T, N>(y + at * N, v);
+            if (at < vectors) store<Result, N>(y + at * N, v);
         }
     }
 }

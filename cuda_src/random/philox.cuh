@@ -8,9 +8,10 @@ struct RandomWords {
     u32 w[4];
 };
 
-// `seed` is the key; `counter` the number of the call.
-RTK_DEVICE RandomWords philox(u64 seed, u64 counter) {
-    u32 c0 = static_cast<u32>(counter), c1 = static_cast<u32>(counter >> 32), c2 = 0, c3 = 0;
+// `seed` is the key; `counter` and `offset` are the two halves of the number of the call.
+RTK_DEVICE RandomWords philox(u64 seed, u64 counter, u64 offset) {
+    u32 c0 = static_cast<u32>(counter), c1 = static_cast<u32>(counter >> 32);
+    u32 c2 = static_cast<u32>(offset), c3 = static_cast<u32>(offset >> 32);
     u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {

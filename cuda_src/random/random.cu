@@ -1,6 +1,7 @@
-// Random numbers by Philox 4x32-10 under a seed that lies on the device: a captured graph that draws a new seed draws new numbers.
-// A thread has four neighbours, the words of one counter, which is their position: the result depends on the seed and
-// the number of elements only, not on the launch. All arithmetic is fp32, rounded once to T. Grid: any.
+// Random numbers by Philox 4x32-10 under a seed that the host knows (`key` and `offset`), or that lies on the device (`seed`): a
+// captured graph that draws a new one draws new numbers. A thread has four neighbours, the words of one counter, which is
+// their position: the result depends on the seed and the number of elements only, not on the launch. All arithmetic is fp32,
+// rounded once to T. Grid: any.
 #include "common/vec.cuh"
 #include "random/philox.cuh"
 
@@ -9,25 +10,34 @@ namespace rtk {
 // The `kind` arguments (rtkernels/ops/random/philox.py).
 inline constexpr int kUniform = 0, kNormal = 1, kExponential = 2, kBernoulli = 3;
 
+// The error of the fast one, 2^-21 near 1, is less than what two bytes can tell of all but one logarithm in a thousand.
+template <typename T>
+RTK_DEVICE float logarithm(float x) {
+    return sizeof(T) == 2 ? __logf(x) : logf(x);
+}
+
 template <typename T>
 RTK_DEVICE void draw(const RandomWords& words, int kind, float a, float b, float (&v)[4]) {
     if (kind == kNormal) {  // Box-Muller; a: mean, b: deviation
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-            const float radius = sqrtf(-2.0f * logf(open_unit(words.w[i])));
-            const float angle = 6.283185307179586f * unit(words.w[i + 1]);
-            v[i] = a + b * (radius * cosf(angle));
-            v[i + 1] = a + b * (radius * sinf(angle));
+            // The fast logarithm of what is next to 1 may be 0 or above, and its root is not a number.
+            const float square = fmaxf(-2.0f * logarithm<T>(open_unit(words.w[i])), 0x1p-126f), radius = square * rsqrtf(square);
+            float sine, cosine;
+            sincospif(2.0f * unit(words.w[i + 1]), &sine, &cosine);  // of half angles: nothing to reduce
+            v[i] = a + b * (radius * cosine);
+            v[i + 1] = a + b * (radius * sine);
         }
         return;
     }
+    const float inverse = 1.0f / a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (kind == kUniform) {  // [a, b), also after rounding
             v[i] = a + (b - a) * unit(words.w[i]);
             if (round_to<T>(v[i]) >= b) v[i] = a;
         } else if (kind == kExponential) {  // a: rate; never 0, also after rounding
-            v[i] = fmaxf(-logf(open_unit(words.w[i])) / a, is_same<T, fp16>::value ? 0x1p-24f : 0x1p-126f);
+            v[i] = fmaxf(-logarithm<T>(open_unit(words.w[i])) * inverse, is_same<T, fp16>::value ? 0x1p-24f : 0x1p-126f);
         } else {  // a: probability of 1
             v[i] = unit(words.w[i]) < a ? 1.0f : 0.0f;
         }
@@ -36,12 +46,13 @@ RTK_DEVICE void draw(const RandomWords& words, int kind, float a, float b, float
 
 template <typename T>
 __global__ void __launch_bounds__(256)
-    random_fill(T* out, const i64* seed, i64 n, i64 kind, double a, double b, i64 aligned) {
-    const u64 key = static_cast<u64>(*seed);
+    random_fill(T* out, const i64* seed, i64 n, i64 kind, double a, double b, i64 aligned, i64 known_key, i64 offset) {
+    const u64 key = static_cast<u64>(seed == nullptr ? known_key : *seed);
     const i64 vectors = ceil_div(n, 4), step = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += step) {
         float v[4];
-        draw<T>(philox(key, static_cast<u64>(i)), static_cast<int>(kind), static_cast<float>(a), static_cast<float>(b), v);
+        const RandomWords words = philox(key, static_cast<u64>(i), static_cast<u64>(offset));
+        draw<T>(words, static_cast<int>(kind), static_cast<float>(a), static_cast<float>(b), v);
         if (aligned && i * 4 + 4 <= n) {
             store<T, 4>(out + i * 4, v);
         } else {
@@ -57,12 +68,13 @@ __global__ void __launch_bounds__(256)
 // y = x * scale where a random number lies below `keep`, else 0; mask says where. x, y and mask have one layout, dense.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    random_dropout(const T* x, T* y, u8* mask, const i64* seed, i64 n, double keep, double scale, i64 aligned) {
-    const u64 key = static_cast<u64>(*seed);
+    random_dropout(const T* x, T* y, u8* mask, const i64* seed, i64 n, double keep, double scale, i64 aligned, i64 known_key,
+                   i64 offset) {
+    const u64 key = static_cast<u64>(seed == nullptr ? known_key : *seed);
     const float limit = static_cast<float>(keep), factor = static_cast<float>(scale);
     const i64 vectors = ceil_div(n, 4), step = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += step) {
-        const RandomWords words = philox(key, static_cast<u64>(i));
+        const RandomWords words = philox(key, static_cast<u64>(i), static_cast<u64>(offset));
         float v[4];
         if (aligned && i * 4 + 4 <= n) {
             load_stream<T, 4>(x + i * 4, v);

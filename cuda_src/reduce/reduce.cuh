@@ -39,12 +39,15 @@ RTK_DEVICE Raw<B> load_reduced(const void* p) {
 }
 
 // True in the last of `blocks` blocks that come here, each after it has stored its part: that one sees all parts. `ticket` is 0
-// before.
+// before and after.
 RTK_DEVICE bool is_last_block(u32* ticket, i64 blocks) {
     __shared__ bool last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) + 1 == static_cast<u32>(blocks);
+    if (threadIdx.x == 0) {
+        last = atomicAdd(ticket, 1u) + 1 == static_cast<u32>(blocks);
+        if (last) *ticket = 0;
+    }
     __syncthreads();
     __threadfence();
     return last;

@@ -2,6 +2,7 @@
 // dg = t / norm, dv = g * (dw / norm - v * t / norm^3), t the row's sum of dw * v. A group of threads owns a row, which it
 // reads two times, the second time from L1 or L2. Grid: rows / groups in a block; block: 256. Arithmetic: fp32, one rounding.
 #include "reduce/group_state.cuh"
+#include "reduce/row_batches.cuh"
 
 namespace rtk {
 
@@ -16,23 +17,36 @@ template <typename T, int N>
 RTK_DEVICE void weight_row(const T* v, const T* g, T* w, float* norms, i64 row, i64 rows, i64 cols, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
     const bool there = row < rows;
-    for (i64 at = group.thread * N; there && at < cols; at += group.threads * N) {
-        float x[N];
-        load_keep<T, N>(v + row * cols + at, x);
+    v += row * cols, w += row * cols;
+    each_batch<N, RTK_NORM_READS>(there ? cols : 0, group, [&](i64 at, i64 step, auto number) {
+        constexpr int kMany = decltype(number)::value;
+        Raw<sizeof(T) * N> raw[kMany];
+        load_all<T, N>(v + at, step, raw);
 #pragma unroll
-        for (int i = 0; i < N; ++i) s.a += x[i] * x[i];
-    }
+        for (int k = 0; k < kMany; ++k) {
+            float x[N];
+            unpack<T, N>(raw[k], x);
+#pragma unroll
+            for (int i = 0; i < N; ++i) s.a += x[i] * x[i];
+        }
+    });
     s = combined<PairSum>(s, group.threads);
     if (!there) return;
     const float norm = sqrtf(s.a), scale = row_scale(g, row) / norm;
     if (group.thread == 0) norms[row] = norm;
-    for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
-        float x[N];
-        load_keep<T, N>(v + row * cols + at, x);
+    each_batch<N, RTK_NORM_READS>(cols, group, [&](i64 at, i64 step, auto number) {
+        constexpr int kMany = decltype(number)::value;
+        Raw<sizeof(T) * N> raw[kMany];
+        load_all<T, N>(v + at, step, raw);
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] *= scale;
-        store<T, N>(w + row * cols + at, x);
-    }
+        for (int k = 0; k < kMany; ++k) {
+            float x[N];
+            unpack<T, N>(raw[k], x);
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] *= scale;
+            store<T, N>(w + at + k * step, x);
+        }
+    });
 }
 
 template <typename T>
@@ -52,13 +66,27 @@ RTK_DEVICE void weight_row_bwd(const T* dw, const T* v, const T* g, const float*
                                i64 cols, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
     const bool there = row < rows;
-    for (i64 at = group.thread * N; there && at < cols; at += group.threads * N) {
-        float d[N], x[N];
-        load_keep<T, N>(dw + row * cols + at, d);
-        load_keep<T, N>(v + row * cols + at, x);
+    dw += row * cols, v += row * cols, dv += row * cols;
+    // Calls f(place, dw, v) for the vectors of a thread.
+    const auto each = [&](i64 end, auto&& f) {
+        each_batch<N, RTK_NORM_WRITES>(end, group, [&](i64 at, i64 step, auto number) {
+            constexpr int kMany = decltype(number)::value;
+            Raw<sizeof(T) * N> grads[kMany], raw[kMany];
+            load_all<T, N>(dw + at, step, grads);
+            load_all<T, N>(v + at, step, raw);
+#pragma unroll
+            for (int k = 0; k < kMany; ++k) {
+                float d[N], x[N];
+                unpack<T, N>(grads[k], d);
+                unpack<T, N>(raw[k], x);
+                f(at + k * step, d, x);
+            }
+        });
+    };
+    each(there ? cols : 0, [&](i64, float (&d)[N], float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < N; ++i) s.a += d[i] * x[i];
-    }
+    });
     s = combined<PairSum>(s, group.threads);
     if (!there) return;
     const float inverse = 1.0f / norms[row], scale = row_scale(g, row) * inverse, along = s.a * inverse * inverse;
@@ -66,14 +94,11 @@ RTK_DEVICE void weight_row_bwd(const T* dw, const T* v, const T* g, const float*
         const float gradient[1] = {s.a * inverse};
         store<T, 1>(dg + row, gradient);
     }
-    for (i64 at = group.thread * N; at < cols; at += group.threads * N) {
-        float d[N], x[N];
-        load_keep<T, N>(dw + row * cols + at, d);
-        load_keep<T, N>(v + row * cols + at, x);
+    each(cols, [&](i64 at, float (&d)[N], float (&x)[N]) {
 #pragma unroll
         for (int i = 0; i < N; ++i) d[i] = scale * (d[i] - x[i] * along);
-        store<T, N>(dv + row * cols + at, d);
-    }
+        store<T, N>(dv + at, d);
+    });
 }
 
 template <typename T>

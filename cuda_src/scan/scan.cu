@@ -1,7 +1,7 @@
 // Scans along one dimension of (outer, n, inner): running sums and extremes, fp32 or 64-bit integers, in a fixed order.
 //
 // scan_rows (inner = 1): a row, or each of its `slices`, belongs to a warp or to a block of 256 threads, which goes through it in
-// tiles of N neighbours a thread and carries the state of a tile to the next one. scan_columns: a thread has a column, or a slice
+// tiles of N neighbours a thread (16 bytes, or 32 for sums of floats) and carries the state of a tile to the next one. scan_columns: a thread has a column, or a slice
 // of it; neighbouring threads read neighbouring columns. With several slices the kernel is launched twice: first it stores
 // the state of each slice in `partial` ([rows][slices]), then each slice starts from those before it, added up in order.
 // Grid: rows * slices / rows in a block. y and `indices` are dense.
@@ -9,7 +9,11 @@
 
 namespace rtk {
 
-inline constexpr int kScanThreads = 256;
+#ifndef RTK_SCAN_BYTES
+#define RTK_SCAN_BYTES 32
+#endif
+
+inline constexpr int kScanThreads = 256, kScanWarps = kScanThreads / kWarp;
 
 // The states of earlier slices, in order.
 template <typename S>
@@ -30,6 +34,18 @@ RTK_DEVICE typename S::State scanned_warp(typename S::State s, int lane) {
     return s;
 }
 
+template <typename T, int N, typename V>
+RTK_DEVICE void values_of_parts(const RawParts<T, N>& raw, V (&v)[N]) {
+    constexpr int kEach = N / RawParts<T, N>::kParts;
+#pragma unroll
+    for (int p = 0; p < raw.kParts; ++p) {
+        V some[kEach];
+        values<T, kEach>(raw.part[p], some);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) v[p * kEach + i] = some[i];
+    }
+}
+
 template <typename T, typename Out, typename S, int N>
 RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end, i64 x_step, int threads, int thread,
                            typename S::State carry, typename S::State* partial, bool flip, typename S::State* shared) {
@@ -37,15 +53,16 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
     using V = typename S::Value;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 step = threads * N;
-    Raw<sizeof(T) * N> next_raw;
-    if (begin + thread * N < end) next_raw = ptx::ld_keep<sizeof(T) * N>(x + (begin + thread * N) * x_step);
+    RawParts<T, N> next_raw;
+    if (begin + thread * N < end) next_raw = load_keep_raw<T, N>(x + (begin + thread * N) * x_step);
+    State* parts = shared;  // of warps; the other half for the next tile, so that one barrier will do
     for (i64 tile = begin; tile < end; tile += step) {
         const i64 at = tile + thread * N;
         V v[N];
         State own[N];
-        values<T, N>(next_raw, v);
+        values_of_parts<T, N>(next_raw, v);
         // The next tile is on its way while this one is scanned.
-        if (at + step < end) next_raw = ptx::ld_keep<sizeof(T) * N>(x + (at + step) * x_step);
+        if (at + step < end) next_raw = load_keep_raw<T, N>(x + (at + step) * x_step);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const State s = at < end ? S::of(v[k], at + k, flip) : S::identity();
@@ -56,30 +73,32 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
         if (lane == 0) left = S::identity();
         State next;
         if (threads > kWarp) {
-            if (lane == kWarp - 1) shared[warp] = up_to;
+            if (lane == kWarp - 1) parts[warp] = up_to;
             __syncthreads();
             State earlier = S::identity(), all = S::identity();
 #pragma unroll
-            for (int w = 0; w < kScanThreads / kWarp; ++w) {
+            for (int w = 0; w < kScanWarps; ++w) {
                 if (w == warp) earlier = all;
-                all = S::combine(all, shared[w]);
+                all = S::combine(all, parts[w]);
             }
             left = S::combine(earlier, left);
             next = S::combine(carry, all);
-            __syncthreads();
+            parts = parts == shared ? shared + kScanWarps : shared;
         } else {
             next = S::combine(carry, S::of_lane(up_to, kWarp - 1));
         }
         left = S::combine(carry, left);
         if (partial == nullptr && at < end) {
             V made[N];
+            i64 found[N];
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const State s = S::combine(left, own[k]);
                 made[k] = S::value(s, flip);
-                if (indices != nullptr) indices[at + k] = S::index(s);
+                found[k] = S::index(s);
             }
             store_values<Out, N>(y + at, made);
+            if (indices != nullptr) store_values<i64, N>(indices + at, found);
         }
         carry = next;
     }
@@ -91,8 +110,8 @@ template <typename T, typename Out, typename S>
 __global__ void __launch_bounds__(kScanThreads)
     scan_rows(const T* x, Out* y, i64* indices, void* partial, i64 rows, i64 n, i64 x_row, i64 x_step, i64 slices,
               i64 per_slice, i64 threads_per_row, i64 aligned, i64 totals, i64 flip) {
-    constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
-    __shared__ typename S::State shared[kScanThreads / kWarp];
+    constexpr int kWidth = sizeof(T) == 1 ? 4 : (sizeof(typename S::State) == 4 ? RTK_SCAN_BYTES : 16) / sizeof(T);
+    __shared__ typename S::State shared[2 * kScanWarps];
     const int threads = static_cast<int>(threads_per_row), thread = static_cast<int>(threadIdx.x) % threads;
     const i64 item = static_cast<i64>(blockIdx.x) * (kScanThreads / threads) + threadIdx.x / threads;
     const i64 row = item / slices, slice = item - row * slices;

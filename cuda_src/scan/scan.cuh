@@ -27,14 +27,14 @@ struct RunningMaximum {
     using Value = V;
     struct State {
         V value;
-        i64 index;  // -1: nothing yet
+        int index;  // -1: nothing yet
     };
     RTK_DEVICE static V flipped(V v) {
         if constexpr (is_same<V, float>::value) return -v;
         return static_cast<V>(~static_cast<i64>(v));
     }
     RTK_DEVICE static State identity() { return {static_cast<V>(0), -1}; }
-    RTK_DEVICE static State of(V v, i64 index, bool flip) { return {flip ? flipped(v) : v, index}; }
+    RTK_DEVICE static State of(V v, i64 index, bool flip) { return {flip ? flipped(v) : v, static_cast<int>(index)}; }
     RTK_DEVICE static State combine(const State& a, const State& b) {
         if (a.index < 0) return b;
         if (b.index < 0) return a;
@@ -50,15 +50,25 @@ struct RunningMaximum {
     RTK_DEVICE static i64 index(const State& s) { return s.index; }
 };
 
-// Stores of N neighbours: floats in one access, integers one at a time.
+// Stores of N neighbours: floats in one access, 64-bit integers by pairs, other integers one at a time.
 template <typename Out, int N>
 RTK_DEVICE void store_values(Out* y, const float (&v)[N]) {
     store<Out, N>(y, v);
 }
 template <typename Out, int N>
 RTK_DEVICE void store_values(Out* y, const i64 (&v)[N]) {
+    if constexpr (sizeof(Out) == 8 && N % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = static_cast<Out>(v[i]);
+        for (int i = 0; i < N; i += 2) {
+            Raw<16> pair;
+            pair.w[0] = static_cast<u32>(v[i]), pair.w[1] = static_cast<u32>(static_cast<u64>(v[i]) >> 32);
+            pair.w[2] = static_cast<u32>(v[i + 1]), pair.w[3] = static_cast<u32>(static_cast<u64>(v[i + 1]) >> 32);
+            ptx::st<16>(y + i, pair);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = static_cast<Out>(v[i]);
+    }
 }
 
 }  // namespace rtk

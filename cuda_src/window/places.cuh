@@ -1,6 +1,7 @@
 // Where an element of planes (batch, channels, height, width) is.
 #pragma once
 #include "common/vec.cuh"
+#include "ptx/math.cuh"
 
 namespace rtk {
 
@@ -11,11 +12,19 @@ RTK_DEVICE i64 quotient(i64 a, i64 b) {
     return (a | b) >> 32 == 0 ? static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b)) : a / b;
 }
 
-// Rows and columns are counted in 32 bits: the host refuses planes with more.
+// Rows and columns are counted in 32 bits: the host refuses planes with more. Divisors (abi.cuh: divided) are 0 where `at` may
+// not be below 2^31.
 struct PoolPlace {
     i64 plane;
     int row, column;
-    RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width) {
+    RTK_DEVICE PoolPlace(i64 at, i64 height, i64 width, i64 height_divisor, i64 width_divisor) {
+        if (width_divisor != 0) {
+            const u32 rest = divided(static_cast<u32>(at), width_divisor), of = divided(rest, height_divisor);
+            column = static_cast<int>(static_cast<u32>(at) - rest * static_cast<u32>(width));
+            row = static_cast<int>(rest - of * static_cast<u32>(height));
+            plane = of;
+            return;
+        }
         const i64 rest = quotient(at, width);
         column = static_cast<int>(at - rest * width);
         plane = quotient(rest, height);
@@ -30,8 +39,15 @@ RTK_DEVICE float element(const T* x, i64 at) {
     return v[0];
 }
 
-// Planes are (batch, channels), at strides x_batch and x_channel.
+// sum / count, to the last bit: the compiler's own division is a call, around which registers are saved.
+RTK_DEVICE float average(float sum, float count) {
+    const float inverse = ptx::rcp(count), near = sum * inverse, rest = fmaf(-near, count, sum);
+    return rest == rest ? fmaf(rest, inverse, near) : near;  // infinities leave NaN
+}
+
+// Planes are (batch, channels), at strides x_batch and x_channel; the host makes one dimension of both where it can.
 RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
+    if (channels == 1) return plane * x_batch;
     const i64 batch = quotient(plane, channels);
     return batch * x_batch + (plane - batch * channels) * x_channel;
 }

@@ -1,96 +1,194 @@
-// Windows over the last two dimensions of (planes, height, width), any strides: average and maximum pooling, and nearest upsampling.
-// A thread owns one element of the result, which is dense; neighbours read neighbouring windows. fp32, one rounding.
-// Grid: elements / 256.
+// Average and maximum pooling over the last two dimensions of (planes, height, width), any strides. fp32, one rounding; results are dense.
+// A thread owns kDown elements of a column of the result, neighbours have neighbouring columns. Windows of KERNEL x KERNEL elements
+// (0: of any size, or of columns that are not side by side) are loaded without a branch, all of a thread's before the first is used:
+// what lies outside of the input has the element that changes nothing, and a warp all of whose windows lie within asks for no element
+// whether it does. Grid: threads / 256.
 #include "window/places.cuh"
 
 namespace rtk {
 
-// The sum of a window over `divisor`, or, for 0, over the elements that count: of the padded input, or of the input.
-template <typename T>
-__global__ void __launch_bounds__(kPoolThreads)
-    avg_pool(const T* x, T* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width, i64 x_batch,
-             i64 x_channel, i64 x_row, i64 x_column, i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h,
-             i64 pad_w, i64 count_padding, i64 divisor) {
-    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
-    if (at >= count) return;
-    const PoolPlace place(at, out_height, out_width);
-    const int h = static_cast<int>(height), w = static_cast<int>(width), window_h = static_cast<int>(kernel_h);
-    const int window_w = static_cast<int>(kernel_w), border_h = static_cast<int>(pad_h), border_w = static_cast<int>(pad_w);
-    const int top = place.row * static_cast<int>(stride_h) - border_h;
-    const int left = place.column * static_cast<int>(stride_w) - border_w;
-    const int padded_h = min(top + window_h, h + border_h) - top, padded_w = min(left + window_w, w + border_w) - left;
-    const int row0 = max(top, 0), row1 = min(top + window_h, h), column0 = max(left, 0), column1 = min(left + window_w, w);
-    x += plane_offset(place.plane, channels, x_batch, x_channel) + row0 * x_row + column0 * x_column;
-    float sum = 0.0f;
-    for (int row = row0; row < row1; ++row, x += x_row) {
-        const T* p = x;
-        for (int column = column0; column < column1; ++column, p += x_column) sum += element(p, 0);
-    }
-    const i64 inside = static_cast<i64>(max(row1 - row0, 0)) * max(column1 - column0, 0);
-    const i64 elements = divisor != 0 ? divisor : count_padding ? static_cast<i64>(padded_h) * padded_w : inside;
-    const float made[1] = {inside == 0 ? 0.0f : sum / static_cast<float>(elements)};
-    store<T, 1>(y + at, made);
-}
+inline constexpr int kDown = 2;
+inline constexpr u32 kWholeWarp = 0xffffffffu;
 
-// The largest of a window, NaN if there is one, and its place in the plane; of equal ones the first.
-template <typename T>
-__global__ void __launch_bounds__(kPoolThreads)
-    max_pool(const T* x, T* y, i64* indices, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width,
-             i64 x_batch, i64 x_channel, i64 x_row, i64 x_column, i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w,
-             i64 pad_h, i64 pad_w, i64 dilation_h, i64 dilation_w) {
-    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
-    if (at >= count) return;
-    const PoolPlace place(at, out_height, out_width);
-    const int apart_h = static_cast<int>(dilation_h), apart_w = static_cast<int>(dilation_w), w = static_cast<int>(width);
-    int row = place.row * static_cast<int>(stride_h) - static_cast<int>(pad_h);
-    int left = place.column * static_cast<int>(stride_w) - static_cast<int>(pad_w);
-    const int bottom = min(row + (static_cast<int>(kernel_h) - 1) * apart_h + 1, static_cast<int>(height));
-    const int right = min(left + (static_cast<int>(kernel_w) - 1) * apart_w + 1, w);
-    while (row < 0) row += apart_h;
-    while (left < 0) left += apart_w;
-    x += plane_offset(place.plane, channels, x_batch, x_channel) + row * x_row + left * x_column;
-    const i64 next_row = apart_h * x_row, next_column = apart_w * x_column;
-    float best = __uint_as_float(0xff800000u);
-    int best_row = row, best_column = left;
-    for (; row < bottom; row += apart_h, x += next_row) {
-        const T* p = x;
-        for (int column = left; column < right; column += apart_w, p += next_column) {
-            const float v = element(p, 0);
-            if (v > best || v != v) best = v, best_row = row, best_column = column;
+// A window's rows and columns, and which part of them lies within the input.
+struct Window {
+    int top, left, row0, row1, column0, column1;
+    RTK_DEVICE Window(int row, int column, int height, int width, int extent_h, int extent_w, int stride_h, int stride_w,
+                      int pad_h, int pad_w) {
+        top = row * stride_h - pad_h, left = column * stride_w - pad_w;
+        row0 = max(top, 0), row1 = min(top + extent_h, height);
+        column0 = max(left, 0), column1 = min(left + extent_w, width);
+    }
+};
+
+// What the kernels below share: the column of a thread, and its elements.
+struct PoolColumn {
+    i64 plane;
+    int row, column, rows;
+    RTK_DEVICE PoolColumn(i64 at, i64 groups, i64 group_divisor, i64 out_height, i64 out_width, i64 width_divisor) {
+        const PoolPlace place(at, groups, out_width, group_divisor, width_divisor);
+        plane = place.plane, row = place.row * kDown, column = place.column;
+        rows = min(kDown, static_cast<int>(out_height) - row);
+    }
+
+    // work(k) for each element; LOOPS: without unrolling, as the work is a loop already.
+    template <bool LOOPS, typename Work>
+    RTK_DEVICE void each_row(const Work& work) const {
+        if constexpr (LOOPS) {
+#pragma unroll 1
+            for (int k = 0; k < rows; ++k) work(k);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kDown; ++k)
+                if (k < rows) work(k);
         }
     }
-    const i64 index = static_cast<i64>(best_row) * w + best_column;
-    const float made[1] = {best};
-    store<T, 1>(y + at, made);
-    indices[at] = index;
-}
+};
 
-// The nearest element above and to the left, at `scale` elements of x for each of the result. Moves bytes; with `vectors` a thread owns
-// 16 of them, side by side in a row of the result, and `count` are those.
-template <int BYTES>
-__global__ void __launch_bounds__(kPoolThreads)
-    upsample_nearest(const u8* x, u8* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width,
-                     i64 x_batch, i64 x_channel, i64 x_row, i64 x_column, double scale_h, double scale_w, i64 vectors) {
-    constexpr int kEach = 16 / BYTES;
-    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
-    if (at >= count) return;
-    const PoolPlace place(vectors ? at * kEach : at, out_height, out_width);
-    const float across = static_cast<float>(scale_w);
-    const int w = static_cast<int>(width), row = nearest(place.row, static_cast<float>(scale_h), static_cast<int>(height));
-    x += (plane_offset(place.plane, channels, x_batch, x_channel) + row * x_row) * BYTES;
-    if (!vectors) {
-        const i64 from = nearest(place.column, across, w) * x_column;
-        ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
+// All elements of the windows of a thread whose corner, perhaps outside of the plane x, is (top, left); `none` for those that do not exist.
+// Whole warps call, also threads that are not `active`.
+template <typename T, int KERNEL>
+RTK_DEVICE void load_windows(bool active, const T* x, i64 x_row, int top, int left, int stride_h, int height, int width,
+                             u32 none, Raw<sizeof(T)> (&raw)[kDown][KERNEL][KERNEL]) {
+    const bool within = top >= 0 && left >= 0 && top + (kDown - 1) * stride_h + KERNEL <= height && left + KERNEL <= width;
+    if (__all_sync(kWholeWarp, within && active)) {
+#pragma unroll
+        for (int k = 0; k < kDown; ++k) {
+            const T* p = x + (top + k * stride_h) * x_row + left;
+#pragma unroll
+            for (int i = 0; i < KERNEL; ++i, p += x_row)
+#pragma unroll
+                for (int j = 0; j < KERNEL; ++j) raw[k][i][j] = ptx::ld_keep<sizeof(T)>(p + j);
+        }
         return;
     }
-    Raw<16> made{};
+    bool inside[KERNEL];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-        const Raw<BYTES> one = ptx::ld_keep<BYTES>(x + nearest(place.column + i, across, w) * x_column * BYTES);
-        constexpr u32 kMask = BYTES == 4 ? 0xffffffffu : (1u << (8 * BYTES % 32)) - 1u;
-        made.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
+    for (int j = 0; j < KERNEL; ++j) inside[j] = active && static_cast<u32>(left + j) < static_cast<u32>(width);
+#pragma unroll
+    for (int k = 0; k < kDown; ++k) {
+        const T* p = x + (top + k * stride_h) * x_row + left;
+#pragma unroll
+        for (int i = 0; i < KERNEL; ++i, p += x_row) {
+            const bool exists = static_cast<u32>(top + k * stride_h + i) < static_cast<u32>(height);
+#pragma unroll
+            for (int j = 0; j < KERNEL; ++j) {
+                raw[k][i][j].w[0] = none;
+                ptx::ld_keep_if<sizeof(T)>(exists && inside[j], raw[k][i][j].w[0], p + j);
+            }
+        }
     }
-    ptx::st<16>(y + at * 16, made);
+}
+
+// -inf
+template <typename T>
+RTK_DEVICE u32 lowest_bits() {
+    return sizeof(T) == 4 ? 0xff800000u : is_same<T, bf16>::value ? 0xff80u : 0xfc00u;
+}
+
+// The sum of a window over `divisor`, or, for 0, over the elements that count: of the padded input, or of the input.
+template <typename T, int KERNEL>
+__global__ void __launch_bounds__(kPoolThreads)
+    avg_pool(const T* x, T* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width, i64 x_batch,
+             i64 x_channel, i64 x_row, i64 x_column, i64 groups, i64 group_divisor, i64 width_divisor, i64 kernel_h,
+             i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h, i64 pad_w, i64 count_padding, i64 divisor) {
+    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
+    const bool active = at < count;
+    if (KERNEL == 0 && !active) return;
+    const int h = static_cast<int>(height), w = static_cast<int>(width), window_h = static_cast<int>(kernel_h);
+    const int window_w = static_cast<int>(kernel_w), step_h = static_cast<int>(stride_h), step_w = static_cast<int>(stride_w);
+    const int border_h = static_cast<int>(pad_h), border_w = static_cast<int>(pad_w);
+    const PoolColumn own(at, groups, group_divisor, out_height, out_width, width_divisor);
+    x += plane_offset(own.plane, channels, x_batch, x_channel);
+    y += (own.plane * out_height + own.row) * out_width + own.column;
+    Raw<sizeof(T)> raw[kDown][KERNEL > 0 ? KERNEL : 1][KERNEL > 0 ? KERNEL : 1];
+    if constexpr (KERNEL > 0)
+        load_windows<T, KERNEL>(active, x, x_row, own.row * step_h - border_h, own.column * step_w - border_w, step_h, h, w,
+                                0u, raw);
+    if (!active) return;
+    own.each_row<KERNEL == 0>([&](int k) {
+        const Window window(own.row + k, own.column, h, w, window_h, window_w, step_h, step_w, border_h, border_w);
+        float sum = 0.0f;
+        if constexpr (KERNEL > 0) {
+#pragma unroll
+            for (int i = 0; i < KERNEL * KERNEL; ++i) {
+                float v[1];
+                unpack<T, 1>(raw[k][i / KERNEL][i % KERNEL], v);
+                sum += v[0];
+            }
+        } else {
+            const T* line = x + window.row0 * x_row + window.column0 * x_column;
+            for (int row = window.row0; row < window.row1; ++row, line += x_row) {
+                const T* p = line;
+                for (int column = window.column0; column < window.column1; ++column, p += x_column) sum += element(p, 0);
+            }
+        }
+        const int padded_h = min(window.top + window_h, h + border_h) - window.top;
+        const int padded_w = min(window.left + window_w, w + border_w) - window.left;
+        const float inside = static_cast<float>(max(window.row1 - window.row0, 0)) *
+                             static_cast<float>(max(window.column1 - window.column0, 0));
+        const float padded = static_cast<float>(padded_h) * static_cast<float>(padded_w);
+        const float elements = divisor != 0 ? static_cast<float>(divisor) : count_padding ? padded : inside;
+        const float made[1] = {inside == 0.0f ? 0.0f : average(sum, elements)};
+        store<T, 1>(y + k * out_width, made);
+    });
+}
+
+// The largest of a window, NaN if there is one, and its place in the plane; of equal ones the first. KERNEL stands for dilations of 1.
+template <typename T, int KERNEL>
+__global__ void __launch_bounds__(kPoolThreads)
+    max_pool(const T* x, T* y, i64* indices, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width,
+             i64 x_batch, i64 x_channel, i64 x_row, i64 x_column, i64 groups, i64 group_divisor, i64 width_divisor,
+             i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h, i64 pad_w, i64 dilation_h, i64 dilation_w) {
+    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
+    const bool active = at < count;
+    if (KERNEL == 0 && !active) return;
+    const int h = static_cast<int>(height), w = static_cast<int>(width);
+    const int step_h = static_cast<int>(stride_h), step_w = static_cast<int>(stride_w);
+    const int border_h = static_cast<int>(pad_h), border_w = static_cast<int>(pad_w);
+    const PoolColumn own(at, groups, group_divisor, out_height, out_width, width_divisor);
+    x += plane_offset(own.plane, channels, x_batch, x_channel);
+    const i64 first = (own.plane * out_height + own.row) * out_width + own.column;
+    y += first;
+    indices += first;
+    const int apart_h = static_cast<int>(dilation_h), apart_w = static_cast<int>(dilation_w);
+    Raw<sizeof(T)> raw[kDown][KERNEL > 0 ? KERNEL : 1][KERNEL > 0 ? KERNEL : 1];
+    if constexpr (KERNEL > 0)
+        load_windows<T, KERNEL>(active, x, x_row, own.row * step_h - border_h, own.column * step_w - border_w, step_h, h, w,
+                                lowest_bits<T>(), raw);
+    if (!active) return;
+    own.each_row<KERNEL == 0>([&](int k) {
+        const Window window(own.row + k, own.column, h, w, (static_cast<int>(kernel_h) - 1) * apart_h + 1,
+                            (static_cast<int>(kernel_w) - 1) * apart_w + 1, step_h, step_w, border_h, border_w);
+        float best[1] = {__uint_as_float(0xff800000u)};
+        int best_row, best_column;
+        if constexpr (KERNEL > 0) {
+            best_row = window.row0, best_column = window.column0;
+#pragma unroll
+            for (int i = 0; i < KERNEL; ++i)
+#pragma unroll
+                for (int j = 0; j < KERNEL; ++j) {
+                    float v[1];
+                    unpack<T, 1>(raw[k][i][j], v);
+                    if (v[0] > best[0] || v[0] != v[0]) best[0] = v[0], best_row = window.top + i, best_column = window.left + j;
+                }
+        } else {
+            int row = window.top, left = window.left;
+            while (row < 0) row += apart_h;
+            while (left < 0) left += apart_w;
+            best_row = row, best_column = left;
+            const T* line = x + row * x_row + left * x_column;
+            for (; row < window.row1; row += apart_h, line += apart_h * x_row) {
+                const T* p = line;
+                for (int column = left; column < window.column1; column += apart_w, p += apart_w * x_column) {
+                    const float v = element(p, 0);
+                    if (v > best[0] || v != v) best[0] = v, best_row = row, best_column = column;
+                }
+            }
+        }
+        store<T, 1>(y + k * out_width, best);
+        indices[k * out_width] = static_cast<i64>(best_row) * w + best_column;
+    });
 }
 
 }  // namespace rtk

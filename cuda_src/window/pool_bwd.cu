@@ -1,102 +1,86 @@
-// Gradients of pooling and nearest upsampling, over dense (planes, height, width). A thread owns one element of dx and
-// adds up, in order, what comes from the windows that have it: no atomics. fp32, one rounding. Grid: elements of dx / 256.
+// Gradients of pooling, over dense (planes, height, width). A thread owns VEC neighbours in a row of dx, 16 bytes or an element, and adds
+// up, in order, what comes from the windows that have any of them: no atomics. fp32, one rounding. Grid: threads / 256.
 #include "window/places.cuh"
 
 namespace rtk {
 
-// The windows [first, last] along one dimension that may have the element `at`.
+// The windows [first, last] along one dimension that may have elements from `at` to `at + more`.
 struct Windows {
     int first, last;
-    RTK_DEVICE Windows(int at, i64 extent, i64 stride, i64 pad, i64 count) {
-        const u32 step = static_cast<u32>(stride), place = static_cast<u32>(at + static_cast<int>(pad));
-        const int beyond = static_cast<int>(place) - static_cast<int>(extent);  // windows from here on end before the element
-        first = beyond < 0 ? 0 : static_cast<int>(static_cast<u32>(beyond) / step) + 1;
-        last = min(static_cast<int>(place / step), static_cast<int>(count) - 1);
+    RTK_DEVICE Windows(int at, int more, i64 extent, i64 pad, i64 count, i64 stride_divisor) {
+        const int place = at + static_cast<int>(pad);
+        const int beyond = place - static_cast<int>(extent);  // windows from here on end before the element
+        first = beyond < 0 ? 0 : static_cast<int>(divided(static_cast<u32>(beyond), stride_divisor)) + 1;
+        last = min(static_cast<int>(divided(static_cast<u32>(place + more), stride_divisor)), static_cast<int>(count) - 1);
     }
 };
 
 // Elements of the padded input that a window has: a part of what the average is divided by.
-RTK_DEVICE int counted(int window, int kernel, int stride, int pad, int size, bool with_padding) {
-    const int begin = window * stride - pad;
+RTK_DEVICE int counted(int begin, int kernel, int pad, int size, bool with_padding) {
     return with_padding ? min(begin + kernel, size + pad) - begin : min(begin + kernel, size) - max(begin, 0);
 }
 
-template <typename T>
+template <typename T, int VEC>
 __global__ void __launch_bounds__(kPoolThreads)
-    avg_pool_bwd(const T* dy, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width, i64 kernel_h,
-                 i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h, i64 pad_w, i64 count_padding, i64 divisor) {
+    avg_pool_bwd(const T* dy, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width, i64 height_divisor,
+                 i64 width_divisor, i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h, i64 pad_w,
+                 i64 stride_h_divisor, i64 stride_w_divisor, i64 count_padding, i64 divisor) {
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
-    const PoolPlace place(at, height, width);
-    const Windows down(place.row, kernel_h, stride_h, pad_h, out_height);
-    const Windows across(place.column, kernel_w, stride_w, pad_w, out_width);
-    dy += place.plane * out_height * out_width;
-    float sum = 0.0f;
-    for (int row = down.first; row <= down.last; ++row) {
-        const int rows = counted(row, static_cast<int>(kernel_h), static_cast<int>(stride_h), static_cast<int>(pad_h),
-                                 static_cast<int>(height), count_padding != 0);
-        const T* line = dy + row * out_width;
-        for (int column = across.first; column <= across.last; ++column) {
-            const int columns = counted(column, static_cast<int>(kernel_w), static_cast<int>(stride_w), static_cast<int>(pad_w),
-                                        static_cast<int>(width), count_padding != 0);
-            const float inside = static_cast<float>(rows) * static_cast<float>(columns);
-            sum += element(line, column) / (divisor != 0 ? static_cast<float>(divisor) : inside);
+    const PoolPlace place(at, height, width / VEC, height_divisor, width_divisor);
+    const int left = place.column * VEC, h = static_cast<int>(height), w = static_cast<int>(width);
+    const int window_h = static_cast<int>(kernel_h), window_w = static_cast<int>(kernel_w);
+    const int border_h = static_cast<int>(pad_h), border_w = static_cast<int>(pad_w);
+    const Windows down(place.row, 0, kernel_h, pad_h, out_height, stride_h_divisor);
+    const Windows across(left, VEC - 1, kernel_w, pad_w, out_width, stride_w_divisor);
+    dy += (place.plane * out_height + down.first) * out_width;
+    float sum[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
+    for (int row = down.first; row <= down.last; ++row, dy += out_width) {
+        const int top = row * static_cast<int>(stride_h) - border_h;
+        const float rows = static_cast<float>(counted(top, window_h, border_h, h, count_padding != 0));
+        int begin = across.first * static_cast<int>(stride_w) - border_w;
+#pragma unroll 4
+        for (int column = across.first; column <= across.last; ++column, begin += static_cast<int>(stride_w)) {
+            const float columns = static_cast<float>(counted(begin, window_w, border_w, w, count_padding != 0));
+            const float v = average(element(dy, column), divisor != 0 ? static_cast<float>(divisor) : rows * columns);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i)
+                sum[i] += static_cast<u32>(left + i - begin) < static_cast<u32>(window_w) ? v : 0.0f;
         }
     }
-    const float made[1] = {sum};
-    store<T, 1>(dx + at, made);
+    store<T, VEC>(dx + at * VEC, sum);
 }
 
-template <typename T>
+// A window's index says which element it came from: no other question is asked.
+template <typename T, int VEC>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool_bwd(const T* dy, const i64* indices, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width,
-                 i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h, i64 pad_w, i64 dilation_h,
-                 i64 dilation_w) {
+                 i64 height_divisor, i64 width_divisor, i64 kernel_h, i64 kernel_w, i64 stride_h, i64 stride_w, i64 pad_h,
+                 i64 pad_w, i64 stride_h_divisor, i64 stride_w_divisor, i64 dilation_h, i64 dilation_w) {
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
-    const PoolPlace place(at, height, width);
-    const Windows down(place.row, (kernel_h - 1) * dilation_h + 1, stride_h, pad_h, out_height);
-    const Windows across(place.column, (kernel_w - 1) * dilation_w + 1, stride_w, pad_w, out_width);
-    const i64 base = place.plane * out_height * out_width, own = place.row * width + place.column;
-    float sum = 0.0f;
-    for (int row = down.first; row <= down.last; ++row) {
-        const i64 line = base + row * out_width;
-        for (int column = across.first; column <= across.last; ++column)
-            if (indices[line + column] == own) sum += element(dy, line + column);
+    const PoolPlace place(at, height, width / VEC, height_divisor, width_divisor);
+    const int left = place.column * VEC;
+    const Windows down(place.row, 0, (kernel_h - 1) * dilation_h + 1, pad_h, out_height, stride_h_divisor);
+    const Windows across(left, VEC - 1, (kernel_w - 1) * dilation_w + 1, pad_w, out_width, stride_w_divisor);
+    const i64 line = (place.plane * out_height + down.first) * out_width, own = place.row * width + left;
+    dy += line;
+    indices += line;
+    float sum[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
+    for (int row = down.first; row <= down.last; ++row, dy += out_width, indices += out_width) {
+#pragma unroll 4
+        for (int column = across.first; column <= across.last; ++column) {
+            const i64 from = indices[column] - own;
+            const float v = element(dy, column);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) sum[i] += from == i ? v : 0.0f;
+        }
     }
-    const float made[1] = {sum};
-    store<T, 1>(dx + at, made);
-}
-
-// The elements [first, end) of the result whose nearest one is `at`.
-struct Copies {
-    int first, end;
-    RTK_DEVICE Copies(int at, float scale, int size, int count) {
-        const float near = static_cast<float>(at) / scale;  // to 2^-23 of itself: look for it from before
-        first = max(static_cast<int>(near - near * 1e-6f) - 2, 0);
-        while (first < count && nearest(first, scale, size) < at) ++first;
-        end = first;
-        while (end < count && nearest(end, scale, size) == at) ++end;
-    }
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kPoolThreads)
-    upsample_nearest_bwd(const T* dy, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width, double scale_h,
-                         double scale_w) {
-    const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
-    if (at >= count) return;
-    const PoolPlace place(at, height, width);
-    const Copies down(place.row, static_cast<float>(scale_h), static_cast<int>(height), static_cast<int>(out_height));
-    const Copies across(place.column, static_cast<float>(scale_w), static_cast<int>(width), static_cast<int>(out_width));
-    dy += place.plane * out_height * out_width;
-    float sum = 0.0f;
-    for (int row = down.first; row < down.end; ++row) {
-        const T* line = dy + row * out_width;
-        for (int column = across.first; column < across.end; ++column) sum += element(line, column);
-    }
-    const float made[1] = {sum};
-    store<T, 1>(dx + at, made);
+    store<T, VEC>(dx + at * VEC, sum);
 }
 
 }  // namespace rtk

@@ -1,12 +1,13 @@
 """Indexing of aten: gather, index_select, embedding and its gradient, sums into rows (family ``idx``).
 
 Sums are deterministic: rows that share an index are added in fp32 in a fixed order, without atomics. Other scatters
-are torch's. An index outside of its dimension stops gather's and index_select's kernel, as it stops torch's; a look-up
-of an embedding gives zeros there.
+are torch's. An index outside of its dimension stops the kernel, as it stops torch's, but where many rows are summed, by
+a sort: there it is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -14,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.copy import copy_into
 from rtkernels.aten.elementwise import run
 from rtkernels.aten.functors import functor
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OVERLAP, SEVERAL, NotHandled, Overload
+from rtkernels.ops.index.adding import add_rows, addable, sum_rows
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
+from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
 )
-_SEVERAL = NotHandled("several indices, or a mask")
 _INDICES = (torch.int32, torch.int64)
 _FROM_END = functor("FromEnd", 1, dtypes=frozenset(_INDICES))
 
@@ -86,7 +89,11 @@ def _embedding(
         return _RANK
     if weight.numel() == 0 or indices.numel() == 0:
         return _EMPTY
-    return _INVALID if _outside(indices, weight.shape[0]) else noted(_embedding_operators().FORWARD, weight, indices, 0)
+    if _outside(indices, weight.shape[0]):
+        return _INVALID
+    if not indices.is_contiguous() or weight.stride(1) != 1:
+        return noted(_embedding_operators().FORWARD, weight, indices, 0)
+    return gather(weight, indices.view(-1), 0, select=True).view(*indices.shape, weight.shape[1])
 
 
 def _embedding_dense_backward(
@@ -98,54 +105,87 @@ def _embedding_dense_backward(
         return _DTYPE
     if grad_output.numel() == 0 or num_weights == 0 or grad_output.shape[:-1] != indices.shape:
         return _EMPTY
-    return _embedding_operators().BACKWARD.call(grad_output, indices, num_weights, 0, padding_idx)
+    if (
+        grad_output.is_contiguous()
+        and indices.is_contiguous()
+        and not (indices.is_cpu and _outside(indices, num_weights))
+    ):
+        index, source = indices.view(-1), grad_output.view(indices.numel(), -1)
+        if addable((num_weights, source.shape[1]), index, source, 0, reads=False):
+            return sum_rows(index, source, num_weights, padding_idx)
+    return noted(_embedding_operators().BACKWARD, grad_output, indices, num_weights, 0, padding_idx)
 
 
-def _add_rows(x: Tensor, index: Tensor, source: Tensor, out: Tensor) -> Any:
-    """Add rows of `source` to those of `out`, a copy of x or x itself, that the index names."""
+def _add_rows(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, in_place: bool, *, alpha: float = 1, from_end: bool = False
+) -> Any:
+    """Add slices of `source` to those of x, or of a copy of it, that an index of one dimension names along `dim`."""
     if x.dtype not in FLOATS or source.dtype != x.dtype or index.dtype not in _INDICES:
         return _DTYPE
-    if x.dim() != 2 or source.dim() != 2:
-        return _RANK
     if x.numel() == 0 or source.numel() == 0:
         return _EMPTY
-    if source.shape[0] != index.numel() or source.shape[1] != x.shape[1] or _outside(index, x.shape[0]):
+    if x.dim() == 1:
+        return _RANK  # sums of elements: torch's
+    if type(alpha) not in (int, float):
+        return _OPTION
+    shape, n = tuple(x.shape), x.shape[dim]
+    if tuple(source.shape) != (*shape[:dim], index.numel(), *shape[dim + 1 :]):
         return _INVALID
-    if out is x and not x.is_contiguous():
+    if not index.is_cuda and bool(((index < (-n if from_end else 0)) | (index >= n)).any()):
+        return _INVALID
+    if not x.is_contiguous():
         return _STRIDES
-    made = x.clone(memory_format=torch.contiguous_format) if out is None else out
-    _scatter_into().launch(made, source, index.contiguous(), None, True)
+    if in_place and may_overlap(x, source):
+        return OVERLAP
+    if addable(shape, index, source, dim, in_place=in_place):
+        return add_rows(x, index, source, dim, from_end=from_end, alpha=float(alpha), in_place=in_place)
+    if alpha != 1 or math.prod(shape[:dim]) != 1:
+        return _OPTION
+    if from_end:
+        index = run(_FROM_END, (index,), (n,))
+    made = x if in_place else copy_into(torch.empty_like(x), x)
+    if dim == 0 and x.dim() == 2:
+        noted(_scatter_into(), made, source, index, None, True)
+    else:
+        noted(_scatter_into(), made.view(n, -1), source.reshape(index.numel(), -1), index, None, True)
     return made
 
 
-def _index_add(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, out: Tensor | None = None
-) -> Any:
-    if x.dim() != 2:
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, in_place: bool = False) -> Any:
+    if index.dim() != 1 or x.dim() == 0 or source.dim() != x.dim() or not -x.dim() <= dim < x.dim():
         return _RANK
-    if dim not in (0, -2) or alpha != 1 or index.dim() != 1:
-        return _OPTION
-    return _add_rows(x, index, source, out)
+    return _add_rows(x, dim % x.dim(), index, source, in_place, alpha=alpha)
 
 
 def _index_add_(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    return _index_add(x, dim, index, source, alpha=alpha, out=x)
+    return _index_add(x, dim, index, source, alpha=alpha, in_place=True)
 
 
-def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    if x.dim() != 2 or index.dim() != 2 or src.dim() != 2:
+def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, in_place: bool = False) -> Any:
+    """Sums of whole rows: an index that is one number for each of them. Sums of elements are torch's."""
+    rank = x.dim()
+    if rank < 2 or index.dim() != rank or src.dim() != rank or dim not in (0, -rank):
         return _RANK
-    whole_rows = dim in (0, -2) and (index.stride(1) == 0 or index.shape[1] == 1) and index.shape[1] == x.shape[1]
-    if not whole_rows or index.shape[0] > src.shape[0] or src.shape[1] < index.shape[1]:
+    rest = tuple(index.shape[1:])
+    one_number = all(n == 1 or step == 0 for n, step in zip(rest, index.stride()[1:], strict=True))
+    if not one_number or rest != tuple(x.shape[1:]) or index.shape[0] > src.shape[0]:
         return _OPTION
-    return _add_rows(x, index[:, 0], src[: index.shape[0], : index.shape[1]], None)
+    if any(n > have for n, have in zip(rest, src.shape[1:], strict=True)):
+        return _INVALID
+    for i, n in enumerate(index.shape):
+        src = src if src.shape[i] == n else src.narrow(i, 0, n)
+    return _add_rows(x, 0, index[(slice(None), *[0] * (rank - 1))], src, in_place)
+
+
+def _scatter_add_(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    return _scatter_add(x, dim, index, src, in_place=True)
 
 
 def _only_index(x: Tensor, indices: Any) -> tuple[int, Tensor] | NotHandled:
     """Return the one tensor of indices, with its dimension; NotHandled if there are several, or a mask."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) != 1 or len(indices) > x.dim():
-        return _SEVERAL
+        return SEVERAL
     dim, index = given[0]
     if index.dtype not in _INDICES or index.device != x.device:
         return _DTYPE
@@ -178,25 +218,25 @@ def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool =
     dim, index = found
     if x.dtype not in FLOATS or values.dtype != x.dtype:
         return _DTYPE
-    if dim != 0 or x.dim() < 2 or not x.is_contiguous():
-        return _STRIDES
-    if tuple(values.shape) != (*index.shape, *x.shape[1:]):
+    if tuple(values.shape) != (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]):
         return _OPTION  # broadcast
-    rows_, places = x.shape[0], index.reshape(-1)
-    places = run(_FROM_END, (places,), (rows_,))
-    values = values.reshape(places.numel(), -1)
-    _scatter_into().launch(x.view(rows_, -1), values, places, None, True)
-    return x
+    if not (values.is_contiguous() and index.is_contiguous()):
+        return _STRIDES
+    if index.dim() != 1:
+        index, values = index.view(-1), values.view(*x.shape[:dim], index.numel(), *x.shape[dim + 1 :])
+    return _add_rows(x, dim, index, values, True, from_end=True)
 
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     yield Overload("gather", "idx", _gather, opinfo=("gather", "take_along_dim"), replays="cuda")
     yield Overload("index_select", "idx", _index_select, opinfo=("index_select",), replays="cuda")
-    yield Overload("embedding", "idx", _embedding, opinfo=("nn.functional.embedding",), replays="cuda")
-    yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=("nn.functional.embedding",))
-    yield Overload("index_add", "idx", _index_add, opinfo=("index_add",))
-    yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",))
-    yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",))
-    yield Overload("index.Tensor", "idx", _index, opinfo=("__getitem__",))
-    yield Overload("_index_put_impl_", "idx", _index_put_impl_, opinfo=("index_put", "__getitem__"))
+    looked_up = ("nn.functional.embedding",)
+    yield Overload("embedding", "idx", _embedding, opinfo=looked_up, replays="cuda")
+    yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=looked_up, replays="cuda")
+    yield Overload("index_add", "idx", _index_add, opinfo=("index_add",), replays="cuda")
+    yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",), replays="cuda")
+    yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",), replays="cuda")
+    yield Overload("scatter_add_", "idx", _scatter_add_, opinfo=("scatter_add",), replays="cuda")
+    yield Overload("index.Tensor", "idx", _index, opinfo=("__getitem__",), replays="cuda")
+    yield Overload("_index_put_impl_", "idx", _index_put_impl_, opinfo=("index_put", "__getitem__"), replays="cuda")

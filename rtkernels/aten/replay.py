@@ -21,13 +21,16 @@ from torch import Tensor
 from rtkernels.aten import table
 from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import extent, may_overlap
 from rtkernels.runtime.operator.tape import Call, tape
 from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import never, same_tensors
 
 _LIMIT = 4096
+_INDICES = "List[Optional[Tensor]]"  # of which one is a tensor in calls that can be repeated
 _NUMBERS = frozenset((bool, int, float, complex))
 _NOT_GIVEN = object()
+_FIRST = (0, 1)
 _STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of an argument that is no tensor
 Replay = Callable[..., Any]  # takes the tensors among the arguments, then their addresses
 Finder = tuple[Callable[..., Any], Callable[..., Any]]
@@ -50,14 +53,14 @@ class Known:
 def finder(name: str, family: str, key: str, limits: dict[str, int], measured: str, *, replays: bool) -> Finder:
     """Return ``find`` and ``key_of``, functions of the arguments of an overload at a dispatch key.
 
-    ``find`` does a call that is like one before, and gives its result, which may be a ``NotHandled``; that is ``SMALL``
-    if all tensors have fewer elements than ``limits[measured]``; else None. A call like the very last one is recognised
-    by one comparison in C++. ``key_of`` gives the key under which ``replays_of`` has the replay of a call, or None for
+    ``find`` gives ``SMALL`` if all tensors have fewer elements than ``limits[measured]``; the result, which may be a
+    ``NotHandled``, of a call that is like one before; else None. A call like the very last one is recognised by one
+    comparison in C++. ``key_of`` gives the key under which ``replays_of`` has the replay of a call, or None for
     an overload without any.
     """
     arguments = table.schema_of(name).arguments
     kinds = [str(argument.type) for argument in arguments]
-    if not replays or any("List" in kind and "Tensor" in kind for kind in kinds):
+    if not replays or any("List" in kind and "Tensor" in kind and kind != _INDICES for kind in kinds):
 
         def sized(*args: Any, **kwargs: Any) -> Any:
             limit = limits[measured]
@@ -65,7 +68,7 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
 
         return sized, lambda *args, **kwargs: None
     numbers_too = family in ("ew", "copy")  # a number may come in the place of a tensor
-    keys, small, compared, same, kept, pointers = [], [], [], [], [], []
+    keys, small, compared, same, kept, pointers, lists = [], [], [], [], [], [], []
     for i, (argument, kind) in enumerate(zip(arguments, kinds, strict=True)):
         x = _parameter(argument)
         absent = f"{x} is None or {x} is not_given"
@@ -80,7 +83,12 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
                 tensor = f"stand_ins[{i}] if {number} else {tensor}"
                 same.append(f"(kept_{i} is None or ({x} == kept_{i} and type({x}) is type(kept_{i})))")
                 kept.append((i, f"{x} if {number} else None"))
-            if kind != "Tensor":
+            if kind == _INDICES:
+                lists.append(f"    {x}, place_{x} = only({x})\n    if {x} is None:\n        return SEVERAL")
+                meta += f", place_{x}"
+                same.append(f"place_{x} == kept_{i}")
+                kept.append((i, f"place_{x}"))
+            elif kind != "Tensor":
                 meta, fits = f"None if {absent} else ({meta})", f"{absent} or {fits}"
                 pointer, tensor = f"0 if {absent} else {pointer}", f"stand_ins[{i}] if {absent} else {tensor}"
             keys.append(f"({meta})")
@@ -101,6 +109,7 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
     parameters = _parameters(arguments, "not_given")
     numbers = [_parameter(a) for a, k in zip(arguments, kinds, strict=True) if "number" in k or "float" in k]
     numbers += [x for x, _ in pointers[1:]] if numbers_too else []
+    unlisted = "\n".join(lists)
     take = "\n".join(f"    p_{x} = {pointer}" for x, pointer in pointers)
     given = ", ".join([*(x for x, _ in pointers), *(f"p_{x}" for x, _ in pointers)])
     # Zeros compare equal whatever their sign: they are found by their key.
@@ -108,14 +117,15 @@ def finder(name: str, family: str, key: str, limits: dict[str, int], measured: s
     source = f"""
 def find({parameters}):
     global last
+{unlisted}
+    limit = limits[{measured!r}]
+    if limit and {" and ".join(small)}:
+        return SMALL
     matches, replay, {"".join(f"kept_{i}, " for i, _ in kept)}= last
     if {" and ".join([f"matches({', '.join(compared)})", *same])}:
 {textwrap.indent(take, "    ")}
         if not ({" or ".join(f"p_{x} & 15" for x, _ in pointers)}):
             return replay({given})
-    limit = limits[{measured!r}]
-    if limit and {" and ".join(small)}:
-        return SMALL
 {take}
     found = known.get(({", ".join(keys)},))
     if found is None:
@@ -127,17 +137,27 @@ def find({parameters}):
     return found.replay({given})
 
 def key_of({parameters}):
+{unlisted}
 {take}
     return ({", ".join(keys)},)
 """
     scope = {
         "not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits, "known": replays_of(name, key),
-        "stand_ins": _STAND_INS, "compare": _comparison, "SMALL": table.SMALL,
+        "stand_ins": _STAND_INS, "compare": _comparison, "only": _only, "SMALL": table.SMALL,
+        "SEVERAL": table.SEVERAL,
         "last": (never, None, *[None] * len(kept)),
     }  # fmt: skip
     exec(written_code(source, f"<rtkernels finder of aten {name}>"), scope)
     _finders[name, key] = scope
     return scope["find"], scope["key_of"]
+
+
+def _only(indices: Any) -> tuple[Tensor | None, tuple[int, int]]:
+    """Return the one tensor of a list, with its place and the list's length; None if there are others."""
+    if len(indices) == 1 and indices[0] is not None:
+        return indices[0], _FIRST
+    given = [i for i, tensor in enumerate(indices) if tensor is not None]
+    return (indices[given[0]], (given[0], len(indices))) if len(given) == 1 else (None, _FIRST)
 
 
 def _comparison(tensors: list[Tensor]) -> Callable[..., bool]:
@@ -248,6 +268,8 @@ class _Writer:
         self.made: dict[tuple[int, int], tuple[str, Tensor]] = {}
         for i, argument in enumerate(arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if str(argument.type) == _INDICES:
+                value, _ = _only(value)
             if isinstance(value, Tensor):
                 self.given.append((_parameter(argument), value))
 
@@ -303,12 +325,11 @@ class _Writer:
             out = tensors.pop(0)
             before = [self._written_to(i, out, call.made)]
             name = before[0].removesuffix(".data_ptr()").removeprefix("p_")
-            others = {found[0] for found in map(self._argument, tensors) if found is not None}
-            if not name.startswith("made_") and others - {name}:
-                self.scope[f"overlaps_{i}"] = call.overlaps
-                self.lines += [
-                    f"if overlaps_{i}({other}, {name}): return None" for other in sorted(others) if other != name
-                ]
+            read = [self._argument(tensor) for tensor in tensors if tensor is not None]
+            others = {found[0] for found in read if found is not None}
+            if not name.startswith("made_"):
+                for other in sorted(others - {name}):
+                    self.lines.append(f"if {self._overlap(i, call, other, name)}: return None")
         numbers = [f"number_{i}_{j}" for j in range(len(call.numbers))]
         self.scope.update(zip(numbers, call.numbers, strict=True))
         run = f"run_{i}({', '.join([*before, *map(self._address, tensors), *numbers])})"
@@ -320,6 +341,15 @@ class _Writer:
         for j, tensor in enumerate(call.made if several else (call.made,)):
             if isinstance(tensor, Tensor) and tensor.numel():
                 self.made[_place(tensor)] = f"made_{i}[{j}]" if several else f"made_{i}", tensor
+
+    def _overlap(self, i: int, call: Call, other: str, out: str) -> str:
+        """Return the question whether an argument shares memory with the one that a launch writes to."""
+        if call.overlaps is not may_overlap:
+            self.scope[f"overlaps_{i}"] = call.overlaps
+            return f"overlaps_{i}({other}, {out})"
+        given = dict(self.given)  # sizes and strides are those of the key: two comparisons of addresses will do
+        reach = {name: extent(given[name])[1] - extent(given[name])[0] for name in (other, out)}
+        return f"p_{other} < p_{out} + {reach[out]} and p_{out} < p_{other} + {reach[other]}"
 
     def _written_to(self, i: int, out: Tensor, known_as: Tensor) -> str:
         """Return the address of what a launch writes to; it may be memory that the handler allocated for it."""

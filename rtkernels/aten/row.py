@@ -108,9 +108,8 @@ def _layer_norm_backward(
     if output_mask[0]:
         dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
-        grads = row_norm.parameter_grads(grad_out, x, mean, rstd, over)
-        dw, db = (grad if want else None for grad, want in zip(grads, output_mask[1:], strict=True))
-    return dx, dw, db
+        dw, db = row_norm.PARAMETERS(grad_out, x, mean, rstd, over, output_mask[2])
+    return dx, dw if output_mask[1] else None, db
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:
@@ -130,7 +129,7 @@ def _rms_norm_backward(
     over = len(normalized_shape)
     dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
     wanted = output_mask[1] and weight is not None
-    return dx, row_norm.parameter_grads(grad_out, x, None, rstd, over)[0] if wanted else None
+    return dx, row_norm.PARAMETERS(grad_out, x, None, rstd, over, False)[0] if wanted else None
 
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:

@@ -12,14 +12,15 @@ from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import chosen, nonzero, repeated
 from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
+from rtkernels.runtime.launch.memory import is_capturing
 
 _INVALID, _DTYPE, _EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
 _RANK, _CAPTURE = NotHandled("rank"), NotHandled("host read while a graph is captured")
-_CONVERTED, _LARGE = NotHandled("converted first"), NotHandled("dimension of 2^30")
+_CONVERTED, _LARGE, _LONG = (NotHandled(r) for r in ("converted first", "dimension of 2^30", "dimension of 2^31"))
 
 
 def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and is_capturing()
 
 
 def _refused(x: Tensor, dim: int) -> NotHandled | None:
@@ -44,7 +45,7 @@ def _extreme(flip: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int) -> Any:
         if (refused := _refused(x, dim)) is not None:
             return refused
-        return running(x, "maximum", dim % x.dim(), flip=flip)
+        return running(x, "maximum", dim % x.dim(), flip=flip) if x.shape[dim] < 2**31 else _LONG
 
     return handler
 

@@ -49,7 +49,7 @@ MIN_ELEMENTS = {
     "red": 0,
     "row": 0,
     "scan": 1 << 22,
-    "idx": 1 << 22,
+    "idx": 0,
     "sort": 1 << 16,
     "rng": 1 << 24,
     "win": 1 << 22,
@@ -75,6 +75,7 @@ class NotHandled:
 
 SMALL = NotHandled("small")  # all tensors are below the threshold
 OVERLAP = NotHandled("overlapping memory")
+SEVERAL = NotHandled("several indices")
 
 
 @dataclass(frozen=True)

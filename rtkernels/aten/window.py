@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.shared.strided import FLOATS
-from rtkernels.ops.window.pooling import avg_pool, max_pool, upsample_nearest
-from rtkernels.ops.window.pooling_bwd import avg_pool_grad, max_pool_grad, upsample_nearest_grad
+from rtkernels.ops.window.pooling import avg_pool, max_pool
+from rtkernels.ops.window.pooling_bwd import avg_pool_grad, max_pool_grad
+from rtkernels.ops.window.upsampling import upsample_nearest, upsample_nearest_grad
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _LARGE, _FORMAT = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "plane of 2^30", "channels last")

@@ -14,11 +14,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rtkernels.errors import KernelCompileError, NotWarmError, SourceError, ToolkitError
+from rtkernels.emulator._compiler import GCC_FLAGS, KERNEL_FLAGS, accepted, compiler
+from rtkernels.errors import KernelCompileError, NotWarmError, SourceError
 from rtkernels.runtime import env
 from rtkernels.runtime.build import places as places_module
 from rtkernels.runtime.build import sources as sources_module
@@ -35,89 +35,7 @@ _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
 _BOUNDS = re.compile(r"__global__\s+void\s+__launch_bounds__\s*\(")
 _TEMPLATE = re.compile(r"template\s*(<[^;{}]*>)\s*$")
-# Of kernels, where the compiler knows them. Most run one time, and optimising is nine tenths of a compilation (parsing
-# the rest): passes that take long and speed up little are left out, and of debug information all but the lines. GCC
-# forms fused multiply-adds only with expensive optimisations, and not at all with -Og.
-_KERNEL_FLAGS = (
-    "-fexpensive-optimizations",
-    *("-fno-tree-sra", "-fno-gnu-unique", "-fno-extern-tls-init", "--param=tsan-instrument-func-entry-exit=0"),
-    "--param=tsan-distinguish-volatile=1",
-    *("-fno-tree-dominator-opts", "-fno-tree-loop-optimize", "-fno-tree-pta", "-fira-region=one", "-fno-var-tracking"),
-)
-_GCC_FLAGS = (
-    *("-fno-tree-dse", "-fno-tree-sink", "-fno-tree-slsr", "-fno-tree-ch", "-fno-tree-phiprop", "-fno-tree-bit-ccp"),
-    *("-fno-tree-switch-conversion", "-fno-ssa-phiopt", "-fno-split-paths", "-fno-thread-jumps"),
-    *("-fno-ipa-pure-const", "-fno-ipa-reference", "-fno-ipa-profile", "-fno-ipa-modref"),
-    *("-fno-forward-propagate", "-fno-dse", "-fno-if-conversion", "-fno-if-conversion2", "-fno-move-loop-invariants"),
-    *("-fno-branch-count-reg", "-fno-split-wide-types", "-fno-shrink-wrap", "-fno-compare-elim"),
-    *("-fno-cprop-registers", "-fno-combine-stack-adjustments", "-fno-reorder-blocks"),
-    "-fno-guess-branch-probability",
-)
 _shrunk = False
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """The host C++ compiler."""
-
-    command: tuple[str, ...]
-    version: str
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Options every object is compiled with."""
-        common = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-w")
-        return common + _contraction(self.command)
-
-
-@cache
-def _probe(command: tuple[str, ...]) -> str:
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
-
-
-@cache
-def _accepted(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some flags that the compiler knows; usually it knows all."""
-    check = [*command, "-Werror", *flags, "-x", "c++", "-fsyntax-only", os.devnull]
-    if subprocess.run(check, capture_output=True, check=False).returncode == 0:
-        return flags
-    if len(flags) == 1:
-        return ()
-    middle = len(flags) // 2
-    return _accepted(command, flags[:middle]) + _accepted(command, flags[middle:])
-
-
-def _contraction(command: tuple[str, ...]) -> tuple[str, ...]:
-    """NVRTC fuses a * b + c by default, so the host does where it has the instruction."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        with contextlib.suppress(OSError):
-            if " fma " in Path("/proc/cpuinfo").read_text():
-                return ("-mfma", "-ffp-contract=fast")
-        return ("-ffp-contract=off",)
-    return ("-ffp-contract=fast",)
-
-
-def compiler() -> Compiler:
-    """Return the host compiler: ``$CXX`` if set, else g++, clang++ or c++ from the path.
-
-    Raises:
-        ToolkitError: There is none, or ``$CXX`` does not run.
-    """
-    if platform.system() != "Linux" or platform.machine() not in ("aarch64", "x86_64"):
-        raise ToolkitError(
-            f"the host emulator runs on Linux on aarch64 and x86_64, not on {platform.system()} {platform.machine()}"
-        )
-    named = shlex.split(os.environ.get("CXX", ""))
-    candidates = [tuple(named)] if named else [("g++",), ("clang++",), ("c++",)]
-    for command in candidates:
-        if (found := shutil.which(command[0])) and (version := _probe((found, *command[1:]))):
-            return Compiler((found, *command[1:]), version)
-    looked = f"CXX={' '.join(named)!r} does not run" if named else "neither g++, clang++ nor c++ is on the path"
-    raise ToolkitError(
-        f"the host emulator needs a C++17 compiler and found none: {looked}; "
-        "install one (apt install g++, dnf install gcc-c++) or set CXX"
-    )
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -346,8 +264,8 @@ def _build_kernel(
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
         "-fsanitize=thread",
-        *_accepted(tool.command, _KERNEL_FLAGS),
-        *(() if "clang" in tool.version else _accepted(tool.command, _GCC_FLAGS)),
+        *accepted(tool.command, KERNEL_FLAGS),
+        *(() if "clang" in tool.version else accepted(tool.command, GCC_FLAGS)),
         f"-D__CUDA_ARCH__={arch}0",
         *(("-D__CUDA_ARCH_FEAT_SM120_ALL",) if arch == 120 else ()),
         *defines,

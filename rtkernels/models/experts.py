@@ -28,6 +28,8 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and hasattr(module, "_apply_gate")
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # serving asks, too, where there are no gradients
 def recognize(module: nn.Module) -> Recognized:
     """Return which expert layer a candidate is.
 
@@ -85,8 +87,23 @@ def _torch_is_faster(device: int) -> bool:
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def _of_every_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return grouped products with ``[experts, in, out]`` as one product of all rows for each expert.
+
+    For fp32 inside of a CUDA graph: torch's grouped product waits for the sizes there, and ours has no fp32.
+    """
+    row = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)[:, None]
+    made = x.new_zeros(x.shape[0], weight.shape[-1])
+    for i, own in enumerate(weight.unbind()):
+        inside = row < ends[i] if i == 0 else (row >= ends[i - 1]) & (row < ends[i])
+        made = torch.where(inside, x @ own, made)
+    return made
+
+
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Return the products of groups of rows with the weights of their experts ``[experts, out, in]``."""
+    if x.dtype == torch.float32 and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _of_every_expert(x, weight if transposed else weight.transpose(-2, -1), ends)
     dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
     if transposed or x.dtype == torch.float32 or (dense and _torch_is_faster(x.get_device())):
         return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

@@ -6,7 +6,7 @@ largest tensor of a decoder layer two times over.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from torch import Tensor
 import rtkernels
 from rtkernels.models import fp8_products as products
 from rtkernels.models.fp8_products import WEIGHT_GRADIENT
-from rtkernels.models.reuse import free
+from rtkernels.models.reuse import free, is_kept
 from rtkernels.ops.act import glu_fp8
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
 _SIDE = 128  # rows that share a scale
+_WORD = torch.int64  # of codes that are copied
 _glu, _glu_gradient = glu_fp8.FORWARD.call, glu_fp8.BACKWARD.call
 
 
@@ -44,118 +45,173 @@ class Norm(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What is saved in place of codes, see ``Recipe``, and in how many parts rows are taken."""
+    """What is saved in place of codes, and in how many parts gate and up get their gradient; see ``Recipe``."""
 
     weight: bool
     input: bool
     parts: int
 
 
+def _codes_within(t: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a matrix of codes in the memory of a matrix in 16 bits, which is large enough."""
+    return t.view(-1).view(products.E4M3)[: shape[0] * shape[1]].view(shape)
+
+
+def _in_parts(
+    cuts: list[slice], d_q: Tensor, d_scale: Tensor, down_t: Tensor, down_scale: Tensor, hidden: Tensor, act: str,
+    up_t: Tensor | None, up_scale: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor | None, list[Tensor], Tensor]:  # fmt: skip
+    """Return the gradient of x (None without `up_t`), and transposed codes of that of gate and up, with their scales.
+
+    Parts of the rows take one behind the other the way from the gradient of the result, `d_q`, to that of x. The
+    gradient of the gated values and codes by rows are those of one part; transposed codes go to where gate and up of
+    the part before lie (`hidden`), unless the graph is kept; they have the bits that they have as one matrix.
+    """
+    (rows, columns), longest, keeps = hidden.shape, cuts[0].stop, is_kept()
+    gated = hidden.new_empty(longest, columns // 2, dtype=dtype)
+    by_rows = hidden.new_empty(longest * columns, dtype=products.E4M3)
+    scale_t = hidden.new_empty(-(-rows // _SIDE), columns, dtype=torch.float32)
+    dx = None if up_t is None else hidden.new_empty(rows, up_t.shape[0], dtype=dtype)
+    transposed: list[Tensor] = []
+    for i, part in enumerate(cuts):
+        count = part.stop - part.start
+        dy = products.multiply(None, d_q[part], down_t, d_scale[part], down_scale, dtype, out=gated[:count])
+        if i == 0 or keeps:
+            q_t = hidden.new_empty(columns, count, dtype=products.E4M3)
+        else:
+            q_t = _codes_within(hidden[cuts[i - 1]], (columns, count))
+        q = by_rows[: count * columns].view(count, columns)
+        made = rtkernels.glu_fp8_backward(
+            dy, hidden[part], act=act, scale_layout="column",
+            out=(q, None, q_t, scale_t[part.start // _SIDE : -(-part.stop // _SIDE)], None, None),
+        )  # fmt: skip
+        transposed.append(q_t)
+        if dx is not None:
+            products.multiply(None, q, up_t, made.scale.t(), up_scale, dtype, out=dx[part])
+    return dx, transposed, scale_t
+
+
 class _GatedMlp(torch.autograd.Function):
     """``down @ (act(gate) * up) + residual`` of codes of x.
 
-    Arguments: y, which stands for x and gets the gradient; the residual, or None; the weights; codes of x; gate and up
-    as one matrix ``[2 * inner, hidden]``; codes of that and of down, or None; the activation; what to save; the norm
-    that made the codes, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits (so that
-    codes of the gated values can be made anew), transposed codes of the weights.
+    Arguments: y, which stands for x and gets the gradient; the residual, or None; the weights; codes of x in a list,
+    from which they are taken (those by rows are freed behind the first product); gate and up as one matrix
+    ``[2 * inner, hidden]``; codes of that and of down, or None; the activation; what to save; the norm that made the
+    codes, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits (so that codes of the
+    gated values can be made anew), transposed codes of the weights.
 
-    The gradient of gate and up lies next to them and to the gradient of the gated values, which is a layer's peak. With
-    parts of the rows, that is one part's, and what is saved of a part is freed behind it; gradients of weights are
-    then summed part by part in their dtype.
+    The gradient of gate and up lies next to them and to the gradient of the gated values, which is a layer's peak;
+    :func:`_in_parts` has it lower, with the same bits.
     """
 
     @staticmethod
-    def forward(ctx, y, residual, gate, up, down, x, gate_up, up_codes, down_codes, act, saving, norm):
+    def forward(ctx, y, residual, gate, up, down, codes, gate_up, up_codes, down_codes, act, saving, norm):
         ctx.set_materialize_grads(False)
-        ctx.owns_codes, keep, (hidden_size, inner) = down_codes is None, not saving.weight, down.shape
+        ctx.owns_codes, keep = up_codes is None and down_codes is None, not saving.weight
+        hidden_size = down.shape[0]
         ctx.sites = up_at, down_at = products.sites_of(gate_up.shape), products.sites_of(down.shape)
-        up_codes = up_codes or up_at.weight_codes(gate_up, keep)
-        down_codes = down_codes or down_at.weight_codes(down, keep)
-        q, scale = x.q if x.q.dim() == 2 else x.q.view(-1, x.q.shape[-1]), x.scale.t()
-        flat = None if residual is None else residual.reshape(-1, hidden_size)
-        layout = "row" if saving.input else "both"
-        ctx.cuts = _cut(q.shape[0], saving.parts) if saving.parts > 1 else [slice(0, q.shape[0])]
-        whole = None if len(ctx.cuts) == 1 else q.new_empty(q.shape[0], hidden_size, dtype=y.dtype)
-        saved: list[Tensor | None] = []
-        for part in ctx.cuts:
-            rows = (q, scale, flat, None)
-            if whole is not None:
-                rows = q[part], scale[part], None if flat is None else flat[part], whole[part]
-            hidden = products.multiply(up_at.product, rows[0], up_codes.q, rows[1], up_codes.scale, y.dtype)
-            g_q, g_scale, *gated = _glu(hidden, None, None, None, act, layout, False, "column", False)
-            out = products.multiply(
-                down_at.product, g_q, down_codes.q, g_scale.t(), down_codes.scale, y.dtype, add=rows[2], out=rows[3]
-            )
-            saved += (hidden, None, None) if saving.input else (hidden, *gated)
+        up_codes, x = up_codes or up_at.weight_codes(gate_up, keep), codes.pop()
+        hidden = products.multiply(
+            up_at.product, x.q.view(-1, x.q.shape[-1]), up_codes.q, x.scale.t(), up_codes.scale, y.dtype
+        )
         ctx.norm = None if norm is None or not saving.input else norm[2:]
-        weights = gate_up, None, down, None
-        if keep:
-            weights = up_codes.q_t, up_codes.scale, down_codes.q_t, down_codes.scale
-        ctx.save_for_backward(*((x.q_t, x.scale_t) if ctx.norm is None else norm[:2]), *weights, *saved)
-        ctx.act, ctx.saving, ctx.shape, ctx.sizes = act, saving, y.shape, (gate_up.shape[0], hidden_size, inner)
-        ctx.dtypes = gate_up.dtype, down.dtype
-        return (out if whole is None else whole).view(*y.shape[:-1], hidden_size)
+        read = (x.q_t, x.scale_t) if ctx.norm is None else norm[:2]
+        weights = (up_codes.q_t, up_codes.scale) if keep else (gate_up, None)
+        del up_codes, x  # codes by rows: the forward pass has its peak below
+        layout = "row" if saving.input else "both"
+        g_q, g_scale, *gated = _glu(hidden, None, None, None, act, layout, False, "column", False)
+        flat = None if residual is None else residual.reshape(-1, hidden_size)
+        down_codes = down_codes or down_at.weight_codes(down, keep)
+        out = products.multiply(down_at.product, g_q, down_codes.q, g_scale.t(), down_codes.scale, y.dtype, add=flat)
+        weights += (down_codes.q_t, down_codes.scale) if keep else (down, None)
+        ctx.save_for_backward(*read, *weights, hidden, *((None, None) if saving.input else gated))
+        ctx.act, ctx.saving, ctx.shape, ctx.dtypes = act, saving, y.shape, (gate_up.dtype, down.dtype)
+        return out.view(*y.shape[:-1], hidden_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         if dout is None:
             return (None,) * 12
-        q_t, scale_t, up_t, up_scale, down_t, down_scale, *saved = ctx.saved_tensors
+        q_t, scale_t, up_t, up_scale, down_t, down_scale, hidden, g_q_t, g_scale_t = ctx.saved_tensors
         need_x, need_residual, need_gate, need_up, need_down, *_ = ctx.needs_input_grad
-        (rows, hidden_size, inner), (up_at, down_at), keep = ctx.sizes, ctx.sites, not ctx.saving.weight
+        (up_at, down_at), keep = ctx.sites, not ctx.saving.weight
         need_up = need_gate or need_up
         dx = dup = ddown = None
-        flat, whole = dout.reshape(-1, hidden_size), len(ctx.cuts) == 1
-        if not whole and need_x:
-            dx = flat.new_empty(flat.shape[0], ctx.shape[-1])
-        for i, part in enumerate(ctx.cuts):
-            hidden, g_q_t, g_scale_t = saved[3 * i : 3 * i + 3]
-            d_q, d_scale, d_q_t, d_scale_t = products.quantized(down_at.incoming, flat if whole else flat[part])
-            if need_down:
-                if ctx.saving.input:
-                    made = _glu(hidden, None, None, None, ctx.act, "transposed", False, "row", False)
-                    g_q_t, g_scale_t = made[2:]
-                ddown = products.multiply(
-                    down_at.dw, d_q_t, g_q_t, d_scale_t.t(), g_scale_t.view(-1, inner).t(), ctx.dtypes[1],
-                    WEIGHT_GRADIENT, out=ddown, accumulate=ddown is not None,
-                )  # fmt: skip
-                free(g_q_t)
-            if not (need_x or need_up):
-                continue
-            if not keep and i == 0:
+        d_q, d_scale, d_q_t, d_scale_t = products.quantized(down_at.incoming, dout.reshape(-1, dout.shape[-1]))
+        if need_down:
+            if ctx.saving.input:
+                g_q_t, g_scale_t = _glu(hidden, None, None, None, ctx.act, "transposed", False, "row", False)[2:]
+            g_scale_t = g_scale_t.view(-1, g_q_t.shape[0]).t()
+            ddown = products.multiply(
+                down_at.dw, d_q_t, g_q_t, d_scale_t.t(), g_scale_t, ctx.dtypes[1], WEIGHT_GRADIENT
+            )
+            free(g_q_t)
+        if need_x or need_up:
+            if not keep:
                 down_scale, down_t = down_at.weight_codes(down_t, True)[1:]
-            dy = products.multiply(down_at.dx, d_q, down_t, d_scale.t(), down_scale.t(), dout.dtype)
-            del d_q, d_scale, d_q_t, d_scale_t
-            if part is ctx.cuts[-1]:
+            cuts = _cut(hidden.shape[0], ctx.saving.parts)
+            if len(cuts) == 1:
+                dy = products.multiply(down_at.dx, d_q, down_t, d_scale.t(), down_scale.t(), dout.dtype)
+                del d_q, d_scale, d_q_t, d_scale_t
                 if ctx.owns_codes and keep:
                     free(down_t)
                 down_t = None
-            d_q, d_scale, d_q_t, d_scale_t, _, _ = _glu_gradient(
-                dy, hidden, None, None, None, ctx.act, "both", False, "column", False, "fp8", False
-            )
-            del dy
-            free(hidden)
-            if need_x:
-                if not keep and i == 0:
-                    up_scale, up_t = up_at.weight_codes(up_t, True)[1:]
-                out = None if whole else dx[part]
-                made = products.multiply(up_at.dx, d_q, up_t, d_scale.t(), up_scale.t(), dout.dtype, out=out)
-                dx = made if whole else dx
+                d_q, d_scale, d_q_t, d_scale_t, _, _ = _glu_gradient(
+                    dy, hidden, None, None, None, ctx.act, "both", False, "column", False, "fp8", False
+                )
+                del dy
+                free(hidden)
+            if need_x and not keep:
+                up_scale, up_t = up_at.weight_codes(up_t, True)[1:]
+            if len(cuts) > 1:
+                del d_q_t, d_scale_t
+                up = (up_t, up_scale.t()) if need_x else (None, None)
+                dx, parts, d_scale_t = _in_parts(
+                    cuts, d_q, d_scale.t(), down_t, down_scale.t(), hidden, ctx.act, *up, dout.dtype
+                )
+                del up
+                if ctx.owns_codes and keep:
+                    free(down_t)
+            elif need_x:
+                dx = products.multiply(up_at.dx, d_q, up_t, d_scale.t(), up_scale.t(), dout.dtype)
+            del d_q, d_scale
+            if ctx.owns_codes and keep:
+                free(up_t)
+            down_t = up_t = None
+            if len(cuts) > 1 and need_up:
+                d_q_t = torch.cat([t.view(_WORD) for t in parts], 1).view(products.E4M3)
+                del parts
+                free(hidden)
             if need_up:
-                if ctx.norm is not None and i == 0:
+                if ctx.norm is not None:
                     q_t, scale_t = Norm(q_t, scale_t, *ctx.norm).transposed()
-                x_q_t, x_scale_t = q_t, scale_t.view(-1, q_t.shape[0])
-                if not whole:
-                    x_q_t, x_scale_t = q_t[:, part], x_scale_t[part.start // _SIDE : -(-part.stop // _SIDE)]
+                scale_t, d_scale_t = scale_t.view(-1, q_t.shape[0]), d_scale_t.view(-1, d_q_t.shape[0])
                 dup = products.multiply(
-                    up_at.dw, d_q_t, x_q_t, d_scale_t.view(-1, rows).t(), x_scale_t.t(), ctx.dtypes[0], WEIGHT_GRADIENT,
-                    out=dup, accumulate=dup is not None,
-                )  # fmt: skip
-            del d_q, d_scale, d_q_t, d_scale_t
+                    up_at.dw, d_q_t, q_t, d_scale_t.t(), scale_t.t(), ctx.dtypes[0], WEIGHT_GRADIENT
+                )
         dgate, dup = (None, None) if dup is None else dup.chunk(2)
-        dx = dx.view(ctx.shape) if need_x else None
+        dx = None if dx is None else dx.view(ctx.shape)
         return dx, dout if need_residual else None, dgate, dup, ddown, *(None,) * 7
 
 
 gated_mlp = applied(_GatedMlp)
+
+
+def gated_mlp_alone(
+    residual: Tensor | None, down: Tensor, x: Any, gate_up: Tensor, up_codes: Any, down_codes: Any, act: str,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the result of :class:`_GatedMlp`, the same bits, without anything for a gradient.
+
+    A forward pass of re-entrant checkpointing has no gradients, and is made anew with them.
+    """
+    up_at, down_at = products.sites_of(gate_up.shape), products.sites_of(down.shape)
+    up_codes = up_codes or up_at.weight_codes(gate_up, False)
+    q = x.q.view(-1, x.q.shape[-1])
+    hidden = products.multiply(up_at.product, q, up_codes.q, x.scale.t(), up_codes.scale, dtype)
+    q, scale = _glu(hidden, None, None, None, act, "row", False, "column", False)[:2]
+    flat = None if residual is None else residual.reshape(-1, down.shape[0])
+    down_codes = down_codes or down_at.weight_codes(down, False)
+    out = products.multiply(down_at.product, q, down_codes.q, scale.t(), down_codes.scale, dtype, add=flat)
+    return out.view(*x.q.shape[:-1], down.shape[0])

@@ -52,12 +52,12 @@ class WeightCodes(NamedTuple):
 
 
 def multiply(
-    site: Site, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: str = VALUES,
-    bias: Tensor | None = None, add: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False,
+    site: Site | None, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: str = VALUES,
+    bias: Tensor | None = None, add: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``a @ b.T + bias + add`` of codes, in `out` if that is given, or added to it."""
+    """Return ``a @ b.T + bias + add`` of codes, by a place of its own, or in `out` if that is given."""
     if out is not None:
-        return scaled_mm(a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, out=out, accumulate=accumulate)
+        return scaled_mm(a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, out=out)
     return site(a, b, scale_a, scale_b, None, bias, add, recipe, "auto", None, None, dtype, "auto", "auto")
 
 

@@ -27,7 +27,7 @@ from rtkernels.models.rope_view import is_attention, viewed
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
-_NORMS = ("rms_norm", "fp8_norm")
+_NORMS = ("rms_norm", "fp8_norm", "served_norm")
 _GATE_UP = ("gate_proj", "up_proj")
 
 
@@ -243,6 +243,9 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
+        made = served.gated(self.down_proj, both, act)
+        if made is not None:
+            return made
         return reuse.project(self.down_proj, reuse.glu(both, act=act))
 
     return forward

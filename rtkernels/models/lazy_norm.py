@@ -102,6 +102,11 @@ class LazyNorm(Lazy):
                 self._codes = rtkernels.rms_norm_fp8(self.x, self.weight, **options)
         return self._codes
 
+    def taken(self) -> Any:
+        """Return the codes and forget them: for the last one who reads them. They are made anew if others ask."""
+        codes, self._codes = self.codes(), None
+        return codes
+
     def source(self) -> Norm | None:
         """Return what codes can be made from anew."""
         return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), self.eps, self.offset)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +21,12 @@ from rtkernels.models import fused_layers as fusing
 from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
+from rtkernels.models.fp8_linear import Recipe, check_recipe
 from rtkernels.models.recognize import NotRecognized, Recognized
 
 _REPORT = "_rtkernels_report"
 _OLDEST = (5, 0)
+_OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unsloth"}  # packages that patch models, too
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
 
 
@@ -36,10 +40,10 @@ class Site(NamedTuple):
 
 
 class PatchReport:
-    """What :func:`patch` did. Printed, it is a table; `sites` has every place."""
+    """What :func:`patch` did. Printed, it is a table; `sites` has every place, `asked` the kinds looked for."""
 
-    def __init__(self, sites: list[Site], asked: tuple[str, ...]) -> None:
-        self.sites, self.asked = sites, asked
+    def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
+        self.sites, self.asked, self.options = sites, asked, options
 
     @property
     def replaced(self) -> Counter[str]:
@@ -82,21 +86,43 @@ def _unwrapped(model: Any) -> nn.Module:
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if hasattr(model, "_orig_mod"):
+        raise ArgumentError("model was compiled by torch.compile; expected one that was not: patch first, then compile")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) and hasattr(model, "peft_config") else model
 
 
+def _maker(function: Any) -> str | None:
+    """Return whose a function is, if it is of a package that patches models as well."""
+    return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
+
+
 def _check_foreign(model: nn.Module) -> None:
+    """Raise an RtkError for a model that others patched, on the instance or for all models of its class."""
     if getattr(model, "use_kernels", False):
         raise RtkError(
             "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
         )
+    known: set[type] = set()
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if forward is not None and "liger" in getattr(forward, "__module__", ""):
-            raise RtkError(f"{name} was patched by Liger; build the model anew and patch it with one of the two")
-        if type(module).__module__.startswith("liger_kernel"):
-            raise RtkError(f"{name} is a {type(module).__name__} of Liger; build the model without Liger first")
+        cls, name = type(module), name or "model"
+        who = _maker(module.__dict__.get("forward"))
+        if who is not None:
+            raise RtkError(f"{name} was patched by {who}; build the model anew and patch it with one of the two")
+        if cls in known:
+            continue
+        known.add(cls)
+        if (who := _maker(cls)) is not None:
+            raise RtkError(f"{name} is a {cls.__name__} of {who}; build the model without {who} first")
+        forward = cls.forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        called = [forward, *(getattr(forward, "__globals__", {}).get(n) for n in names)]
+        if who := next((found for found in map(_maker, called) if found is not None), None):
+            raise RtkError(
+                f"{name}: {who} patched {cls.__name__} for all models of this process; start one without {who} first"
+            )
 
 
 class _Patcher:
@@ -155,14 +181,15 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
     experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
-    fp8: bool | str | quantized.Recipe | None = None, strict: bool = False,
+    fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
 
     Every norm, gated MLP, rotary embedding, expert layer and the loss is tried with random numbers and replaced if one
     of our ops gives the same results and gradients; the report says what was left alone and why. Parameters,
     ``state_dict``, pickling and ``save_pretrained`` stay as they are. Patch after the weights are loaded, before or
-    after PEFT or FSDP, before ``torch.compile``. Patching twice changes nothing.
+    after PEFT or FSDP, before ``torch.compile``. Patching twice changes nothing. A warning says so where nothing was
+    replaced at all, or nothing of a kind that is off unless asked for.
 
     Args:
         model: A model of transformers 5, or a PEFT model around one, on any device or on meta.
@@ -183,7 +210,7 @@ def patch(
         fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
             128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` with more options. The head, and layers too
             small to gain, are left alone. Parameters and their gradients stay what they are.
-        strict: Raise if a candidate of an asked kind is left alone.
+        strict: Raise if a candidate of an asked kind is left alone, and in place of warnings.
 
     Returns:
         What was replaced and what was not.
@@ -192,9 +219,12 @@ def patch(
         ArgumentError: `model` is no model.
         RtkError: transformers is missing or too old, the model was patched by others, or `strict` is not met.
     """
-    inner, recipe = _unwrapped(model), quantized.check_recipe(fp8)
+    inner, recipe = _unwrapped(model), check_recipe(fp8)
+    options = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss, "experts": experts, "router": router}
+    options |= {"fused_layers": fused_layers, "attention": attention, "fp8": recipe}
     known = inner.__dict__.get(_REPORT)
     if known is not None:
+        _tell(_other_options(known, options), strict)
         return known
     _check_transformers()
     _check_foreign(inner)
@@ -219,26 +249,68 @@ def patch(
         except NotRecognized as error:
             patcher.note("attention", "", inner, str(error))
     if recipe is not None:
+        if _gathers_weights(inner):
+            recipe = recipe._replace(save_weight=True)
         _replace_linears(inner, recipe, patcher, fused_layers)
     if fused_layers:
+        for module in inner.modules():
+            if fusing.is_layer(module):
+                quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.note)
-    if loss and hasattr(inner, "get_output_embeddings"):
+    if loss:
         try:
             losses.replace_loss(inner)
             patcher.note("loss", "", inner, None)
         except NotRecognized as error:
             patcher.note("loss", "", inner, str(error))
-    chosen = {"norm": norm, "mlp": mlp, "rope": rope, "experts": experts, "router": router, "loss": loss}
-    chosen |= {"attention": attention, "fp8": recipe is not None, "fused": fused_layers}
-    made = PatchReport(patcher.sites, tuple(kind for kind in KINDS if chosen[kind]))
+    asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
+    made = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = made
-    if strict and made.left_alone:
+    try:
+        left = "not everything was replaced" if made.left_alone and strict else ""
+        _tell(_in_vain(made, inner) or left, strict, f"\n{made}")
+    except RtkError:
         unpatch(inner)
-        raise RtkError(f"strict=True, and not everything was replaced:\n{made}")
+        raise
     return made
 
 
-def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patcher, fused: bool) -> None:
+_OPTIONS = {"fused": "fused_layers"}  # names of options that are not those of the kind
+_UNLESS_ASKED = ("router", "attention", "fp8", "fused")  # kinds that are off by default
+
+
+def _tell(sentence: str, strict: bool, more: str = "") -> None:
+    """Warn the caller of ``patch``, or raise an RtkError if it is `strict`; nothing if there is no sentence."""
+    if sentence and strict:
+        raise RtkError(f"strict=True, and {sentence}{more}")
+    if sentence:
+        warnings.warn(f"rtkernels.models.patch: {sentence}{more}", stacklevel=5)  # two of them are decorators
+
+
+def _in_vain(made: PatchReport, model: nn.Module) -> str:
+    """Return a sentence if nothing was replaced, or nothing of a kind that somebody has asked for; else ""."""
+    if not made.replaced:
+        return f"nothing was replaced in this {type(model).__name__}, which computes as before"
+    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in made.asked and not made.replaced[kind]]
+    return f"{', '.join(f'{name}=' for name in missing)} found nothing to replace in this model" if missing else ""
+
+
+def _other_options(known: PatchReport, options: dict[str, Any]) -> str:
+    """Return a sentence if a model that is patched is to be patched with other options; else ""."""
+    others = [f"{name}=" for name, value in options.items() if known.options.get(name, value) != value]
+    if not others:
+        return ""
+    return f"the model is patched already: {', '.join(others)} had other values then; call unpatch(model) first"
+
+
+def _gathers_weights(model: nn.Module) -> bool:
+    """Return True if FSDP2 gathers weights for each pass: codes that are kept in between would undo what it saves."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
+
+
+def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused: bool) -> None:
     """Replace the linear layers of a model, except for its head; those that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
@@ -252,8 +324,8 @@ def _replace_linears(model: nn.Module, recipe: quantized.Recipe, patcher: _Patch
     for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)
-        elif fusing.is_layer(module):
-            quantized.replace_norms(module, recipe)
+        elif fusing.is_layer(module) and recipe.by_codes:
+            quantized.replace_norms(module)
         elif expert_layers.is_experts(module) and not any(part in name for part in recipe.skip):
             patcher.change("fp8", name, module, partial(quantized.experts_kind, recipe=recipe))
 

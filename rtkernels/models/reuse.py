@@ -33,7 +33,7 @@ except ImportError:  # pragma: no cover - a torch without this private name
         return True
 
 
-def _is_kept() -> bool:
+def is_kept() -> bool:
     """Return True in a backward pass after which saved tensors may be needed, or that the compiler plans."""
     return is_dynamo_compiling() or _keeps_graph()
 
@@ -43,7 +43,7 @@ def free(*tensors: Tensor) -> None:
 
     For tensors that a Function made and saved itself: nobody else has them, and their node ends with this pass.
     """
-    if not _is_kept():
+    if not is_kept():
         for t in tensors:
             t.untyped_storage().resize_(0)
 
@@ -65,7 +65,7 @@ def glu_gradient(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, act: str, need_weight: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of gate, up and weight; over gate and up, unless the graph is kept."""
-    if is_legacy_batched(dy) or _is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
+    if is_legacy_batched(dy) or is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
         dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, need_weight)
     else:
         dx, dup = gate.detach(), None if up is None else up.detach()

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 import rtkernels
-from rtkernels.models.fp8 import codes_of
+from rtkernels.models.fp8_linear import codes_of
 from rtkernels.models.merged import adjacent
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BLOCK = 128
+AS_IT_IS = 16  # rows up to which x is multiplied as it is: the product waits for weights, and quantising is a launch
 
 
 def _blocks(size: int) -> int:
@@ -69,19 +71,52 @@ class ServedLinear(_KeepsScales):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def gated(down: nn.Module, gate_up: Tensor, act: str) -> Tensor | None:
+    """Return ``down(glu(gate_up))`` with gated values that exist as codes alone, None where that is not possible."""
+    if type(down) is not ServedLinear or is_dynamo_compiling() or row_count(gate_up.shape) <= AS_IT_IS:
+        return None
+    if gate_up.dtype not in (torch.bfloat16, torch.float16) or gate_up.requires_grad or _is_watched(down):
+        return None
+    codes = rtkernels.glu_fp8(gate_up, act=act, scale_layout="column")
+    return _of_codes(codes.q, codes.scale, down.weight, down.weight_scale_inv, down.bias, gate_up.dtype)
+
+
+def _is_watched(linear: nn.Module) -> bool:
+    """Return True if somebody has to see what a layer reads, or has given it another forward."""
+    return bool(
+        _has_any_global_hook() or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
+    )
+
+
+def _of_codes(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` of codes of x, with scales in columns."""
+    left = rows_of(q.reshape(-1, weight.shape[1]), scale, "group")
+    y = rtkernels.scaled_mm(
+        left.q, weight, left.scale, weight_scale, recipe="block_1x128_128x128", bias=bias, out_dtype=dtype
+    )
+    return y.view(*q.shape[:-1], weight.shape[0])
+
+
 def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` of a tensor or a lazy norm, and of codes with scales of 128 x 128."""
+    """Return ``x @ weight.T + bias`` of a tensor or a lazy norm, and of codes with scales of 128 x 128.
+
+    Of x, codes are multiplied, too, unless it has few rows.
+    """
+    plain = not is_dynamo_compiling() and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
+        if plain and row_count(x.shape) <= AS_IT_IS:
+            y = rtkernels.scaled_mm(
+                x.reshape(-1, weight.shape[1]), weight, None, weight_scale, recipe="block_1x128_128x128", bias=bias
+            )
+            return y.view(*x.shape[:-1], weight.shape[0])
         codes = codes_of(x)
         if isinstance(codes, Tensor):  # compiled, or fp32
             q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
         else:
             q, scale = codes.q, codes.scale
-        left = rows_of(q.reshape(-1, weight.shape[1]), scale, "group")
-        y = rtkernels.scaled_mm(
-            left.q, weight, left.scale, weight_scale, recipe="block_1x128_128x128", bias=bias, out_dtype=x.dtype
-        )
-    return y.view(*x.shape[:-1], weight.shape[0])
+        return _of_codes(q, scale, weight, weight_scale, bias, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def _alike(linears: Sequence[nn.Module]) -> bool:
@@ -111,9 +146,9 @@ def make_adjacent(linears: Sequence[nn.Module]) -> None:
 
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     """Return the results of layers as columns of one tensor, None where they have to be called by themselves."""
-    if type(linears[0]) is not ServedLinear or is_dynamo_compiling() or _has_any_global_hook() or not _alike(linears):
+    if type(linears[0]) is not ServedLinear or is_dynamo_compiling() or not _alike(linears):
         return None
-    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in linears):
+    if any(_is_watched(m) for m in linears):
         return None
     weight = adjacent([m.weight for m in linears])
     scale = adjacent([m.weight_scale_inv for m in linears])

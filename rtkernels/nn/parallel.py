@@ -142,7 +142,7 @@ def ring_attention(
         raise ArgumentError(f"{shapes}; expected [batch, length, heads, width] with the same batch and length")
     if zigzag and q.shape[1] % 2:
         raise ArgumentError(f"q has length {q.shape[1]}; expected an even one for zigzag, two equal parts")
-    scale = default_scale(scale, q.shape[-1])
+    scale = default_scale(scale, q)
     return _RingAttention.apply(
         q.contiguous(), k.contiguous(), v.contiguous(), scale, causal, float(softcap), zigzag, group
     )

@@ -20,6 +20,12 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
+def check_tensor(name: str, value: Any) -> None:
+    """Raise an ArgumentError that names the argument unless it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+
+
 def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT_DTYPES) -> str:
     """Return the template token of a dtype, or raise an ArgumentError that names the argument."""
     check_dtype(name, dtype, accepted)
@@ -29,7 +35,7 @@ def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT
 def check_dtype(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
     """Raise an ArgumentError that names the argument unless its dtype is an accepted one."""
     if dtype not in accepted:
-        wanted = ", ".join(map(_spell, accepted))
+        wanted = ", ".join(dict.fromkeys(map(_spell, accepted)))
         raise ArgumentError(f"{name} has dtype {_spell(dtype)}; expected one of {wanted}")
 
 

@@ -18,6 +18,9 @@ from rtkernels.runtime.checks import check_same as check_same
 from rtkernels.runtime.checks import token as token
 
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
+TYPES = [(t,) for t in WIDTH]  # variants of a kernel whose only template argument is a type
+# Types of a tensor and of its weight.
+WEIGHTED_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.overrides import compare, numbers, taken, views
+from support.overrides import compare, device_of, numbers, taken, views
 from support.places import at, emulated
 from torch.nn import functional
 
@@ -34,6 +34,18 @@ def test_gather(place: str, dtype: torch.dtype) -> None:
 
 @emulated
 @at(*PLACES)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(t, marks=SLOW) for t in (torch.float32, torch.int64))]
+)
+def test_gather_of_many(place: str, dtype: torch.dtype) -> None:
+    """So many elements of a row that it is read as a whole."""
+    for x in (numbers(dtype, 7, 64), numbers(dtype, 3, 2, 48)[:, :1], numbers(dtype, 600, 16)):
+        index = torch.randint(0, x.shape[-1], (*x.shape[:-1], 44))
+        compare(place, "idx", lambda x, index: x.gather(-1, index), x, index)
+
+
+@emulated
+@at(*PLACES)
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_index_select(place: str, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
@@ -51,6 +63,51 @@ def test_sums_into_rows(place: str) -> None:
     compare(place, "idx", lambda x, i, s: x.index_add(0, i, s), x, index, source)
     compare(place, "idx", lambda x, i, s: x.clone().index_add_(0, i, s), x, index, source)
     compare(place, "idx", lambda x, i, s: x.scatter_add(0, i[:, None].expand(7, 6), s), x, index, source)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize(
+    ("shape", "dim", "tokens"),
+    [
+        ((150, 20), 0, 70),  # two blocks of rows, lanes of a warp that share it
+        ((3, 5, 33), 1, 300),  # rows of many tokens, an odd number of columns
+        pytest.param((4, 1200), 0, 600, marks=SLOW),  # slices of columns
+        pytest.param((21, 2052), 0, 40, marks=SLOW),  # two accesses of a row in a lane
+        pytest.param((9, 4100), 0, 40, marks=SLOW),  # four of them
+        pytest.param((2, 300, 16), 1, 9000, marks=SLOW),  # more tokens than one launch takes: torch's
+    ],
+)
+def test_sums_along_a_dimension(place: str, shape: tuple[int, ...], dim: int, tokens: int) -> None:
+    ours = tokens < 8192
+    x, sizes = torch.randn(shape), (*shape[:dim], tokens, *shape[dim + 1 :])
+    source, index = torch.randn(sizes), torch.randint(0, shape[dim], (tokens,))
+    index[tokens // 2 :] = index[0]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    compare(place, "idx", lambda x, i, s: x.index_add(dim, i, s, alpha=0.5), x, index, source, ours=ours, **close)
+    compare(place, "idx", lambda x, i, s: x.clone().index_add_(dim, i.int(), s), x, index, source, ours=ours, **close)
+    where = (slice(None),) * dim
+    put = lambda x, i, s: x.clone().index_put_((*where, i), s, accumulate=True)  # noqa: E731
+    if dim == 0:
+        compare(place, "idx", put, x, index - shape[0], source, **close)
+        put = lambda x, i, s: x.clone().index_put_((i[::2],), s[::2].contiguous(), accumulate=True)  # noqa: E731
+        compare(place, "idx", put, x, index, source, ours=False, **close)
+        rows = lambda x, i, s: x.scatter_add(0, i[:, None].expand(-1, x.shape[1]), s.repeat(1, 2))  # noqa: E731
+        compare(place, "idx", rows, x, index, source, **close)
+        rows = lambda x, i, s: x.clone().scatter_add_(0, i[:, None].expand(-1, x.shape[1]), s)  # noqa: E731
+        compare(place, "idx", rows, x, index, source, **close)
+
+
+@emulated
+@at(*PLACES)
+def test_sums_of_rounded_rows(place: str) -> None:
+    """Sums of bfloat16 are those of float32, rounded one time, whatever the order of their sizes."""
+    x, source = torch.randn(9, 40).bfloat16(), torch.randn(30, 40).bfloat16()
+    index = torch.randint(0, 9, (30,))
+    want = x.double().index_add(0, index, source.double(), alpha=2).bfloat16()
+    with taken(place, "idx"):
+        got = x.to(device_of(place)).index_add(0, index.to(device_of(place)), source.to(device_of(place)), alpha=2)
+    torch.testing.assert_close(got.cpu(), want, rtol=2**-8, atol=1e-3)
 
 
 @emulated

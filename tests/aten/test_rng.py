@@ -19,9 +19,12 @@ def test_known_answers() -> None:
     """The first words of Philox 4x32-10 for counter 0 and key 0, as its authors publish them."""
     out, seed = torch.empty(4), torch.zeros(1, dtype=torch.int64)
     with rtkernels.emulate("sm_90"):
-        philox._DRAWN(out, seed, "uniform", 0.0, 1.0)
+        philox._DRAWN(out, seed, "uniform", 0.0, 1.0, 0, 0)
+        known = torch.empty(4)
+        philox._DRAWN(known, None, "uniform", 0.0, 1.0, -1, -1)
     words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert out.tolist() == [(word >> 8) / 2**24 for word in words]
+    assert not torch.equal(out, known)
 
 
 @emulated
@@ -105,3 +108,11 @@ def test_a_replayed_graph_draws_new_numbers() -> None:
         first = x.clone()
         graph.replay()
     assert not torch.equal(first, x)
+
+
+@pytest.mark.gpu
+def test_normal_numbers_next_to_a_logarithm_of_0() -> None:
+    """One in 2^23 uniform numbers is next to 1, where the fast logarithm of 16-bit types may be 0."""
+    for dtype in (torch.bfloat16, torch.float16):
+        with rtkernels.use("normal_"):
+            assert torch.empty(1 << 27, dtype=dtype, device="cuda").normal_().isfinite().all()

@@ -56,7 +56,7 @@ def test_softmax_of_other_dimensions(place: str, function) -> None:
 @at(*PLACES)
 @pytest.mark.parametrize(
     ("shape", "over"),
-    [((3, 40), 1), ((5, 1), 1), ((2, 7, 6), 2), ((300, 8), 1), ((2, 3000), 1), ((4, 5, 33), 1)],
+    [((3, 40), 1), ((5, 1), 1), ((2, 7, 6), 2), ((300, 40), 1), ((5, 9000), 1), ((4, 5, 33), 1)],
     ids=str,
 )
 @pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -168,7 +168,7 @@ def test_the_gradient_of_nll_loss_beyond_32_bits(monkeypatch: pytest.MonkeyPatch
 
 @emulated
 @at(*PLACES)
-@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 2000)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (2, 9000)], ids=str)
 def test_weight_norm(place: str, shape: tuple[int, ...]) -> None:
     def both(v: torch.Tensor, g: torch.Tensor, dw: torch.Tensor) -> list[torch.Tensor]:
         given = [t.detach().clone().requires_grad_() for t in (v, g)]

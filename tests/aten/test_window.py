@@ -83,6 +83,35 @@ def test_dilated_maximum(place: str) -> None:
 
 @emulated
 @at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_upsample_twice(place: str, dtype: torch.dtype) -> None:
+    """Whole vectors: rows of 16 bytes, planes that are apart."""
+    x = torch.randn(2, 3, 5, 24)[:, 1:].to(dtype)
+    double = lambda x: functional.interpolate(x, scale_factor=2, mode="nearest")  # noqa: E731
+    compare(place, "win", double, x, rtol=0, atol=0)
+    compare(place, "win", with_gradient(double), x.contiguous(), rtol=2**-7, atol=1e-5)
+
+
+@emulated
+@at(*PLACES)
+def test_pools_of_vectors(place: str) -> None:
+    """Gradients of 16 bytes a thread, warps whose windows all lie within the input, more rows than one thread has."""
+    long_rows = torch.randn(1, 1, 7, 130)
+    compare(place, "win", lambda x: functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False), long_rows)
+    compare(place, "win", lambda x: torch.ops.aten.max_pool2d_with_indices(x, [2, 2], [1, 1], [1, 1]), long_rows)
+    x = torch.randn(2, 2, 9, 16)
+    for window in (
+        {"kernel_size": 3, "stride": 2, "padding": 1},
+        {"kernel_size": 2},
+        {"kernel_size": (2, 5), "stride": 3},
+    ):
+        compare(place, "win", with_gradient(lambda x, window=window: functional.avg_pool2d(x, **window)), x)
+        how = {**window, "return_indices": True}
+        compare(place, "win", with_gradient(lambda x, how=how: functional.max_pool2d(x, **how)[0]), x)
+
+
+@emulated
+@at(*PLACES)
 @pytest.mark.parametrize("how", [{"size": (9, 3)}, {"scale_factor": 2.0}, {"scale_factor": (1.5, 0.7)}], ids=str)
 def test_upsample_nearest(place: str, how: dict) -> None:
     for x in (x for x in inputs() if x.dim() == 4):

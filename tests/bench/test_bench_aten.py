@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from bench.__main__ import main
-from bench.measure import aten, aten_file
+from bench.measure import aten, aten_file, aten_run
+from bench.measure.aten_peers import Worker
 from bench.report import aten as chosen
 from rtkernels.aten import measured, table
 
@@ -60,10 +63,71 @@ def test_the_default_set_follows_from_the_record() -> None:
 def test_a_threshold_leaves_small_calls_to_torch() -> None:
     def case(n: int, torchs: float, ours: float) -> dict:
         times = {"torch": {"operator": torchs, "submit": 5.0}, "rtkernels": {"operator": ours, "submit": 9.0}}
-        return {"overload": "sum", "shape": [n], "dtype": "float32", **times}
+        return {"overload": "sum", "family": "red", "shape": [n], "dtype": "float32", **times}
 
     host = {"torch sum": 5.0, "given back sum": 6.0}
     result = {"host": host, "cases": [case(100, 5.0, 20.0), case(1 << 20, 20.0, 20.0), case(1 << 24, 90.0, 45.0)]}
     alone, best, size = chosen.choice(result)["sum"]
     assert size == 1 << 20 and alone < best and abs(best - (5 / 6 * 1 * 2) ** (1 / 3)) < 1e-9
     assert chosen.default_set(result) == {"sum": 1 << 20}
+    half = {"host": host, "cases": [case(100, 50.0, 5.0), case(1 << 20, 20.0, 41.0), case(1 << 24, 900.0, 45.0)]}
+    assert chosen.default_set(half) == {"sum": 1 << 24}  # no case at half of torch's speed, whatever the mean says
+    plain = {"host": host, "cases": [c | {"overload": "abs", "family": "ew"} for c in result["cases"]]}
+    assert chosen.choice(plain)["abs"] == chosen.choice(result)["sum"] and not chosen.default_set(plain)
+
+
+# Answers as the process of the peers does, but dies at `floor`, and says nothing at `ceil`.
+_PEERS = """
+import json, os, sys, time
+for line in sys.stdin:
+    name, shape, dtype, ways, quick = json.loads(line)
+    if name == "floor": os._exit(7)
+    if name == "ceil": time.sleep(60)
+    times = {way: {"operator": 12.0} for way in ways} | {"torch": {"operator": 4.0}}
+    print(json.dumps({"found": times, "goes_on": name != "abs"}), flush=True)
+    if name == "abs": os._exit(1)
+"""
+
+
+_PEERS_HAVE = ("abs", "floor", "ceil", "exp", "sin")
+
+
+def _run_with_peers(peers: str, out, monkeypatch, cases=None) -> dict:
+    """Measure some operators of one size, with times that are made up, and `peers` as the other process."""
+    ours = {"torch": {"operator": 6.0}, "rtkernels": {"operator": 3.0, "why": {}}}
+    monkeypatch.setattr(aten, "measure_case", lambda *args: ours)
+    errors = {(name, (64, 64), "bfloat16"): "bad" if name == "exp" else "" for name in _PEERS_HAVE}
+    monkeypatch.setattr(aten_run, "warm", lambda cases: None)
+    monkeypatch.setattr(aten_run.aten_flaggems, "compile_cases", lambda cases, seconds: errors)
+    monkeypatch.setattr(aten_run, "Worker", lambda: Worker((sys.executable, "-S", "-c", peers), seconds=2.0))
+    monkeypatch.setattr(aten, "_QUICK_OTHERS", [(64, 64)])
+    result = {"cases": cases or []}
+    pattern = f"^ew ({'|'.join(_PEERS_HAVE)}|cos)$"
+    asked = aten_run._Run(pattern, out, aten.WAYS[:3], None, True, True, None, 0.0)
+    aten_run._measure_cases(asked, result, None)
+    return result
+
+
+def test_our_times_are_there_when_a_peer_ends_its_process(tmp_path, monkeypatch) -> None:
+    out = tmp_path / "aten.json"
+    result = _run_with_peers(_PEERS, out, monkeypatch)
+    found = {case["overload"]: case for case in result["cases"]}
+    assert result["complete"] and found.keys() == {*_PEERS_HAVE, "cos"} and "flaggems" not in found["cos"]
+    assert all(case["rtkernels"]["operator"] == 3.0 for case in found.values())
+    assert found["floor"]["flaggems"] == {"error": "its process ended, status 7"}
+    assert "no answer in 2 s" in found["ceil"]["flaggems"]["error"]
+    assert found["exp"]["flaggems"] == {"error": "bad"}
+    for name in ("abs", "sin"):  # each in units of torch's time in its process: 3 over 0.5
+        assert found[name]["flaggems"] == {"operator": 12.0, "torch": {"operator": 4.0}}
+    assert "2 overloads, mean 6.00; 0 below 1" in aten_file.against_flaggems(result["cases"])
+    aten_file.save({"complete": False, "cases": []}, out)
+    aten_file.append(found["floor"], out)  # finished before the process of ours was ended
+    resumed = _run_with_peers(_PEERS.replace("12.0", "13.0"), out, monkeypatch, aten_file.load(out)["cases"])
+    found = {case["overload"]: case for case in resumed["cases"]}
+    assert "error" in found["floor"]["flaggems"] and found["sin"]["flaggems"]["operator"] == 13.0
+
+
+def test_peers_that_never_answer_are_given_up(tmp_path, monkeypatch) -> None:
+    result = _run_with_peers("raise SystemExit(3)", tmp_path / "aten.json", monkeypatch)
+    assert not result["complete"] and all("rtkernels" in case for case in result["cases"])
+    assert 3 <= sum("flaggems" in case for case in result["cases"]) <= 4  # three starts, and what failed before

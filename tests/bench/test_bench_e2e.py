@@ -10,6 +10,7 @@ import pytest
 
 from bench.e2e import gates, infer, parity, plot, split, train
 from bench.e2e import record as recording
+from bench.e2e.text import corpus_of
 from rtkernels.models import fp8
 from rtkernels.nn import fp8_experts
 
@@ -66,6 +67,22 @@ def test_the_command_starts_processes(tmp_path: Path) -> None:
     assert result["kind"] == "infer" and all(g["passed"] for g in result["gates"] if "tokens" in g["gate"])
 
 
+def test_texts(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a word, and a word\n" * 50)
+    for more, kinds in ((["--bytes"], 256), ([], 6)):  # "a", " ", "word", ",", "and", the end of a line
+        args = train.parser().parse_args(["--text", str(tmp_path / "text"), "--vocab", "9", *more])
+        corpus = corpus_of(args)
+        assert corpus.kinds == kinds and args.vocab == (256 if more else 9)
+        assert int(corpus.train.max()) < args.vocab and corpus.batch(0, 8, 4).shape == (2, 4)
+
+
+def test_rounds_of_an_arm() -> None:
+    first, second = {"step_ms": 2.0, "mfu": 0.5}, {"step_ms": 1.0, "mfu": 1.0}
+    assert train._merged(None, first) is first and train._merged(first, {"failed": ""}) is first
+    assert train._merged(first, second) == {"step_ms": 1.0, "mfu": 1.0, "rounds_ms": [2.0, 1.0]}
+    assert train._merged(train._merged(first, second), first)["rounds_ms"] == [2.0, 1.0, 2.0]
+
+
 def test_where_a_step_goes() -> None:
     ours = "void rtk::gemm_sm90<>", "void rtk::attention_sm90_bwd<>", "void rtk::glu_bwd<>"
     found = split.split((name, 500.0) for name in (*ours, "nvjet_sm90_tst", "add"))
@@ -111,6 +128,7 @@ def test_arms_of_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 6 and all(found.values()), gates.text(gates.parity_gates(arms))
     first, second = arms["fp8"]["runs"]
     assert first["losses"][0] != second["losses"][0] and len(first["gradients"]) == 2
+    assert "of ours_fused where that is more)" in gates.text(gates.parity_gates(arms))
     assert arms["hf"]["runs"][0]["losses"] != arms["hf_perturbed"]["runs"][0]["losses"]
     worst = min(g["cosine"] for g in arms["fp8_saturated"]["runs"][0]["gradients"])
     assert worst < min(g["cosine"] for run in arms["fp8"]["runs"] for g in run["gradients"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import pkgutil
 import re
 from pathlib import Path
 
@@ -54,3 +56,26 @@ def test_decisions_begin_with_what_holds_now(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+# Of operators, of examples that a reader writes, and of what needs a package that may not be installed.
+OTHER_NAMES = ("rtkernels.rms_norm_fwd", "rtkernels.squared_relu", "rtkernels.my_softsign", "rtkernels.jax")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_and_files_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for found in {f"rtkernels.{rest}" for rest in re.findall(r"\b(?:rtkernels|rtk)\.([a-zA-Z_][\w.]*\w)", text)}:
+        if not found.startswith(OTHER_NAMES):
+            pkgutil.resolve_name(found)
+    for path in re.findall(r"`((?:tests|cuda_src|bench|rtkernels|docs|examples)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m ((?:rtkernels|bench)[\w.]*)", text):
+        assert importlib.util.find_spec(module) is not None, module
+    for test in re.findall(r"`(test_\w+)`", text):
+        assert any(test in code for code in _tests()), test
+
+
+@functools.cache
+def _tests() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]

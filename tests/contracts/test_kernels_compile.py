@@ -38,7 +38,7 @@ def test_compiles_without_spills(name: str, target: str, request: pytest.Fixture
     if not request.config.getoption("--full"):
         part = request.config.getoption("--part")
         # Attention takes seconds each, products more.
-        step = (5 if target in OFTEN else 20) * {"gemm": 8, "attention": 4}.get(str(kernel.unit).partition("/")[0], 1)
+        step = (10 if target in OFTEN else 40) * {"gemm": 8, "attention": 4}.get(str(kernel.unit).partition("/")[0], 1)
         step *= 8 if kernel.tier == "aten" else 1  # variants of a small number of templates
         expressions = [e for e in expressions if zlib.crc32(f"{e} {target}".encode()) % step == part % step]
         if not expressions:
@@ -78,8 +78,9 @@ def test_there_are_not_too_many_variants() -> None:
         products = str(kernel.unit).startswith(("gemm/", "attention/"))
         count["aten" if kernel.tier == "aten" else products] += len(kernel.variants(targets.parse("sm_90a")))
     assert count["aten"] <= 400, f"{count['aten']} variants of aten's operators on sm_90a"
-    # 91 of them are the kernels behind the inference ops, instead of one for each of their 80 names.
-    assert count[False] <= 743, f"{count[False]} variants on sm_90a besides products and attention"
+    # 91 of them are the kernels behind the inference ops, instead of one for each of their 80 names; 10 of them tables
+    # of rope, swizzled scales, rows moved by groups of threads and float32 hadamard (1.1 to 3.8 x what was before).
+    assert count[False] <= 753, f"{count[False]} variants on sm_90a besides products and attention"
     # 22 of them are 8-bit attention by wgmma (1.6 x what mma.sync takes) and products of few rows by clusters (1.5 x),
     # 24 gradients of heads of more than 128 elements (3.5 x), 10 products of 9 to 16 rows (1.2 to 1.35 x).
     assert count[True] <= 377, f"{count[True]} variants of products and attention on sm_90a"

@@ -27,10 +27,8 @@ ROWS = 6
 COPIED = {
     "attention_quantized": "in this call scales are not dense",
     "cross_entropy": "the loss is one of several numbers that a kernel writes together",
-    "dequantize_fp8_hadamard": "the result is converted to its dtype",
     "dequantize_fp8_smooth": "the result is converted to its dtype",
     "fp8_linear": "codes are padded to what products want",
-    "id_bounds": "it is a few lines of torch",
     "jsd": "the loss is one of several numbers that a kernel writes together",
     "kl_div": "the loss is one of several numbers that a kernel writes together",
     "linear_cross_entropy": "it is a loop over chunks of rows, with products of torch",

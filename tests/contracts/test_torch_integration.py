@@ -330,7 +330,7 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
 
     plan, scope = Echo(), module.FORWARD.call.__globals__
     monkeypatch.setattr(module.FORWARD, "_find", lambda *args: plan)
-    for name in ("last_call", "last_plain_call"):
+    for name in ("last_calls", "last_plain_calls"):
         monkeypatch.setitem(scope, name, scope[name])
     x, odd = torch.randn(4, 8), torch.randn(9)[1:]
     for t in (x, odd, x):

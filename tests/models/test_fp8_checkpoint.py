@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import rtkernels
 from rtkernels import models
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import served
@@ -119,6 +121,36 @@ def test_layers_that_read_the_same_tensor_are_one_product() -> None:
     assert served.merged(x, linears) is not None
     linears[1].register_forward_hook(lambda *args: None)
     assert served.merged(x, linears) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_experts_are_served_without_gradients(mode) -> None:
+    with mode():
+        model = models.serve_fp8(build("qwen3_moe", **SIZES).bfloat16().eval())
+    assert any(isinstance(module, ServedExperts) for module in model.modules())
+
+
+def test_codes_come_from_norms_and_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    model = build("qwen3", num_attention_heads=2, num_key_value_heads=1, **sizes).bfloat16().eval()
+    model.requires_grad_(False)
+    plain = model(input_ids=tokens(2, 20)).logits.float()
+    models.serve_fp8(model)
+    wanted = [model(input_ids=tokens(*shape)).logits.float() for shape in ((2, 20), (1, 3))]
+    models.patch(model, loss=False, fused_layers=True)
+    calls: list[str] = []
+    for name in ("rms_norm_fp8", "glu_fp8", "quantize_fp8", "rms_norm", "glu"):
+        op = getattr(rtkernels, name)
+        monkeypatch.setattr(rtkernels, name, lambda *a, _n=name, _op=op, **o: calls.append(_n) or _op(*a, **o))
+    found = model(input_ids=tokens(2, 20)).logits.float()
+    # In each of two layers: both norms, the activation, the output projection; the last norm gives numbers.
+    assert Counter(calls) == {"rms_norm_fp8": 4, "glu_fp8": 2, "quantize_fp8": 2, "rms_norm": 1}
+    assert (found - plain).norm() <= 1.2 * (wanted[0] - plain).norm()
+    calls.clear()
+    small = model(input_ids=tokens(1, 3)).logits.float()
+    assert Counter(calls) == {"rms_norm": 5, "glu": 2} and (small - wanted[1]).norm() <= 0.1 * small.norm()
+    models.unpatch(model)
+    assert torch.equal(model(input_ids=tokens(2, 20)).logits.float(), wanted[0])
 
 
 def test_messages(tmp_path: Path) -> None:

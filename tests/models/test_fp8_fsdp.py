@@ -61,6 +61,10 @@ def _patched_model(mesh: Any) -> None:
     names = [name for name, _ in alone.named_parameters()]
     second = torch.cat([whole[name].grad.full_tensor().flatten().double() for name in names])
     assert float(nn.functional.cosine_similarity(first, second, dim=0)) >= 0.998
+    later = build("qwen3").bfloat16()
+    fsdp.fully_shard(later, mesh=mesh)
+    models.patch(later, fp8=True)  # whose weights are gathered already: the same recipe without asking
+    assert dict(later.model.layers[0].mlp.down_proj._rtkernels_kind.options)["recipe"] == recipe
 
 
 def _layers() -> nn.Sequential:

@@ -244,6 +244,46 @@ def test_messages() -> None:
     model.model.norm.__dict__["forward"].__module__ = "liger_kernel.transformers"
     with pytest.raises(RtkError, match=r"model\.norm was patched by Liger"):
         models.patch(model)
+    with pytest.raises(ArgumentError, match=r"model was compiled by torch\.compile; expected one that was not"):
+        compiled = nn.Module()
+        compiled._orig_mod = build("llama")
+        models.patch(compiled)
+
+
+def test_a_class_that_others_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    attention = type(model.model.layers[0].self_attn)
+
+    def rotate(q, k, cos, sin, unsqueeze_dim=1):
+        return q, k
+
+    rotate.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setitem(attention.forward.__globals__, "apply_rotary_pos_emb", rotate)
+    with pytest.raises(RtkError, match=r"layers\.0\.self_attn: Liger patched LlamaAttention for all models of this"):
+        models.patch(model)
+
+
+def test_what_was_asked_for_in_vain_is_said() -> None:
+    with pytest.warns(UserWarning, match="nothing was replaced in this Linear, which computes as before") as told:
+        models.patch(nn.Linear(3, 3))
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="router=, fp8= found nothing to replace in this model"):
+        model = models.patched(lambda: build("llama"), fp8=True, router=True)  # too small for fp8
+    with pytest.warns(UserWarning, match="patched already: router=, fp8= had other values then; call unpatch"):
+        assert models.patch(model) is models.report(model)
+    with pytest.raises(RtkError, match="strict=True, and the model is patched already"):
+        models.patch(model, strict=True)
+    other = build("llama")
+    with pytest.raises(RtkError, match="strict=True, and router= found nothing"):
+        models.patch(other, router=True, strict=True)
+    assert models.report(other) is None
+
+
+def test_a_model_of_several_processes_is_patched_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = build("llama")
+    assert models.patch(wrapped).replaced["loss"] == 1 and models.report(wrapped) is models.report(wrapped.module)
 
 
 def test_options_leave_kinds_alone() -> None:

@@ -14,6 +14,7 @@ import rtkernels
 from rtkernels import models
 from rtkernels.errors import ArgumentError
 from rtkernels.models import fp8 as quantized
+from rtkernels.models import fp8_linear
 from rtkernels.nn import fp8_experts
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -52,8 +53,8 @@ def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch
         models.patch(model, fp8=models.Fp8Recipe(**recipe), fused_layers=True)
         return loss_and_gradients(model, tokens(2, 16))
 
-    steps, own = [], quantized.products.linear
-    monkeypatch.setattr(quantized.products, "linear", lambda *args: steps.append(args) or own(*args))
+    steps, own = [], fp8_linear.products.linear
+    monkeypatch.setattr(fp8_linear.products, "linear", lambda *args: steps.append(args) or own(*args))
     found = [made(), made(save_weight=True)]
     assert len(steps) == 8  # q, k, v as one and the output projection, of two layers, two times
     frozen = build(kind, intermediate_size=128, **sizes).bfloat16()
@@ -61,7 +62,7 @@ def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch
     for name, p in frozen.named_parameters():
         p.requires_grad_("norm" in name)
     assert all(torch.equal(found[0][1][name], g) for name, g in loss_and_gradients(frozen, tokens(2, 16))[1].items())
-    monkeypatch.setattr(quantized, "_as_step", lambda *args: None)
+    monkeypatch.setattr(fp8_linear, "_as_step", lambda *args: None)
     loss, gradients = made()
     for other, others in found:
         assert other == loss and all(torch.equal(others[name], g) for name, g in gradients.items())
@@ -92,7 +93,7 @@ def test_codes_are_made_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("rms_norm_fp8", "glu_fp8", "rms_norm"):
         count(name)
-    count("_quantize", quantized)
+    count("_quantize", fp8_linear)
     loss_and_gradients(model)
     # In each layer: norms for q, k, v and for gate, up; the output projection; the down projection. Norms of q and k
     # heads, and the last norm, give numbers: nothing was normalised to be quantised.

@@ -70,11 +70,24 @@ def test_sums_of_squares_floors_and_limits() -> None:
         rtkernels.multi_clip_(xs, -1.0)
 
 
-def test_bounds_of_equal_ids() -> None:
-    for ids in ([4, 4, 7, 9, 9, 9], [1], [], [2, 2]):
-        found = rtkernels.id_bounds(torch.tensor(ids, dtype=torch.int32)).tolist()
-        begins = [i for i, v in enumerate(ids) if i == 0 or ids[i - 1] != v]
-        assert found == begins + [len(ids)] * (len(ids) + 1 - len(begins))
+@at("cpu", "sm_80", "cuda")
+def test_bounds_of_equal_ids(place: str) -> None:
+    g = torch.Generator().manual_seed(2)
+    lists = [torch.tensor(ids, dtype=torch.int64) for ids in ([4, 4, 7, 9, 9, 9], [1], [], [2, 2], [-5, 2**40])]
+    for n in (31, 4095, 4096, 4097, 13000):
+        lists += [
+            torch.arange(n),
+            torch.zeros(n, dtype=torch.int64),
+            torch.randint(n // 3, (n,), generator=g).sort().values,
+        ]
+    with running_on(place) as device:
+        for ids in (t for listed in lists for t in (listed, listed.int())):
+            found = rtkernels.id_bounds(ids.to(device)).cpu()
+            begins = torch.cat([torch.ones(len(ids[:1]), dtype=torch.bool), ids[1:] != ids[:-1]]).nonzero()[:, 0].int()
+            assert found.dtype == torch.int32 and len(found) == len(ids) + 1
+            assert torch.equal(found[: len(begins)], begins) and (found[len(begins) :] == len(ids)).all()
+        strided = torch.arange(40).view(20, 2)[:, 0]
+        assert torch.equal(rtkernels.id_bounds(strided.to(device)).cpu(), torch.arange(21, dtype=torch.int32))
     with pytest.raises(ArgumentError, match="ids is float32"):
         rtkernels.id_bounds(torch.zeros(3))
 

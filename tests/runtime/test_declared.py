@@ -73,12 +73,17 @@ def test_replay_needs_the_same_kind_of_call() -> None:
         assert op.replay(x[:2], y[:2]) is None
         other = torch.randn(2, 16), torch.randn(2, 16)
         scope["run_and_keep"](*other)
-        assert op.replay(x, y) is None and op.replay(*other) is not None
+        assert torch.equal(op.replay(x, y), first) and op.replay(*other) is not None
+        assert scope["last_plain_calls"][0][0](*other) and scope["last_plain_calls"][1][0](x, y)
+        for rows in range(5, 9):  # more than are at hand
+            scope["run_and_keep"](torch.randn(rows, 16), torch.randn(rows, 16))
+        assert op.replay(x, y) is None
         assert torch.equal(scope["run_and_keep"](x, y), first) and op.replay(x, y) is not None
 
 
 def test_a_site_has_a_last_call_of_its_own() -> None:
     op, call = row_dot.FORWARD, row_dot.FORWARD.call
+    Plans.forget_all()
     site, scope = op.at_site(), call.__globals__
     assert op.call is call and site is not call and op.replay.__globals__ is scope
     with rtkernels.emulate("sm_80"), emulator.recording():

@@ -220,6 +220,39 @@ def test_what_nobody_uses_is_left_out() -> None:
         assert sum("call_" in line for line in linecache.getlines("<rtkernels replay of more>")) == 1
 
 
+@at("sm_80", "cuda")
+def test_memory_between_launches_is_allocated_as_one(place: str) -> None:
+    @replayed
+    def three_times(x: Tensor, s: Tensor) -> Tensor:
+        return channel_mul(channel_mul(channel_mul(x, s), s), s)
+
+    with running_on(place) as device:
+        for _ in range(4):
+            x, s = (t.to(device) for t in tensors((3, COLS), (COLS,)))
+            assert_equal_bits(three_times(x, s), x * s * s * s)
+    lines = linecache.getlines("<rtkernels replay of three_times>")
+    assert sum("allocate(" in line for line in lines) == 2
+
+
+@at("sm_80", "cuda")
+def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
+    @replayed
+    def put(y: Tensor, x: Tensor, s: Tensor) -> Tensor:
+        y[1:3].copy_(channel_mul(x, s))
+        return y
+
+    with running_on(place) as device:
+        for _ in range(4):
+            y, x, s = (t.to(device) for t in tensors((4, COLS), (2, COLS), (COLS,)))
+            before, version = y.clone(), y._version
+            assert put(y, x, s) is y and y._version > version
+            assert_equal_bits(y, torch.cat([before[:1], x * s, before[3:]]))
+        assert not any("call_" in line for line in linecache.getlines("<rtkernels replay of put>"))
+        before = y.clone()
+        put(y, y[:2], s)  # which is read and overwritten
+        assert_equal_bits(y, torch.cat([before[:1], before[:2] * s, before[3:]]))
+
+
 ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "replays")]
 IN_PLACE = ("embedding_grad_", "lightning_attention_step")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -78,6 +79,33 @@ def assert_like_reference(
         slack = 1e-5 if a.dtype == torch.float32 else 1e-6  # terms of about 10 that cancel, with and without fma
         fits = (off <= 2 * ROUND[a.dtype] * b.double().abs() + slack) | (a.isnan() & b.isnan()) | (a == b)
         assert fits.all(), f"result {i} is off by {off.nan_to_num(0).max()}"
+
+
+def _in_interval(magnitude: Tensor, codes: Tensor, values: list[float], slack: float) -> Tensor:
+    """Say which magnitudes round to their codes, places in `values`, or would if off by a share `slack`."""
+    ties = [(a + b) / 2 for a, b in pairwise(values)]
+    lower, upper = (torch.tensor(v, dtype=torch.float64)[codes.long()] for v in ([0, *ties], [*ties, torch.inf]))
+    return (magnitude >= lower * (1 - slack)) & (magnitude <= upper * (1 + slack))
+
+
+def assert_nvfp4_of(y: Tensor, packed: Tensor, scales: Tensor, g: float, slack: float = 2.0**-20) -> None:
+    """Codes and scales by rows are those of the float64 rows `y`, but for numbers within `slack` of a tie.
+
+    A scale of the tensor that comes from the data makes real ties common: the factor of a row cancels, and what is
+    left are quotients of 16-bit numbers. There, the last bit of a sum of squares decides.
+    """
+    sizes = (torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()).tolist()
+    cols = y.shape[-1]
+    blocks = torch.nn.functional.pad(y, (0, -cols % 16)).unflatten(-1, (-1, 16))
+    found = scales.view(torch.uint8)
+    fits = _in_interval(blocks.abs().amax(-1) / (6 * g), found, sizes, slack)
+    assert fits.all(), f"scales: {(~fits).nonzero().tolist()[:8]}"
+    steps = torch.tensor(sizes, dtype=torch.float64)[found.long()].repeat_interleave(16, -1)[..., :cols] * g
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    fits = _in_interval(y.abs() / steps, codes & 7, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], slack)
+    fits &= (codes >> 3 == 1) == y.signbit()
+    assert fits[steps > 0].all(), f"codes: {(~fits).nonzero().tolist()[:8]}"
+    assert (codes[steps == 0] == 0).all()
 
 
 def assert_captures(call: Callable[[], Any]) -> None:

@@ -35,6 +35,11 @@ _BY_ONE_LANE = (
     "All lanes of a warp write (or read), __syncwarp follows, and one lane arrives at a barrier for them, which orders "
     "what others do after they waited for it; with all lanes arriving nothing is reported (docs/racecheck.md)."
 )
+_BY_ARRIVAL = (
+    "Warps write to shared memory and arrive at a named barrier (bar.arrive) at which the readers wait (bar.sync): "
+    "by the PTX manual the readers see what was written. With bar.sync on both sides nothing is reported "
+    "(docs/racecheck.md)."
+)
 KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
     ("racecheck", "layer_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
     ("racecheck", "rms_norm_bwd_bulk"): ({"RAW"}, _BY_BARRIER),
@@ -42,6 +47,7 @@ KNOWN: dict[tuple[str, str], tuple[set[str], str]] = {
     ("racecheck", "norm_fp8_ring"): ({"RAW"}, _BY_ONE_LANE),
     ("racecheck", "qk_norm_rope_bwd_bulk"): ({"RAW"}, _BY_ONE_LANE),
     ("racecheck", "attention_sm90_bwd_pass"): ({"RAW", "WAR"}, _BY_ONE_LANE),
+    ("racecheck", "mla_decode_sm90"): ({"RAW"}, _BY_ARRIVAL),
 }
 
 _START = re.compile(r"^=+ (?:Error|Warning|ERROR|WARNING|Invalid|Potential|Race|Program hit|Uninit|Barrier)")

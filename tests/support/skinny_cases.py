@@ -170,8 +170,12 @@ def make(
     )  # fmt: skip
     if global_scale:
         product = product._replace(global_scale=global_scale)
-    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return Made(product, moved, exact, magnitude)
+    return Made(product, {name: _moved(tensor, device) for name, tensor in tensors.items()}, exact, magnitude)
+
+
+def _moved(tensor: Tensor, device: str) -> Tensor:
+    """Return a tensor on a device with the strides it has: ``to`` gives up the pitch of rows."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def check(made: Made, got: Tensor) -> float:

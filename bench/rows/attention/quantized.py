@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.rows.row import Row
-from rtkernels.ops.attention.quantized import attention_quantized, quantize_qk, quantize_v
+from rtkernels.ops.attention.quantize_heads import quantize_qk, quantize_v
+from rtkernels.ops.attention.quantized import attention_quantized
 
 _BATCH, _HEADS, _QUERIES, _KEYS, _WIDTH = 4, 8, 4096, 8192, 128  # gn_kernels' benchmark
 _KINDS = (

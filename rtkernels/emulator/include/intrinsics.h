@@ -269,6 +269,11 @@ int abs(int) noexcept;
 RTK_EMU_FN float rsqrtf(float x) { return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x))); }
 RTK_EMU_FN double rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
 RTK_EMU_FN void sincosf(float x, float* s, float* c) { *s = __builtin_sinf(x), *c = __builtin_cosf(x); }
+RTK_EMU_FN void sincospif(float x, float* s, float* c) {
+    const double angle = 3.14159265358979323846 * static_cast<double>(x);
+    *s = static_cast<float>(__builtin_sin(angle)), *c = static_cast<float>(__builtin_cos(angle));
+}
+RTK_EMU_FN void sincos(double x, double* s, double* c) { *s = __builtin_sin(x), *c = __builtin_cos(x); }
 RTK_EMU_FN bool isnan(float x) { return __builtin_isnan(x); }
 RTK_EMU_FN bool isinf(float x) { return __builtin_isinf(x); }
 RTK_EMU_FN bool isfinite(float x) { return __builtin_isfinite(x); }

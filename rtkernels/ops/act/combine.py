@@ -17,18 +17,10 @@ from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
+from rtkernels.runtime.checks import DTYPE_TOKEN, check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    block_of,
-    check_same,
-    divisor,
-    group_threads,
-    row_count,
-    row_stride,
-    token,
-)
+from rtkernels.runtime.layout import block_of, divisor, group_threads, row_count, row_stride
 from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op

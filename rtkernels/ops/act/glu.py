@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,12 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_bwd_over, plan_fwd
-from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
+from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_fwd, result_shape
+from rtkernels.ops.act.glu_reference import gradients, halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap, nothing
-from rtkernels.runtime.operator.autograd import (
-    check_overwrite,
-    detached,
-    may_overwrite,
-    needs_grad,
-    once_differentiable,
-)
+from rtkernels.runtime.operator import autograd
+from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
@@ -51,51 +47,40 @@ def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str
 
 
 def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    gate, upf = halves(x, up)
-    value, slope = value_and_slope(act, gate)
-    other, other_slope = partner_and_slope(act, upf)
-    g = dy.float()
-    dweight = (g * value * other).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
-    if weight is not None:
-        g = g * weight.float().unsqueeze(-1)
-    dgate, dup = (g * other * slope).to(x.dtype), (g * value * other_slope).to(x.dtype)
+    dx, dweight = gradients(dy, x, up, weight, act, weight_grad)
+    dx = dx.to(x.dtype)
     if up is None:
-        return torch.cat((dgate, dup), -1).contiguous(), nothing(x), dweight
-    return dgate.contiguous(), dup.contiguous(), dweight
+        return dx, nothing(x), dweight
+    return *(half.contiguous() for half in dx.chunk(2, -1)), dweight
 
 
-def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
+def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, *rest: Any) -> Tensor:
+    dgate, dup, dweight = _reference_bwd(dy, x, up, *rest)
     x.copy_(dgate)
     if up is not None:
         up.copy_(dup)
     return dweight
 
 
-def _outputs(x, up, weight, act):
-    return (Memory(x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2), x.dtype),)
-
-
-def _bwd_outputs(dy, x, up, weight, act, weight_grad):
-    dx = Memory(x.shape, x.dtype)
-    return dx, None if up is None else dx, Memory(weight.shape, weight.dtype) if weight_grad else None
-
-
 _X, _UP = Rows("x", None), Rows("up", None, optional=True)
 _DY, _WEIGHT = Rows("dy", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
-    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", outputs=_outputs, plan=plan_fwd,
-    reference=_reference_fwd, check=check_inputs,
+    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", plan=plan_fwd, reference=_reference_fwd,
+    outputs=lambda x, up: (Memory(result_shape(x, up), x.dtype),), check=check_inputs,
 )  # fmt: skip
 BACKWARD = Operator(
     "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, bool weight_grad", results="dx dup dweight",
-    outputs=_bwd_outputs, plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
+    outputs=lambda x, up, weight, weight_grad: (
+        Memory.like(x), None if up is None else Memory.like(x), Memory.like(weight) if weight_grad else None,
+    ),
+    plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
 BACKWARD_OVER = InPlaceOperator(
     "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
-    options="str act, bool weight_grad", results="dweight", outputs=lambda *values: _bwd_outputs(*values)[2:],
-    plan=plan_bwd_over, reference=_reference_bwd_over, check=check_bwd, prepare=_check_over,
+    options="str act, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
+    outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,),
+    reference=_reference_bwd_over, check=check_bwd, prepare=_check_over,
 )  # fmt: skip
 
 
@@ -134,11 +119,11 @@ class _Glu(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         if ctx.overwrites:
-            check_overwrite(ctx, "glu", (dy,))
+            autograd.check_overwrite(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):
-            dx, dup = detached(x, up)
+            dx, dup = autograd.detached(x, up)
             dweight = BACKWARD_OVER(dy, dx, dup, weight, ctx.act, wanted[2])
         else:
             dx, dup, dweight = _backward(dy, x, up, weight, ctx.act, wanted[2])
@@ -196,7 +181,7 @@ def glu(
         return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
     if not isinstance(x, Tensor):
         return interop.call(glu, x, up, act=act, weight=weight, reuse=reuse)
-    overwrites = reuse is not None and may_overwrite(reuse, {"x": x, "up": up}, (weight,))
+    overwrites = reuse is not None and autograd.may_overwrite(reuse, {"x": x, "up": up}, (weight,))
     y = _replay(x, up, weight, act)
     if y is not None:
         return y

@@ -6,16 +6,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.ops.act import glu_fp8_reference as reference
 from rtkernels.ops.act import glu_smooth_fp8 as smooth_quant
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_STREAM
 from rtkernels.ops.act.glu_fp8_plan import check_backward, check_forward, outputs_bwd, outputs_fwd, plan_bwd, plan_fwd
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
 from rtkernels.ops.shared.fp8_layout import asked
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 __all__ = ["glu_fp8", "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward"]
@@ -32,9 +31,6 @@ BACKWARD = Operator(
     results="q scale q_t scale_t dx dweight", outputs=outputs_bwd, plan=plan_bwd, reference=reference.backward,
     check=check_backward,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class GluFp8(NamedTuple):
@@ -116,10 +112,8 @@ def glu_fp8(
     Returns:
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
     """
-    if not isinstance(x, Tensor):
-        return GluFp8(*interop.call_with(glu_fp8, locals()))
-    if out is not None:
-        return into(glu_fp8, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(glu_fp8, locals())
     options = counts, act, layout, pow2_scale, scale_layout, check_counts
     outputs = FORWARD.replay(x, up, weight, *options)
     if outputs is None:
@@ -161,10 +155,8 @@ def glu_fp8_backward(
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
         ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
     """
-    if not isinstance(dy, Tensor):
-        return GluFp8Gradients(*interop.call_with(glu_fp8_backward, locals()))
-    if out is not None:
-        return into(glu_fp8_backward, locals())
+    if out is not None or not isinstance(dy, Tensor):
+        return redirected(glu_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
     options = counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad

@@ -8,18 +8,10 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FAST_TYPES, FWD, FWD_STREAM
-from rtkernels.ops.act.glu_plan import ACT_TYPES, check_inputs
+from rtkernels.ops.act.glu_plan import ACT_TYPES, check_inputs, result_shape
+from rtkernels.ops.shared import fp8_layout
 from rtkernels.ops.shared.column_sum import column_sum_step
-from rtkernels.ops.shared.fp8_layout import (
-    GROUP,
-    LAYOUTS,
-    MAX_EXPERTS,
-    SCALE_LAYOUTS,
-    Fp8Layout,
-    check_option,
-    groups_of,
-    row_blocks_of,
-)
+from rtkernels.ops.shared.fp8_layout import GROUP, MAX_EXPERTS, Fp8Layout, groups_of, row_blocks_of
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
 from rtkernels.runtime.checks import check_dtype, check_same
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
@@ -52,13 +44,13 @@ def _fast_shared(inputs: int, table: int) -> int:
 
 def experts_of(counts: Meta | None) -> int | None:
     """Return the number of experts, None without counts."""
-    return None if counts is None else counts[1][0]
+    return None if counts is None else counts.shape[0]
 
 
 def check_options(layout: str, scale_layout: str) -> None:
     """Raise an ArgumentError unless both are known and go together."""
-    check_option("layout", layout, LAYOUTS)
-    check_option("scale_layout", scale_layout, SCALE_LAYOUTS)
+    fp8_layout.check_option("layout", layout, fp8_layout.LAYOUTS)
+    fp8_layout.check_option("scale_layout", scale_layout, fp8_layout.SCALE_LAYOUTS)
     if layout == "transposed" and scale_layout == "column":
         raise ArgumentError("scale_layout 'column' is for the scales of rows, which layout 'transposed' does not have")
 
@@ -69,19 +61,19 @@ def check_counts(counts: Meta | None, rows: int) -> None:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     if counts is None:
         return
-    check_dtype("counts", counts[0])
-    if len(counts[1]) != 1:
-        raise ArgumentError(f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of each expert")
-    if not 1 <= counts[1][0] <= MAX_EXPERTS:
-        raise ArgumentError(f"counts has {counts[1][0]} elements; expected the rows of 1 to {MAX_EXPERTS} experts")
+    check_dtype("counts", counts.dtype)
+    if counts.dim() != 1:
+        raise ArgumentError(f"counts has shape {tuple(counts.shape)}; expected one dimension, the rows of each expert")
+    if not 1 <= counts.shape[0] <= MAX_EXPERTS:
+        raise ArgumentError(f"counts has {counts.shape[0]} elements; expected the rows of 1 to {MAX_EXPERTS} experts")
 
 
 def check_forward(
-    x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str, pow2: bool,
-    scales: str = "row", check: bool = False,
+    x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str = "row",
+    scale_layout: str = "row",
 ) -> tuple[int, ...]:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    check_options(layout, scales)
+    check_options(layout, scale_layout)
     shape = check_inputs(x, up, weight, act)
     check_counts(counts, row_count(shape))
     if shape[-1] >= 2**30:
@@ -90,34 +82,31 @@ def check_forward(
 
 
 def check_backward(
-    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str, pow2: bool,
-    scales: str, check: bool, keep: str, weight_grad: bool,
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, counts: Meta | None, act: str, layout: str, keep: str,
+    weight_grad: bool, scale_layout: str = "row",
 ) -> tuple[int, ...]:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the gradient."""
-    shape = check_forward(x, up, weight, counts, act, layout, pow2, scales)
-    check_option("keep", keep, KEEPS)
-    check_same("dy", dy[0], x[0], "dtype")
-    check_same("dy", tuple(dy[1]), shape, "shape", of="the result")
+    shape = check_forward(x, up, weight, counts, act, layout, scale_layout)
+    fp8_layout.check_option("keep", keep, KEEPS)
+    check_same("dy", dy.dtype, x.dtype, "dtype")
+    check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
     return (*shape[:-1], 2 * shape[-1])
 
 
-def outputs_fwd(x, up, weight, counts, act, layout, pow2, scales, check):
-    check_options(layout, scales)
-    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    return Fp8Layout(shape, layout, scales, experts_of(counts)).outputs()
+def outputs_fwd(x, up, counts, layout, scale_layout):
+    check_options(layout, scale_layout)
+    return Fp8Layout(result_shape(x, up), layout, scale_layout, experts_of(counts)).outputs()
 
 
-def outputs_bwd(dy, x, up, weight, counts, act, layout, pow2, scales, check, keep, weight_grad):
-    check_options(layout, scales)
+def outputs_bwd(dy, x, weight, counts, layout, keep, weight_grad, scale_layout="row"):
+    check_options(layout, scale_layout)
     shape = (*dy.shape[:-1], 2 * dy.shape[-1])
-    codes = Fp8Layout(shape, "" if keep == "dense" else layout, scales, experts_of(counts)).outputs()
+    codes = Fp8Layout(shape, "" if keep == "dense" else layout, scale_layout, experts_of(counts)).outputs()
     dx = None if keep == "fp8" else Memory(shape, x.dtype)
-    return *codes, dx, Memory(weight.shape, weight.dtype) if weight_grad else None
+    return *codes, dx, Memory.like(weight) if weight_grad else None
 
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 _INPUTS, _CODES = ("weight", "counts"), ("q", "scale", "q_t", "scale_t")
 
@@ -192,9 +181,7 @@ def _steps(given: Inputs, dy: Meta | None, mixed: bool, transposed: bool, weight
         maps[-1] = maps[-1]._replace(offset=half)  # up follows gate in each row
         kernel, tensors = FWD_STREAM if dy is None else BWD_STREAM, (*_INPUTS, *_CODES, *gradients)
         variant, numbers = (t, counts is not None), (rows, cols, *given.options(blocks))
-        steps = stream_steps(
-            kernel, variant, device, tiles, space, maps, tensors, numbers, *after, scratch=scratch
-        )  # fmt: skip
+        steps = stream_steps(kernel, variant, device, tiles, space, maps, tensors, numbers, *after, scratch=scratch)
     else:
         grid = tiles
         if dy is None or tiles < _MANY_TILES * _RESIDENT * info.sm_count:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu_reference import halves, partner_and_slope, value_and_slope
+from rtkernels.ops.act.glu_reference import gradients, halves, partner_and_slope, value_and_slope
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout
 from rtkernels.runtime.layout import nothing, row_count
@@ -84,17 +84,3 @@ def backward(
     if keep != "dense":
         codes = quantized(dx, counts, layout, pow2_scale, scale_layout)
     return *codes, dx.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight
-
-
-def gradients(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of [gate | up] in fp32, and that of the weight."""
-    gate, other = halves(x, up)
-    value, slope = value_and_slope(act, gate)
-    partner, partner_slope = partner_and_slope(act, other)
-    g = dy.float()
-    dweight = (g * value * partner).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
-    if weight is not None:
-        g = g * weight.float().unsqueeze(-1)
-    return torch.cat((g * partner * slope, g * value * partner_slope), -1), dweight

@@ -32,10 +32,7 @@ _KERNEL = Kernel(
 )  # fmt: skip
 
 
-def _check(
-    gate, gate_scales, gate_global, up, up_scales, up_global, channel_scale, quant_scale, out, kept, scale_out,
-    global_out, act, quant, *_: Any,
-) -> None:  # fmt: skip
+def _check(gate, gate_scales, gate_global, up, up_scales, up_global, channel_scale, act, quant) -> None:
     check_option("act", act, _ACTS)
     check_option("quant", quant, KINDS)
     check_same("up", tuple(up.shape), tuple(gate.shape), "shape", of="x")
@@ -58,9 +55,8 @@ def _swizzled(codes: Any, scales: Any) -> bool:
 
 
 def _plan(
-    gate, gate_scales, gate_global, up, up_scales, up_global, channel_scale, quant_scale, out, kept, scale_out,
-    global_out, act, quant, swizzled, static, floor, device,
-) -> Steps:  # fmt: skip
+    gate, gate_scales, up, up_scales, channel_scale, quant_scale, out, kept, act, quant, swizzled, static, floor, device
+) -> Steps:
     rows, cols = row_count(gate.shape), 2 * gate.shape[-1]
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")

@@ -73,12 +73,14 @@ _BWD_GENERIC = Kernel(
 KERNELS = (_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC)
 
 
-# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
+def result_shape(x: Any, up: Any) -> tuple[int, ...]:
+    """Return the shape of the result: half of x's last dimension, unless it is the gate alone."""
+    return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
 
 
 def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    dtype, shape = x[:2]
+    dtype, shape = x.dtype, x.shape
     if act not in ACT_TYPES:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     token("x", dtype)
@@ -87,14 +89,13 @@ def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tup
     if up is None:
         if shape[-1] % 2:
             raise ArgumentError(f"x has an odd last dimension, {shape[-1]}; expected gate and up of equal size, or up=")
-        shape = (*shape[:-1], shape[-1] // 2)
     else:
-        check_same("up", up[0], dtype, "dtype")
-        check_same("up", up[1], shape, "shape")
+        check_same("up", up.dtype, dtype, "dtype")
+        check_same("up", up.shape, shape, "shape")
     if weight is not None:
-        token("weight", weight[0], (dtype, torch.float32))
-        check_shape("weight", weight[1], shape[:-1], "one number for each row of x")
-    return tuple(shape)
+        token("weight", weight.dtype, (dtype, torch.float32))
+        check_shape("weight", weight.shape, shape[:-1], "one number for each row of x")
+    return result_shape(x, up)
 
 
 def check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool) -> None:
@@ -173,7 +174,3 @@ def plan_bwd(
         launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
         dweight, ending = (), (lane_bits,)
     return Steps(Step(launch, "dy", "x", "up", "weight", *results, *dweight, *sizes, *ending))
-
-
-def plan_bwd_over(*values: Any) -> Steps:
-    return plan_bwd(*values, results=("x", "up"))

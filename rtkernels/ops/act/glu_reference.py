@@ -7,6 +7,8 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
+from rtkernels.runtime.layout import nothing
+
 _OAI_LIMIT = 7.0
 _OAI_ALPHA = 1.702
 
@@ -64,3 +66,17 @@ def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return gate and up in fp32."""
     gate, up = x.chunk(2, -1) if up is None else (x, up)
     return gate.float(), up.float()
+
+
+def gradients(
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of [gate | up] in fp32, and that of the weight."""
+    gate, other = halves(x, up)
+    value, slope = value_and_slope(act, gate)
+    partner, partner_slope = partner_and_slope(act, other)
+    g = dy.float()
+    dweight = (g * value * partner).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
+    if weight is not None:
+        g = g * weight.float().unsqueeze(-1)
+    return torch.cat((g * partner * slope, g * value * partner_slope), -1), dweight

@@ -8,21 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act import glu_fp8_plan as plans
 from rtkernels.ops.act.glu_fp8_plan import ACTS, TYPES, Inputs, experts_of, generic_step
-from rtkernels.ops.act.glu_fp8_reference import check_sum, gradients, joined, rows_of, unquantized
+from rtkernels.ops.act.glu_fp8_reference import check_sum, joined, rows_of, unquantized
+from rtkernels.ops.act.glu_plan import result_shape
+from rtkernels.ops.act.glu_reference import gradients
 from rtkernels.ops.layout.transpose_plan import check_pad, padded, padded_rows
 from rtkernels.ops.quant import reference as fp8
-from rtkernels.ops.shared.fp8_layout import E4M3, Fp8Layout, asked, row_blocks_of
+from rtkernels.ops.shared.fp8_layout import E4M3, asked, row_blocks_of
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_same, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import nothing, row_count, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, misaligned
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _THREADS = 256  # of a block; a warp works on a row
@@ -43,8 +44,8 @@ SMOOTH = Kernel(
 def _check_fp32(name: str, m: Meta | None, shape: Sequence[int]) -> None:
     if m is None:
         return
-    check_same(name, m[0], torch.float32, "dtype", of="float32")
-    check_shape(name, m[1], shape)
+    check_same(name, m.dtype, torch.float32, "dtype", of="float32")
+    check_shape(name, m.shape, shape)
 
 
 def _line(counts: Any, cols: int) -> tuple[int, ...]:
@@ -52,15 +53,13 @@ def _line(counts: Any, cols: int) -> tuple[int, ...]:
     return (cols,) if counts is None else (counts.shape[0], cols)
 
 
-def _check_fwd(x, up, smooth, weight, counts, act, *options) -> None:
-    shape = plans.check_forward(x, up, weight, counts, act, "row", False)
+def _check_fwd(x, up, smooth, weight, counts, act) -> None:
+    shape = plans.check_forward(x, up, weight, counts, act)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]))
 
 
-def _check_bwd(
-    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
-) -> None:
-    shape = plans.check_backward(dy, x, up, weight, counts, act, layout, False, "row", False, keep, weight_grad)
+def _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, weight_grad, pad_to) -> None:
+    shape = plans.check_backward(dy, x, up, weight, counts, act, layout, keep, weight_grad)
     _check_fp32("smooth", smooth, _line(counts, shape[-1]))
     _check_fp32("row_factor", factor, shape[:-1])
     check_pad(pad_to)
@@ -68,8 +67,8 @@ def _check_bwd(
         raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
 
 
-def _outputs_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
-    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+def _outputs_fwd(x, up, counts, with_maxima):
+    shape = result_shape(x, up)
     maxima = Memory(_line(counts, shape[-1]), torch.float32, zero=True) if with_maxima else None
     return Memory(shape, E4M3), Memory(shape[:-1], torch.float32), maxima
 
@@ -81,28 +80,20 @@ def _codes_t(counts: Any, rows: int, cols: int, pad_to: int) -> tuple[int, ...]:
     return (cols * padded_rows(rows, counts.shape[0], pad_to),)
 
 
-def _outputs_bwd(
-    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to
-):
-    plans.check_options(layout, "row")
+def _outputs_bwd(dy, x, weight, counts, layout, keep, weight_grad, pad_to):
+    q, scale, q_t, scale_t, *gradients = plans.outputs_bwd(dy, x, weight, counts, layout, keep, weight_grad)
     shape = (*dy.shape[:-1], 2 * dy.shape[-1])
-    q, scale, q_t, scale_t = Fp8Layout(shape, "" if keep == "dense" else layout, "row", experts_of(counts)).outputs()
     scale = scale and Memory(shape[:-1], torch.float32)
     if q_t and pad_to > 1:
         q_t = Memory(_codes_t(counts, row_count(shape), shape[-1], pad_to), E4M3, zero=True)
     scale_t = scale_t and Memory(_line(counts, shape[-1]), torch.float32, zero=True)
-    dx = None if keep == "fp8" else Memory(shape, x.dtype)
-    return q, scale, q_t, scale_t, dx, Memory(weight.shape, weight.dtype) if weight_grad else None
+    return q, scale, q_t, scale_t, *gradients
 
 
 def _step(given: Inputs, dy: Meta | None, cols: int, results: Sequence[str | int], device: int) -> Step:
     """Return the launch for rows. `results`: from smooth and factor on, all that follows the inputs."""
     x, _, weight, counts = given[:4]
-    strides, size, rows = (
-        [m.row_stride for m in given.sources(dy)],
-        x.dtype.itemsize,
-        row_count(x.shape),
-    )
+    strides, size, rows = [m.row_stride for m in given.sources(dy)], x.dtype.itemsize, x.rows
     words = vector_bytes(misaligned(*given.sources(dy)), cols * size, *(s * size for s in strides)) >= 4 * size
     experts = experts_of(counts) or 0
     grid = min(-(-rows // (_THREADS // 32)), _BLOCKS * device_info(device).sm_count)
@@ -114,15 +105,13 @@ def _step(given: Inputs, dy: Meta | None, cols: int, results: Sequence[str | int
     return Step(launch, *inputs, *results, *sizes, *last)
 
 
-def _plan_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts, device) -> Steps:
+def _plan_fwd(x, up, weight, counts, act, pow2_scale, check_counts, device) -> Steps:
     given = Inputs(x, up, weight, counts, act, "row", pow2_scale, "row", check_counts)
     cols = x.shape[-1] // (2 if up is None else 1)
     return Steps(_step(given, None, cols, (0, "q", "scale", 0, 0, "maxima"), device))
 
 
-def _plan_bwd(
-    dy, x, up, smooth, factor, weight, counts, act, layout, pow2_scale, check_counts, keep, weight_grad, pad_to, device
-) -> Steps:
+def _plan_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, check_counts, keep, pad_to, device) -> Steps:
     """Return the launch for rows and, for transposed codes, that of a second pass."""
     given = Inputs(x, up, weight, counts, act, layout, pow2_scale, "row", check_counts)
     cols = dy.shape[-1]
@@ -143,7 +132,7 @@ def _finite(v: Tensor) -> Tensor:
 
 
 def _reference_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, check_counts):
-    shape = x.shape if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+    shape = result_shape(x, up)
     rows, cols = row_count(shape), shape[-1]
     check_sum(counts, rows, check_counts)
     y = unquantized(x, up, None, act).reshape(rows, cols)
@@ -194,9 +183,6 @@ def _reference_bwd(
         q_t = joined([_padded_codes(e[0], pad_to) for e in each], codes, E4M3, x)
         scale_t = joined([e[1] for e in each], _line(counts, cols), torch.float32, x)
     return q, scale, q_t, scale_t, whole.to(x.dtype, copy=True).contiguous() if keep != "fp8" else nothing(x), dweight
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
 
 
 _X, _UP = Rows("x", None), Rows("up", None, optional=True)
@@ -262,10 +248,8 @@ def glu_smooth_fp8(
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
         the shape of smooth (None unless asked for; 0 for experts without rows).
     """
-    if not isinstance(x, Tensor):
-        return GluSmoothFp8(*interop.call_with(glu_smooth_fp8, locals()))
-    if out is not None:
-        return into(glu_smooth_fp8, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(glu_smooth_fp8, locals())
     x, up, smooth, weight = detached(x, up, smooth, weight)
     if not divide and smooth is not None:
         smooth = smooth.reciprocal()
@@ -313,10 +297,8 @@ def glu_smooth_fp8_backward(
         as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]``
         (0 for experts without rows).
     """
-    if not isinstance(dy, Tensor):
-        return GluSmoothFp8Gradients(*interop.call_with(glu_smooth_fp8_backward, locals()))
-    if out is not None:
-        return into(glu_smooth_fp8_backward, locals())
+    if out is not None or not isinstance(dy, Tensor):
+        return redirected(glu_smooth_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
     if divide:

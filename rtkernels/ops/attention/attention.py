@@ -14,6 +14,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, reference
 from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_strides, made, problem_of, strides
 from rtkernels.ops.attention.problem import Attention
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator, Rows
@@ -185,9 +186,13 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
     return left, 0 if causal and right < 0 else right if not causal else min(right, 0)
 
 
-def default_scale(scale: float | None, width: int) -> float:
-    """Return the factor of products of q and k: 1 / sqrt(width) unless one is given."""
-    return 1.0 / math.sqrt(max(width, 1)) if scale is None else float(a_number("scale", scale))
+def default_scale(scale: float | None, q: Tensor) -> float:
+    """Return the factor of products of q and k: 1 / sqrt(width of a head) unless one is given."""
+    if scale is not None:
+        return float(a_number("scale", scale))
+    if not q.shape:
+        raise ArgumentError("q has no dimensions; expected those of tokens and heads, and the elements of a head")
+    return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
 def a_softcap(softcap: float) -> float:
@@ -266,9 +271,12 @@ def attention(
     if kv_limit is not None and not isinstance(kv_limit, Tensor):
         kv_limit = torch.tensor(list(kv_limit), dtype=torch.int32, device=q.device)
     left, right = window_sides(window, causal)
+    for name, t in (("sinks", sinks), ("bias", bias)):
+        if t is not None:
+            check_tensor(name, t)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
     options = (
-        default_scale(scale, q.shape[-1]), left, right, a_softcap(softcap), 0, 0, heads_first, backend,
+        default_scale(scale, q), left, right, a_softcap(softcap), 0, 0, heads_first, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     result = result.transpose(1, 2) if heads_first else result
@@ -276,9 +284,9 @@ def attention(
 
 
 def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return a bias as [batch or 1, heads or 1, queries, keys]."""
     if bias is None:
         return None
-    """Return a bias as [batch or 1, heads or 1, queries, keys]."""
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     try:
         bias.expand(shape)
@@ -323,13 +331,16 @@ def attention_varlen(
     """
     if not isinstance(q, Tensor):
         return interop.call_with(attention_varlen, locals())
+    given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, t in given.items() if sinks is None else (*given.items(), ("sinks", sinks)):
+        check_tensor(name, t)
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (
-        default_scale(scale, q.shape[-1]), left, right, a_softcap(softcap),
+        default_scale(scale, q), left, right, a_softcap(softcap),
         an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k), False, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)

@@ -61,7 +61,11 @@ def packed_tail(
 
 
 def _with_tails(steps: Steps, tails: list[Step]) -> Steps:
-    return Steps(*steps.steps, *tails, scratch=steps.scratch, zeros=steps.zeros)
+    other = steps.if_not_resident
+    return Steps(
+        *steps.steps, *tails, scratch=steps.scratch, zeros=steps.zeros,
+        if_not_resident=None if other is None else lambda: _with_tails(other(), tails),
+    )  # fmt: skip
 
 
 def forward(problem: Attention, name: str, device: int) -> Steps:

@@ -91,7 +91,7 @@ def check_grid(name: str, meta: Meta, batch: int) -> None:
 def check_cache_rows(q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, name: str) -> None:
     """Raise an ArgumentError unless lengths and pages of a cache fit to q [batch, length, heads, width]."""
     batch = q.shape[0]
-    for what, meta, dims in (("lengths", lengths, 1), ("page_table", page_table, 2)):
+    for what, meta, dims in (("seqlens", lengths, 1), ("page_table", page_table, 2)):
         if meta is None:
             continue
         if meta.dtype != torch.int32:
@@ -151,7 +151,7 @@ def check(
         shape = (batch, heads, length, k.shape[1])
         broadcast = tuple(n if size != 1 or n == 1 else 1 for n, size in zip(shape[:2], bias.shape[:2], strict=False))
         check_same("bias", tuple(bias.shape), (*broadcast, *shape[2:]), "shape", of="batch, heads, q and k")
-    _integers("lengths", lengths, ((batch,),), "one for each sequence")
+    _integers("seqused_k", lengths, ((batch,),), "one for each sequence")
     _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
     check_factor(scale)
     if not -float("inf") < softcap < float("inf"):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale, window_sides
@@ -15,12 +14,12 @@ from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, chec
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.ops.shared.positions import check_indices
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime import env
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -192,17 +191,15 @@ def attention_decode(
         Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
         ([batch, heads] if q has no tokens).
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(attention_decode, locals())
-    if out is not None:
-        return into(attention_decode, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(attention_decode, locals())
     single = q.dim() == 3
     if env.get("DEBUG"):
         places = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
         check_indices("seqlens", seqlens, places + 1, "keys of the cache")
     given = (
         q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
-        None if sinks is None else sinks.float(), default_scale(scale, q.shape[-1]), *window_sides(window, causal),
+        None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),
         float(a_number("softcap", softcap)),
     )  # fmt: skip
     made = FORWARD.replay(*given)

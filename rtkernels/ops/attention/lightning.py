@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
@@ -27,11 +26,12 @@ from rtkernels.ops.attention.lightning_plan import (
     step,
 )
 from rtkernels.ops.attention.problem import Strides
+from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceExact, InPlaceOperator, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -241,10 +241,10 @@ def lightning_attention(
         [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(lightning_attention, locals())
-    if out is not None:
-        return into(lightning_attention, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(lightning_attention, locals())
+    for name, t in (("k", k), ("v", v), ("decay", decay)):
+        check_tensor(name, t)
     _refuse_decay_gradients(decay)
     if group is not None:
         if initial_state is not None or cu_seqlens is not None:
@@ -252,7 +252,7 @@ def lightning_attention(
         _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
         initial_state = state_before(own, decay.float(), q.shape[1], group)
     state = None if initial_state is None else initial_state.float()
-    values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q.shape[-1]), bool(return_state))
+    values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))
     out, final = _lightning(*values) if differentiated else FORWARD.call(*values)
     return (out, final) if return_state else out
@@ -315,12 +315,11 @@ def lightning_attention_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(lightning_attention_step, locals())
-    if out is not None:
-        return into(lightning_attention_step, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(lightning_attention_step, locals())
+    check_tensor("decay", decay)
     refuse_gradients("lightning_attention_step", [q, k, v, decay, state])
-    return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q.shape[-1]))
+    return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q))
 
 
 OP = Op(

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
+from rtkernels.runtime.checks import FLOAT_DTYPES, check_dtype
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -162,13 +163,16 @@ def merge_attention(
         return into(merge_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
-    if isinstance(outs, Tensor) or isinstance(lses, Tensor) or not len(outs) or len(outs) != len(lses):
+    lists = isinstance(outs, Sequence) and isinstance(lses, Sequence) and 0 < len(outs) == len(lses)
+    if not lists or not all(isinstance(t, Tensor) for t in (*outs, *lses)):
         raise ArgumentError("outs and lses are not sequences of equally many tensors; expected at least one of each")
     first = outs[0]
     if out_dtype not in (None, first.dtype, _FLOAT32):
         raise ArgumentError(f"out_dtype is {out_dtype}; expected {first.dtype} or float32")
     shape, lse_shape = first.shape, lses[0].shape
     for out, lse in zip(outs, lses, strict=True):
+        check_dtype("outs", out.dtype, FLOAT_DTYPES)
+        check_dtype("lses", lse.dtype, (_FLOAT32,))
         check_same("outs", tuple(out.shape), tuple(shape), "shape", of="the first")
         check_same("lses", tuple(lse.shape), tuple(lse_shape), "shape", of="the first")
     if first.dim() == 3:

@@ -6,12 +6,11 @@ import math
 
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.arguments import a_number, an_integer
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -49,10 +48,8 @@ def mla_attention(
     Returns:
         As ``attention`` or ``attention_varlen``.
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(mla_attention, locals())
-    if out is not None:
-        return into(mla_attention, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(mla_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     dims = 4 if cu_seqlens_q is None else 3
@@ -60,7 +57,7 @@ def mla_attention(
         if not isinstance(t, Tensor) or t.dim() != dims:
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
-    factor = base.default_scale(scale, q.shape[-1])
+    factor = base.default_scale(scale, q)
     if clip_value is not None and not 0.0 < a_number("clip_value", clip_value) < math.inf:
         raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")
     cut_off = 0.0 if clip_value is None else -float(clip_value) * factor

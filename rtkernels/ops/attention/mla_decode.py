@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.attention import default_scale
@@ -23,6 +22,7 @@ from rtkernels.ops.attention.decode_plan import (
     split_count,
 )
 from rtkernels.ops.shared.positions import check_indices
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -30,7 +30,6 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -207,10 +206,8 @@ def mla_decode(
         [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of
         it and lse, float32 [batch, heads, tokens] ([batch, heads]).
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(mla_decode, locals())
-    if out is not None:
-        return into(mla_decode, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(mla_decode, locals())
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
         kv_cache = kv_cache.squeeze(2)
@@ -219,7 +216,7 @@ def mla_decode(
         check_indices("seqlens", seqlens, places + 1, "keys of the cache")
     given = (
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
-        bool(causal), default_scale(scale, q.shape[-1]),
+        bool(causal), default_scale(scale, q),
     )  # fmt: skip
     made = FORWARD.replay(*given)
     if made is None:

@@ -13,7 +13,7 @@ from rtkernels.ops.attention.mma_plan import (
     tile_pitch,
 )
 from rtkernels.ops.attention.problem import Strides
-from rtkernels.ops.attention.sm90_plan import heads_in_l2
+from rtkernels.ops.attention.sm90_forward_plan import heads_in_l2
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps
@@ -77,8 +77,8 @@ ROWS = Kernel(
     _QUANTIZE_UNIT,
     "attention_quantize_rows",
     template="T",
-    args=f"x:ptr sums:ptr codes:ptr scales:ptr taken:ptr rows:i64 width:i64 {stride_arguments('x')} parts:i64 "
-    "group:i64 count:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
+    args="q:ptr k:ptr sums:ptr q_codes:ptr q_scales:ptr k_codes:ptr k_scales:ptr taken:ptr q_rows:i64 k_rows:i64 "
+    f"q_heads:i64 width:i64 {stride_arguments('q k')} parts:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
     max_registers=80,
 )
@@ -158,17 +158,18 @@ def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
     shared = _SM90_ROWS * 128 + stages * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
     tiles, pairs = -(-c.lq // _SM90_ROWS), c.batch * c.heads_q
     blocks = min(device_info(device).sm_count, tiles * pairs)
+    draws = blocks < tiles * pairs  # from a counter; else each block has one tile
     each = c.lkv * (c.d_qk + (1 if codes else 2) * c.d_v) / group
     together = heads_in_l2(pairs, each, c.left < 0 and c.right < 0 and not c.varlen)
     return Steps(
         Step(
             FORWARD_SM90.bind((kernel_token(c.token, c.pv), c.qk, c.pv, width), device, blocks, 384, shared),
             *(q, k, v, "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k"),
-            *("out", "lse", "counter"),
+            *("out", "lse", "counter" if draws else 0),
             *(c.batch, c.heads_q, group, c.lq, c.lkv, c.d_v, *c.out[:3], *c.lse, *_scale_arguments(c)),
             *(c.left, c.right, together, int(c.token == "fp16"), c.scale),
         ),
-        zeros={"counter": 1},
+        zeros={"counter": 1} if draws else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention of 8-bit codes, and the functions that make such codes of q, k and v."""
+"""Attention of 8-bit codes, which ``quantize_heads.py`` makes of q, k and v."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
@@ -18,195 +17,26 @@ from rtkernels.ops.attention.checks import (
     HALVES,
     Heads,
     check_factor,
-    check_grid,
-    check_shared_heads,
-    check_width,
     made,
     strides,
 )
+from rtkernels.ops.attention.quantize_heads import (
+    CODES,
+    QUANTIZE_QK,
+    QUANTIZE_V,
+    check_pair,
+    dtype_name,
+)
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
-_FLOAT32, CODES = torch.float32, (torch.int8, torch.float8_e4m3fn)
-GRANULARITIES = ("token", "block")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# ---- codes ----------------------------------------------------------------------------------------------------------
-
-
-def _check_code_dtype(dtype: torch.dtype) -> None:
-    if dtype not in CODES:
-        raise ArgumentError(f"dtype is {dtype}; expected one of {', '.join(_name(d) for d in CODES)}")
-
-
-def _check_pair(q: Meta, k: Meta) -> None:
-    check_same("k", k.dtype, q.dtype, "dtype", of="q")
-    check_same("k", k.shape[-1], q.shape[-1], "width", of="q")
-    if q.dim() == 4:
-        check_same("k", k.shape[0], q.shape[0], "batch", of="q")
-    check_width("q", q, plan.MAX_WIDTH, 16)
-    check_shared_heads(q, k)
-
-
-def _check_qk(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> None:
-    for name, meta in (("q", q), ("k", k)):
-        if meta.dim() != 4:
-            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, length, heads, width]")
-    _check_pair(q, k)
-    check_grid("q", q, q.shape[0])
-
-
-def _scales_of(x: Meta, blocks: bool) -> Memory:
-    batch, rows, heads, _ = x.shape
-    return Memory((batch, heads, -(-rows // plan.BLOCK) if blocks else rows), _FLOAT32)
-
-
-def _qk_outputs(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> tuple[Memory, ...]:
-    dtype = CODES[e4m3]
-    taken = Memory((q.shape[0], q.shape[2], q.shape[1]), _FLOAT32)
-    of_q, of_k = ((Memory(tuple(x.shape), dtype), _scales_of(x, blocks)) for x in (q, k))
-    return *of_q, *of_k, taken
-
-
-def _qk_plan(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float, device: int) -> Steps:
-    token, steps, scratch = DTYPE_TOKEN[q.dtype], [], {}
-    (batch, _, heads_q, width), lkv, heads_kv = q.shape, k.shape[1], k.shape[2]
-    parts, group = -(-lkv // plan.ROWS_OF_SUMS), heads_q // heads_kv
-    smooth = smooth and lkv > 0
-    if smooth and batch:
-        scratch["sums"] = Memory((batch, heads_kv, parts, plan.MAX_WIDTH), _FLOAT32)
-        launch = plan.KEY_SUMS.bind((token,), device, (parts, heads_kv, batch), 128)
-        steps.append(Step(launch, "k", "sums", lkv, width, *strides(k)[:3]))
-    for name, meta, taken, share in (("q", q, "taken", group), ("k", k, 0, 1)):
-        rows, heads = meta.shape[1], meta.shape[2]
-        if batch * rows == 0:
-            continue
-        launch = plan.ROWS.bind((token,), device, (-(-rows // plan.BLOCK), heads, batch), 128)
-        numbers = (rows, width, *strides(meta)[:3], parts, share, lkv, int(blocks), int(e4m3), scale)
-        made_by = (f"{name}_codes", f"{name}_scales", taken)
-        steps.append(Step(launch, name, "sums" if smooth else 0, *made_by, *numbers))
-    return Steps(*steps, scratch=scratch)
-
-
-QUANTIZE_QK = Operator(
-    "attention_quantize_qk",
-    (Heads("q", HALVES), Heads("k", HALVES)),
-    options="bool e4m3, bool blocks, bool smooth, float scale",
-    results="q_codes q_scales k_codes k_scales taken",
-    outputs=_qk_outputs,
-    plan=_qk_plan,
-    reference=reference.quantize_qk,
-    check=_check_qk,
-    plans_empty=True,
-)
-
-
-def _check_v(v: Meta, e4m3: bool) -> None:
-    if v.dim() != 4:
-        raise ArgumentError(f"v has shape {tuple(v.shape)}; expected [batch, length, heads, width]")
-    check_width("v", v, plan.MAX_WIDTH)
-    check_grid("v", v, v.shape[0])
-
-
-def _v_outputs(v: Meta, e4m3: bool) -> tuple[Memory, ...]:
-    batch, rows, heads, width = v.shape
-    padded, blocks = -(-rows // 16) * 16, -(-rows // plan.BLOCK)
-    return Memory((batch, heads, width, padded), CODES[e4m3]), Memory((batch, heads, blocks, width), _FLOAT32)
-
-
-def _v_plan(v: Meta, e4m3: bool, device: int) -> Steps:
-    batch, rows, heads, width = v.shape
-    if not batch * rows * heads:
-        return Steps()
-    launch = plan.VALUES.bind((DTYPE_TOKEN[v.dtype],), device, (-(-rows // plan.BLOCK), heads, batch), 128)
-    return Steps(Step(launch, "v", "codes", "scales", rows, width, -(-rows // 16) * 16, *strides(v)[:3], int(e4m3)))
-
-
-QUANTIZE_V = Operator(
-    "attention_quantize_v",
-    (Heads("v", HALVES),),
-    options="bool e4m3",
-    results="codes scales",
-    outputs=_v_outputs,
-    plan=_v_plan,
-    reference=reference.quantize_v,
-    check=_check_v,
-    plans_empty=True,
-)
-
-
-@replayed
-def quantize_qk(
-    q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
-    scale: float | None = None,
-    out: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return q and k as 8-bit codes with scales, as ``attention_quantized`` takes them. Not differentiable.
-
-    Args:
-        q: bfloat16 or float16 [batch, queries, heads, width]; width a multiple of 16 up to 128. Strides as for
-            ``attention``.
-        k: The same with keys in place of queries; its heads divide those of q.
-        dtype: int8 (a scale is amax / 127) or float8_e4m3fn (amax / 448).
-        granularity: "token" for a scale of each row of a head, "block" for one of each 64 rows.
-        smooth_k: Take the mean over all keys from each key, whose products with a query are the same for all keys: what
-            a softmax does not see. Outliers that all keys share are gone then.
-        scale: Factor of the products that the attention will have; ``1 / sqrt(width)`` if None. Only the last result
-            depends on it.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
-
-    Returns:
-        Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and what smooth_k
-        takes from scores, float32 [batch, heads, queries]: lse of the codes plus this is that of q and k.
-    """
-    if not isinstance(q, Tensor):
-        return interop.call_with(quantize_qk, locals())
-    if out is not None:
-        return into(quantize_qk, locals())
-    _check_code_dtype(dtype)
-    if granularity not in GRANULARITIES:
-        raise ArgumentError(f"granularity is {granularity!r}; expected one of {', '.join(GRANULARITIES)}")
-    refuse_gradients("quantize_qk", [q, k])
-    options = (dtype == CODES[1], granularity == "block", bool(smooth_k), default_scale(scale, q.shape[-1]))
-    return QUANTIZE_QK.call(q, k, *options)
-
-
-def quantize_v(
-    v: Tensor, *, dtype: torch.dtype = torch.int8, out: tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return v as 8-bit codes, transposed, with scales, as ``attention_quantized`` takes them. Not differentiable.
-
-    Args:
-        v: bfloat16 or float16 [batch, keys, heads, width]; width a multiple of 8 up to 128.
-        dtype: int8 or float8_e4m3fn.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
-
-    Returns:
-        Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros behind the last key, and a scale of each
-        column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
-    """
-    if not isinstance(v, Tensor):
-        return interop.call_with(quantize_v, locals())
-    if out is not None:
-        return into(quantize_v, locals())
-    _check_code_dtype(dtype)
-    refuse_gradients("quantize_v", [v])
-    return QUANTIZE_V.call(v, dtype == CODES[1])
-
-
-# ---- attention ------------------------------------------------------------------------------------------------------
+_FLOAT32 = torch.float32
 
 
 def _scale_count(rows: int, block: int) -> int:
@@ -225,8 +55,8 @@ def _check(
         if meta.dim() != dims:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions")
         if meta.dtype not in CODES:
-            raise ArgumentError(f"{name} has dtype {_name(meta.dtype)}; expected int8 or float8_e4m3fn")
-    _check_pair(q, k)
+            raise ArgumentError(f"{name} has dtype {dtype_name(meta.dtype)}; expected int8 or float8_e4m3fn")
+    check_pair(q, k)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1 or block & (block - 1) or (varlen and block != 1):
@@ -237,10 +67,14 @@ def _check(
         check_same(name, tuple(meta.shape), shape, "shape", of=f"{name[-1]}, with blocks of {block}")
     _check_values(q, k, v, scale_v, varlen)
     if lengths is not None and (lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,)):
-        raise ArgumentError(f"seqused_k is {_name(lengths.dtype)} {tuple(lengths.shape)}; expected int32 ({batch},)")
+        raise ArgumentError(
+            f"seqused_k is {dtype_name(lengths.dtype)} {tuple(lengths.shape)}; expected int32 ({batch},)"
+        )
     for name, meta in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if meta is not None and (meta.dtype != torch.int32 or tuple(meta.shape) != (batch + 1,)):
-            raise ArgumentError(f"{name} is {_name(meta.dtype)} {tuple(meta.shape)}; expected int32 ({batch + 1},)")
+            raise ArgumentError(
+                f"{name} is {dtype_name(meta.dtype)} {tuple(meta.shape)}; expected int32 ({batch + 1},)"
+            )
     check_factor(scale)
 
 
@@ -248,7 +82,7 @@ def _check_values(q: Meta, k: Meta, v: Meta, scale_v: Meta | None, varlen: bool)
     if v.dtype in HALVES:
         check_same("v", tuple(v.shape[:-1]), tuple(k.shape[:-1]), "shape but for the last dimension", of="k")
         if scale_v is not None:
-            raise ArgumentError(f"scale_v is given for values of {_name(v.dtype)}; expected None")
+            raise ArgumentError(f"scale_v is given for values of {dtype_name(v.dtype)}; expected None")
         width = v.shape[-1]
     elif v.dtype in CODES:
         if varlen:
@@ -267,7 +101,7 @@ def _check_values(q: Meta, k: Meta, v: Meta, scale_v: Meta | None, varlen: bool)
             got = "None" if scale_v is None else f"of shape {tuple(scale_v.shape)}"
             raise ArgumentError(f"scale_v is {got}; expected float32 of shape {shapes[0]} or {shapes[1]}")
     else:
-        raise ArgumentError(f"v has dtype {_name(v.dtype)}; expected bfloat16, float16, int8 or float8_e4m3fn")
+        raise ArgumentError(f"v has dtype {dtype_name(v.dtype)}; expected bfloat16, float16, int8 or float8_e4m3fn")
     if not 8 <= width <= plan.MAX_WIDTH or width % 8:
         raise ArgumentError(f"v has heads of {width} elements; expected a multiple of 8 to {plan.MAX_WIDTH}")
 
@@ -379,10 +213,8 @@ def attention_quantized(
         [batch, queries, heads, width of v] (packed as q is); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(attention_quantized, locals())
-    if out is not None:
-        return into(attention_quantized, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(attention_quantized, locals())
     if out_dtype not in HALVES:
         raise ArgumentError(f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float16")
     refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])
@@ -390,7 +222,7 @@ def attention_quantized(
     if cu_seqlens_k is cu_seqlens_q and cu_seqlens_k is not None:
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     out, lse = FORWARD.call(
-        q, k, v, scale_q, scale_k, scale_v, seqused_k, cu_seqlens_q, cu_seqlens_k, default_scale(scale, q.shape[-1]),
+        q, k, v, scale_q, scale_k, scale_v, seqused_k, cu_seqlens_q, cu_seqlens_k, default_scale(scale, q),
         left, right, an_integer("block_q", block_q), an_integer("block_k", block_k),
         an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k),
         out_dtype == torch.float16,

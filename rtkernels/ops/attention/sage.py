@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
-from rtkernels.ops.attention import quantized
+from rtkernels.ops.attention import quantize_heads, quantized
 from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -33,9 +32,9 @@ def _forward(
     smooth: bool,
 ) -> tuple[Tensor, Tensor]:
     blocks = granularity == "block"
-    codes = quantized.QUANTIZE_QK.call(q, k, qk == "fp8", blocks, smooth, scale)
+    codes = quantize_heads.QUANTIZE_QK.call(q, k, qk == "fp8", blocks, smooth, scale)
     q_codes, q_scales, k_codes, k_scales, taken = codes
-    values, v_scales = (v, None) if pv == "16" else quantized.QUANTIZE_V.call(v, pv == "fp8")
+    values, v_scales = (v, None) if pv == "16" else quantize_heads.QUANTIZE_V.call(v, pv == "fp8")
     block = quantized.plan.BLOCK if blocks else 1
     out, lse = quantized.FORWARD.call(
         q_codes, k_codes, values, q_scales, k_scales, v_scales, None, None, None, scale, left, right, block, block,
@@ -99,18 +98,16 @@ def sage_attention(
         [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,
         queries].
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(sage_attention, locals())
-    if out is not None:
-        return into(sage_attention, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(sage_attention, locals())
     choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))
-    for name, value, expected in (*choices, ("granularity", granularity, quantized.GRANULARITIES)):
+    for name, value, expected in (*choices, ("granularity", granularity, quantize_heads.GRANULARITIES)):
         if value not in expected:
             raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(expected)}")
     if layout == "bhld":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right = base.window_sides(window, causal)
-    options = (base.default_scale(scale, q.shape[-1]), left, right, qk, pv, granularity, bool(smooth_k))
+    options = (base.default_scale(scale, q), left, right, qk, pv, granularity, bool(smooth_k))
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     out, lse = _Sage.apply(q, k, v, *options) if wanted else _forward(q, k, v, *options)
     out = out.transpose(1, 2) if layout == "bhld" else out

@@ -65,7 +65,7 @@ def sdpa(
     q = query.expand(*batch, heads, *query.shape[-2:])
     k, v = ((t if enable_gqa else t.expand(*t.shape[:-3], heads, *t.shape[-2:])) for t in (key, value))
     k, v = (t.expand(*batch, *t.shape[-3:]) for t in (k, v))
-    q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    q, k, v = (t.reshape(batch.numel(), *t.shape[-3:]) for t in (q, k, v))
     bias = _as_bias(attn_mask, query, (*batch, heads, queries, keys))
     window = None
     if is_causal:

@@ -86,7 +86,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     Returns:
         An ``Explanation``: backend, tile, backends that were passed over and the reason, and the product as plain data.
     """
-    if function not in _DESCRIBED:
+    if not callable(function) or function not in _DESCRIBED:
         names = ", ".join(each.__name__ for each in _DESCRIBED)
         raise ArgumentError(f"function is {getattr(function, '__name__', function)!r}; expected one of {names}")
     bound = inspect.signature(function).bind(*args, **kwargs)

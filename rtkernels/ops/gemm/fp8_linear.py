@@ -15,6 +15,7 @@ from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, r
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.hadamard import BLOCKS
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -150,14 +151,12 @@ def weight_gradient(
     return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)
 
 
-# ---- public ---------------------------------------------------------------------------------------------------------
-
-
 def check_linear(
     shape: torch.Size, dtype: torch.dtype, device: int, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
 ) -> None:
     """Raise an ArgumentError unless weight, bias and main_grad fit together and to x."""
     token("x", dtype)
+    check_tensor("weight", weight)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
@@ -165,6 +164,7 @@ def check_linear(
         raise ArgumentError(f"x has shape {tuple(shape)}; expected [..., {weight.shape[1]}], the columns of weight")
     check_same("weight", weight.get_device(), device, "device index")
     if bias is not None:
+        check_tensor("bias", bias)
         token("bias", bias.dtype)
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
         check_same("bias", bias.get_device(), device, "device index")
@@ -212,6 +212,7 @@ def fp8_weight(
     """
     _recipe(recipe, tuple(RECIPES))
     an_integer("rotation", rotation)
+    check_tensor("weight", weight)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")

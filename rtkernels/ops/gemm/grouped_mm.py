@@ -21,8 +21,6 @@ from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
 FORWARD = Operator(
     "grouped_mm",
     TENSORS,
@@ -82,9 +80,6 @@ class _Grouped(torch.autograd.Function):
             pair = (a.t(), g.t()) if ctx.flipped else (g.t(), a.t())
             WGRAD.call(db, *pair, None, None, ends, ctx.align, False, "none", ctx.acc, ctx.backend)
         return da, db, *(None,) * 6
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 def grouped_mm(
@@ -214,19 +209,8 @@ def grouped_mm_masked(
     Returns:
         ``[groups, m, n]``, dense, or `out`.
     """
-    if out is None:
-        result = _replay(
-            a, b, scale_a, scale_b, None, None, masked_m, 1, expected_m, recipe, b_layout, packed, act, out_dtype, acc,
-            backend,
-        )  # fmt: skip
-        if result is not None:
-            return result
     if not isinstance(a, Tensor):
-        return interop.call(
-            grouped_mm_masked, a, b, scale_a, scale_b, masked_m, expected_m=expected_m, recipe=recipe, act=act,
-            out_dtype=out_dtype, out=out, acc=acc, packed=packed, b_layout=b_layout, backend=backend,
-        )  # fmt: skip
-    an_integer("expected_m", expected_m)
+        return interop.call_with(grouped_mm_masked, locals())
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
@@ -282,7 +266,10 @@ def grouped_wgrad(
     if not isinstance(offs, Tensor) or not isinstance(x, Tensor):
         raise ArgumentError(f"x and offs are {type(x).__name__} and {type(offs).__name__}; expected tensors, as dy is")
     floats = dy.dtype in checks.FLOATS
-    a, b = (t.t() if floats and t.dim() == 2 else t for t in (dy, x))
+    if offs.dim() != 1 or dy.dim() != 2 or x.dim() != 2:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (dy, x, offs))
+        raise ArgumentError(f"dy, x and offs have shapes {shapes}; expected 2, 2 and 1 dimensions")
+    a, b = (t.t() if floats else t for t in (dy, x))
     if out is None:
         out, accumulate = dy.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype), False
     align = align or (1 if floats else 128)

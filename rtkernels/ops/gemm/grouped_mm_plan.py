@@ -65,7 +65,8 @@ def describe(
         a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=ends, m_indices=row_groups, masked_m=sizes, out=out
     )  # fmt: skip
     if sum(meta is not None for meta in (ends, row_groups, sizes)) != 1:
-        raise ArgumentError("offs and m_indices: expected one of them")
+        got = "both None" if ends is None else "both given"
+        raise ArgumentError(f"offs and m_indices are {got}; expected one of them")
     if b.dim() != 3 or a.dim() != (2 if sizes is None else 3):
         raise ArgumentError(
             f"a and b have shapes {tuple(a.shape)} and {tuple(b.shape)}; expected "
@@ -149,9 +150,6 @@ def describe_wgrad(
         sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, depth), groups=Groups("depth", count, align),
     )  # fmt: skip
     return Described(checks.check_product(product), left, right, shape, out.dtype)
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def plan(*values: Any) -> Steps:

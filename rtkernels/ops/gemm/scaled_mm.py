@@ -22,8 +22,6 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
 FORWARD = Operator(
     "scaled_mm",
     TENSORS,
@@ -135,9 +133,6 @@ def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
             f"{op} has a gradient for float operands without scales, out= and quant_out=; a tensor requires grad: call "
             f"it under torch.no_grad(), or detach the tensor"
         )
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 def scaled_mm(

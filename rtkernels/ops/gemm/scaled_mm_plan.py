@@ -150,9 +150,6 @@ def _result(a, b, scaled, packed, out_dtype, out, shape, m, n, quantized) -> tup
     return dtype, checks.dense_result(dtype, m, n)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def plan(*values: Any, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm``."""
     *values, device = values

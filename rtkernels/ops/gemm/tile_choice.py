@@ -62,7 +62,7 @@ def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, multiprocesso
     One to eight blocks have a tile; what they write for each other takes time as well.
     """
     whole, rest = divmod(tile_count(tile, m, n), multiprocessors)
-    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < multiprocessors or k >= 1 << 24:
+    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < multiprocessors or k >= 1 << 23:
         return None
     cost = whole + rest / multiprocessors + _SHARING_STEPS / max(k // ROW, 1)
     return cost if cost < whole + 1 else None

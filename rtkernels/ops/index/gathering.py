@@ -7,9 +7,10 @@ from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import merged, padded, product
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import divisor
+from rtkernels.runtime.layout import divisor, group_threads, is_dense, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -21,6 +22,21 @@ _GATHER = Kernel(
     args="x:ptr index:ptr out:ptr units:i64 n:i64 x_dim:i64 index_int64:i64 from_end:i64 size1:i64 size2:i64 size3:i64 "
     "divider1:i64 divider2:i64 divider3:i64 x0:i64 x1:i64 x2:i64 x3:i64 index0:i64 index1:i64 index2:i64 index3:i64",
 )  # fmt: skip
+_ROWS = Kernel(
+    "index/gather.cu", "select_rows", template="BYTES", variants=[(16,)], max_registers=48, tier="aten",
+    args="x:ptr index:ptr out:ptr outer_rows:i64 count:i64 count_divisor:i64 units:i64 n:i64 x_outer:i64 x_dim:i64 "
+    "index_stride:i64 index_int64:i64 from_end:i64 threads_per_row:i64",
+)  # fmt: skip
+_STAGED = Kernel(
+    "index/gather.cu", "gather_staged", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8)], max_registers=64,
+    tier="aten",
+    args="x:ptr index:ptr out:ptr rows:i64 rows_per_block:i64 columns:i64 per_row:i64 row_divisor:i64 "
+    "vector_divisor:i64 x_row:i64",
+)  # fmt: skip
+_STAGED_BYTES = 32768  # of short rows in a block
+_LONG_BYTES = 65536  # of a row, whose block has a multiprocessor of its own and 1024 threads instead of 512
+_MAX_STAGED = 160 * 1024  # of one row
+_FEW_ROWS_INDICES = 2048
 
 
 def _walk(x: Meta | Tensor, index: tuple, dim: int, x_stride: tuple, out: tuple) -> list[tuple[int, ...]] | None:
@@ -38,7 +54,55 @@ def _shape(x: Meta, index: Meta, dim: int, select: bool) -> tuple[int, ...]:
     return (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :]) if select else tuple(index.shape)
 
 
+def _select_step(x: Meta, index: Meta, dim: int, from_end: bool, device: int) -> Step | None:
+    """Return the launch that moves rows of whole vectors; None if these are none."""
+    size, inner, outer = x.dtype.itemsize, product(x.shape[dim + 1 :]), product(x.shape[:dim])
+    steps = merged([(n, step) for n, step in zip(x.shape[:dim], x.stride[:dim], strict=True) if n > 1])
+    inside = merged([(n, step) for n, step in zip(x.shape[dim + 1 :], x.stride[dim + 1 :], strict=True) if n > 1])
+    if len(steps) > 1 or len(inside) != 1 or inside[0][1] != 1 or outer * index.numel() >= 2**31:
+        return None
+    x_outer, x_dim = (steps[0][1] if steps else 0) * size, x.stride[dim] * size
+    if vector_bytes(x.misaligned, inner * size, x_outer, x_dim) != 16:
+        return None
+    units, count = inner * size // 16, index.numel()
+    if units < _EACH:
+        return None
+    threads = group_threads(-(-units // _EACH), _THREADS)
+    slices, groups = -(-units // (threads * _EACH)), _THREADS // threads
+    if slices >= 2**16:
+        return None
+    launch = _ROWS.bind((16,), device, (-(-outer * count // groups), slices), _THREADS)
+    sizes = outer * count, count, divisor(count), units, x.shape[dim], x_outer, x_dim
+    return Step(
+        launch, "x", "index", "out", *sizes, index.stride[0], int(index.dtype == torch.int64), int(from_end), threads
+    )
+
+
+def _staged_step(x: Meta, index: Meta, dim: int, device: int) -> Step | None:
+    """Return the launch that reads whole rows of x; None where few elements of them are wanted, or they are long."""
+    size, columns, per_row = x.dtype.itemsize, x.shape[-1], index.shape[-1]
+    if dim != len(x.shape) - 1 or x.shape[:-1] != index.shape[:-1] or x.row_stride is None or not is_dense(index):
+        return None
+    step, row_bytes = x.row_stride * size, columns * size
+    limit = min(_MAX_STAGED, device_info(device).shared_per_block)
+    if per_row % 4 or index.misaligned or row_bytes > limit or per_row * 16 < row_bytes:
+        return None
+    if x.rows < device_info(device).sm_count and per_row > _FEW_ROWS_INDICES:
+        return None  # a block for each row would leave multiprocessors idle
+    if vector_bytes(x.misaligned, row_bytes, step) != 16 or per_row >= 2**28:
+        return None
+    per_block = max(1, _STAGED_BYTES // row_bytes)
+    per_block = min(per_block, max(1, x.rows // device_info(device).sm_count))
+    threads = 512 if row_bytes <= _LONG_BYTES else 1024
+    launch = _STAGED.bind((size,), device, -(-x.rows // per_block), threads, per_block * row_bytes)
+    sizes = x.rows, per_block, columns, per_row, divisor(per_row // 4), divisor(row_bytes // 16), step
+    return Step(launch, "x", "index", "out", *sizes)
+
+
 def _plan(x: Meta, index: Meta, dim: int, select: bool, from_end: bool, device: int) -> Steps:
+    step = _select_step(x, index, dim, from_end, device) if select else _staged_step(x, index, dim, device)
+    if step is not None:
+        return Steps(step)
     shape, size = _shape(x, index, dim, select), x.dtype.itemsize
     walk = _walk(x, _index_strides(index, dim, len(shape), select), dim, x.stride, shape)
     unit, inner = size, walk[3]
@@ -89,5 +153,5 @@ def gather(x: Tensor, index: Tensor, dim: int, *, select: bool = False, from_end
     return _CHOOSE(x, index, dim, select, from_end)
 
 
-OP = Op("gathering", public=(), kernels=(_GATHER,), torch_ops=())
+OP = Op("gathering", public=(), kernels=(_GATHER, _ROWS, _STAGED), torch_ops=())
 __all__ = ["OP", "gather", "gatherable"]

@@ -7,6 +7,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.index import id_bounds
 from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
 from rtkernels.ops.index.row_moves_plan import KERNELS
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -182,6 +183,7 @@ def sort_chunks(
 
 
 OP = Op(
-    "row_moves", public=("index_select", "scatter_add", "sort_chunks", "id_bounds"), kernels=KERNELS,
-    torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS), uses=("embedding",),
+    "row_moves", public=("index_select", "scatter_add", "sort_chunks", "id_bounds"),
+    kernels=(*KERNELS, *id_bounds.KERNELS), uses=("embedding",),
+    torch_ops=(SELECT, SELECT_INTO, SCATTER, SCATTER_INTO, CHUNKS, id_bounds.BOUNDS),
 )  # fmt: skip

@@ -9,25 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.layout import transpose_plan as plans
 from rtkernels.ops.layout.transpose_list import MATRICES, one_launch_fits
-from rtkernels.ops.layout.transpose_plan import (
-    KERNELS,
-    check_experts,
-    check_pad,
-    checked_dims,
-    out_shape,
-    padded,
-    padded_rows,
-    plan,
-    plan_experts,
-)
+from rtkernels.ops.layout.transpose_plan import check_pad, checked_dims, out_shape, padded, padded_rows
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
@@ -63,22 +53,18 @@ def _outputs(x, dim0, dim1, pad_to):
     return (Memory(out_shape(x.shape, low, high, pad_to), x.dtype),)
 
 
-def _expert_outputs(x, counts, pad_to):
-    return (Memory((padded_rows(x.shape[0], counts.shape[0], pad_to) * x.shape[1],), x.dtype),)
-
-
 TRANSPOSE = Operator(
     "transpose", (UnitStride("x", None),), options="int dim0, int dim1, int pad_to", results="y", outputs=_outputs,
-    plan=plan, reference=_reference, check=checked_dims,
+    plan=plans.plan, reference=_reference, check=checked_dims,
 )  # fmt: skip
 EXPERTS = Operator(
     "transpose_experts", (Rows("x", None), Dense("counts", None)), options="int pad_to", results="y",
-    outputs=_expert_outputs, plan=plan_experts, reference=_reference_experts, check=check_experts,
+    outputs=lambda x, counts, pad_to: (
+        Memory((padded_rows(x.shape[0], counts.shape[0], pad_to) * x.shape[1],), x.dtype),
+    ),
+    plan=plans.plan_experts, reference=_reference_experts, check=plans.check_experts,
 )  # fmt: skip
 _replay = TRANSPOSE.replay
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class _Transpose(torch.autograd.Function):
@@ -102,6 +88,8 @@ def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int, ou
     out = [None] * len(xs) if out is None else list(out)
     if len(out) != len(xs):
         raise ArgumentError(f"out has {len(out)} tensors; expected {len(xs)}, as many as x")
+    if not all(isinstance(x, Tensor) for x in xs):  # arrays, or an error for each
+        return [transpose(x, dim0, dim1, pad_to=pad_to, out=o) for x, o in zip(xs, out, strict=True)]
     stacked = _stacked(xs) if len(xs) > 1 and all(o is None for o in out) and xs[0].dim() < 4 else None
     if stacked is not None:
         dims = [d + 1 if d >= 0 else d for d in (dim0, dim1)]
@@ -156,10 +144,8 @@ def transpose(
     """
     if isinstance(x, (list, tuple)):
         return _transposed_list(x, dim0, dim1, pad_to, out)
-    if not isinstance(x, Tensor):
-        return interop.call_with(transpose, locals())
-    if out is not None:
-        return into(transpose, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(transpose, locals())
     y = _replay(x, dim0, dim1, pad_to)
     if y is not None:
         return y
@@ -188,15 +174,14 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor
     Returns:
         ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(transpose_experts, locals())
-    if out is not None:
-        return into(transpose_experts, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(transpose_experts, locals())
     if x.requires_grad:
         x = x.detach()
     return EXPERTS.call(x, counts, pad_to)
 
 
 OP = Op(
-    "transpose", public=("transpose", "transpose_experts"), kernels=KERNELS, torch_ops=(TRANSPOSE, EXPERTS, MATRICES)
-)
+    "transpose", public=("transpose", "transpose_experts"), kernels=plans.KERNELS,
+    torch_ops=(TRANSPOSE, EXPERTS, MATRICES),
+)  # fmt: skip

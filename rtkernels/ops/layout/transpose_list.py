@@ -59,15 +59,9 @@ def _reference(matrices: Sequence[Tensor], pad_to: int) -> Tensor:
 
 
 MATRICES = ListOperator(
-    "transpose_list",
-    (Tensors("matrices"),),
-    options="int pad_to",
-    result="y",
-    output=_output,
-    tables=Tables(_Table, _check),
-    plan=_plan,
-    reference=_reference,
-)
+    "transpose_list", (Tensors("matrices"),), options="int pad_to", result="y", output=_output,
+    tables=Tables(_Table, _check), plan=_plan, reference=_reference,
+)  # fmt: skip
 
 
 def one_launch_fits(xs: Sequence[Any]) -> bool:

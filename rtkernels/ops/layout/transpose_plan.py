@@ -109,9 +109,6 @@ def padded_rows(rows: int, experts: int, pad_to: int) -> int:
     return rows + (pad_to - 1) * min(experts, rows)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def _tile(size: int, aligned16: bool) -> tuple[int, int, int]:
     """Return rows, columns and threads of a tile (Squares and SingleElements in layout/transpose_tile.cuh)."""
     if not aligned16:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import (
     BACKWARD,
@@ -20,10 +19,10 @@ from rtkernels.ops.loss.cross_entropy_operators import (
 )
 from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options
 from rtkernels.ops.loss.label_report import raise_pending
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -146,10 +145,8 @@ def cross_entropy(
         The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
         ``(loss, lse, accuracy)`` without those not asked for.
     """
-    if not isinstance(logits, Tensor):
-        return interop.call_with(cross_entropy, locals())
-    if out is not None:
-        return into(cross_entropy, locals())
+    if out is not None or not isinstance(logits, Tensor):
+        return redirected(cross_entropy, locals())
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import reference
-from rtkernels.ops.loss.cross_entropy_plan import (
-    FEW_ROWS_FORWARD,
-    MEAN,
-    NONE,
-    SHORT,
-    AlignedRows,
-    Call,
-    backward_step,
-    check,
-    check_options,
-    few_rows_step,
-    forward_step,
-    gradient_step,
-    plan_scale,
-    reduce_step,
-    row_memory,
-)
+from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, Call, check, check_options
 from rtkernels.ops.loss.label_report import reported
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.declared import (
-    Argument,
-    Dense,
-    DenseFloat,
-    InPlace,
-    InPlaceOperator,
-    InPlaceRows,
-    Internal,
-    Meta,
-    Operator,
-    Rows,
-)
+from rtkernels.runtime.operator.declared import InPlaceOperator, Internal, Operator
+from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, Meta, OwnRows, Rows
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def _numbers(smoothing: float, z_loss: float, vocabulary: int) -> tuple[float, float, float]:
@@ -56,17 +29,19 @@ def _row_names(reduction: int, accuracy: bool) -> tuple[str | int, str, str | in
 
 
 def _plan_fwd(
-    logits: Meta, labels: Meta, ignore_index: int, smoothing: float, z_loss: float, softcap: float, reduction: int,
-    accuracy: bool, device: int,
+    logits: Meta, labels: Meta, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    reduction: int, accuracy: bool, device: int,
 ) -> Steps:  # fmt: skip
-    names, numbers = _row_names(reduction, accuracy), _numbers(smoothing, z_loss, logits.shape[-1])
+    names, numbers = _row_names(reduction, accuracy), _numbers(label_smoothing, z_loss, logits.shape[-1])
     c = Call(logits, labels, ignore_index, numbers, softcap, device, ("logits", 0, *names))
-    scratch = row_memory(c.rows, accuracy) if reduction != NONE else {}
-    few_rows = None if softcap else few_rows_step(c, FEW_ROWS_FORWARD, reduction, 0, ("loss", "hits", "factor"))
+    scratch = plans.row_memory(c.rows, accuracy) if reduction != NONE else {}
+    sums, few_rows = ("loss", "hits", "factor"), None
+    if not softcap:
+        few_rows = plans.few_rows_step(c, plans.FEW_ROWS_FORWARD, reduction, 0, sums)
     if few_rows is not None:
         zeros = {} if reduction == NONE else {"arrived": 1}
         return Steps(few_rows, scratch=scratch, zeros=zeros, **reported(device))
-    steps, zeros = _reduced(c, forward_step(c, 0, c.cols), reduction, "factor")
+    steps, zeros = _reduced(c, plans.forward_step(c, 0, c.cols), reduction, "factor")
     return Steps(*steps, scratch=scratch, zeros=zeros, **reported(device))
 
 
@@ -74,58 +49,55 @@ def _reduced(c: Call, step: Step, reduction: int, factor: str | int) -> tuple[li
     if reduction == NONE:
         return [step], {}
     losses, _, correct = c.names[2:]
-    sums, zeros = reduce_step(c, losses, correct, ("loss", "hits", factor), reduction == MEAN, True)
+    sums, zeros = plans.reduce_step(c, losses, correct, ("loss", "hits", factor), reduction == MEAN, True)
     return [step, sums], zeros
 
 
 def _plan_parts(
-    logits: Meta, labels: Meta, ignore_index: int, smoothing: float, softcap: float, first: int, vocabulary: int,
+    logits: Meta, labels: Meta, ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int,
     device: int,
 ) -> Steps:  # fmt: skip
     names = "logits", 0, 0, "parts", Offset("parts", 16 * logits.rows)
-    c = Call(logits, labels, ignore_index, (smoothing, 0.0, 0.0), softcap, device, names)
-    return Steps(forward_step(c, first, vocabulary), **reported(device))
+    c = Call(logits, labels, ignore_index, (label_smoothing, 0.0, 0.0), softcap, device, names)
+    return Steps(plans.forward_step(c, first, vocabulary), **reported(device))
 
 
 def _plan_bwd(
-    dloss: Meta, logits: Meta, labels: Meta, stats: Meta, factor: Meta | None, ignore_index: int, smoothing: float,
-    z_loss: float, softcap: float, first: int, vocabulary: int, device: int, out: str = "dlogits",
+    dloss: Meta, logits: Meta, labels: Meta, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    first: int, vocabulary: int, device: int, out: str = "dlogits",
 ) -> Steps:  # fmt: skip
     if logits.rows == 0:
         return Steps()
-    c = Call(logits, labels, ignore_index, _numbers(smoothing, z_loss, vocabulary), softcap, device, ("logits", out))
+    numbers = _numbers(label_smoothing, z_loss, vocabulary)
+    c = Call(logits, labels, ignore_index, numbers, softcap, device, ("logits", out))
     stride = c.stride if out == "logits" else c.cols
-    step = backward_step(c, "dloss", dloss.numel() != 1, "stats", "factor", stride, first, vocabulary)
+    step = plans.backward_step(c, "dloss", dloss.numel() != 1, "stats", "factor", stride, first, vocabulary)
     return Steps(step, **(reported(device) | {"after": None}))
 
 
-def _plan_bwd_in_place(*values: Any) -> Steps:
-    return _plan_bwd(*values, out="logits")
-
-
 def _plan_grad(
-    logits: Meta, labels: Meta, ignore_index: int, smoothing: float, z_loss: float, softcap: float, reduction: int,
-    accuracy: bool, device: int, out: str = "dlogits",
+    logits: Meta, labels: Meta, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+    reduction: int, accuracy: bool, device: int, out: str = "dlogits",
 ) -> Steps:  # fmt: skip
-    names, numbers = _row_names(reduction, accuracy), _numbers(smoothing, z_loss, logits.shape[-1])
+    names, numbers = _row_names(reduction, accuracy), _numbers(label_smoothing, z_loss, logits.shape[-1])
     c = Call(logits, labels, ignore_index, numbers, softcap, device, ("logits", out, *names))
     stride = c.stride if out == "logits" else c.cols
-    scratch = row_memory(c.rows, accuracy) if reduction != NONE else {}
+    scratch = plans.row_memory(c.rows, accuracy) if reduction != NONE else {}
     if softcap:  # limited by arithmetic, not by memory: a second read costs nothing
         number = Memory((1,), torch.float32) if reduction == MEAN else Memory((1,), torch.float32, fill=1.0)
         factor = "factor" if reduction == MEAN else 0
-        steps, zeros = _reduced(c, forward_step(c, 0, c.cols), reduction, factor)
-        steps.append(backward_step(c, "factor", False, "stats", 0, stride, 0, c.cols))
+        steps, zeros = _reduced(c, plans.forward_step(c, 0, c.cols), reduction, factor)
+        steps.append(plans.backward_step(c, "factor", False, "stats", 0, stride, 0, c.cols))
         return Steps(*steps, scratch=scratch | {"factor": number}, zeros=zeros, **reported(device))
-    few_rows = few_rows_step(c, SHORT, reduction, stride, ("loss", "hits", 0))
+    few_rows = plans.few_rows_step(c, plans.SHORT, reduction, stride, ("loss", "hits", 0))
     if few_rows is not None:
         zeros = {} if reduction == NONE else {"arrived": 1}
         return Steps(few_rows, scratch=scratch, zeros=zeros, **reported(device))
     counts, zeros = [], {}
     if reduction == MEAN:
-        count, zeros = reduce_step(c, 0, 0, (0, 0, "factor"), True, False, "count_parts")
+        count, zeros = plans.reduce_step(c, 0, 0, (0, 0, "factor"), True, False, "count_parts")
         counts, scratch = [count], scratch | {"factor": Memory((1,), torch.float32)}
-    step = gradient_step(c, "factor" if counts else 0, stride, reduction == MEAN)
+    step = plans.gradient_step(c, "factor" if counts else 0, stride, reduction == MEAN)
     steps, more = _reduced(c, step, reduction, 0)
     return Steps(*counts, *steps, scratch=scratch, zeros=zeros | more | _drawn(step), **reported(device))
 
@@ -134,60 +106,36 @@ def _drawn(step: Step) -> dict[str, int]:
     return {"drawn": 1} if "drawn" in step.arguments else {}
 
 
-def _plan_grad_in_place(*values: Any) -> Steps:
-    return _plan_grad(*values, out="logits")
-
-
 def _plan_chunk(
-    logits: Meta, labels: Meta, losses: Meta, stats: Meta, correct: Meta | None, factor: Meta | None,
-    ignore_index: int, smoothing: float, z_loss: float, softcap: float, device: int,
+    logits: Meta, labels: Meta, factor: Meta | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    softcap: float, device: int,
 ) -> Steps:  # fmt: skip
-    numbers, names = _numbers(smoothing, z_loss, logits.shape[-1]), ("logits", "logits", "losses", "stats", "correct")
+    numbers = _numbers(label_smoothing, z_loss, logits.shape[-1])
+    names = "logits", "logits", "losses", "stats", "correct"
     c = Call(logits, labels, ignore_index, numbers, softcap, device, names)
     kept = {"kept": reported(device)["kept"]}
     if softcap:
         scratch = {} if factor is not None else {"one": Memory((1,), torch.float32, fill=1.0)}
         dloss = "factor" if factor is not None else "one"
-        gradient = backward_step(c, dloss, False, "stats", 0, c.stride, 0, c.cols)
-        return Steps(forward_step(c, 0, c.cols), gradient, scratch=scratch, **kept)
-    step = gradient_step(c, "factor", c.stride, False)
+        gradient = plans.backward_step(c, dloss, False, "stats", 0, c.stride, 0, c.cols)
+        return Steps(plans.forward_step(c, 0, c.cols), gradient, scratch=scratch, **kept)
+    step = plans.gradient_step(c, "factor", c.stride, False)
     return Steps(step, zeros=_drawn(step), **kept)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_fwd(logits, labels, ignore_index, smoothing, z_loss, softcap, reduction, accuracy) -> None:
+def _check_fwd(logits, labels, label_smoothing, softcap, z_loss=0.0, reduction=NONE) -> None:
     check(logits, labels)
-    check_options(smoothing, z_loss, softcap, reduction)
+    check_options(label_smoothing, z_loss, softcap, reduction)
 
 
-def _check_parts(logits, labels, ignore_index, smoothing, softcap, first, vocabulary) -> None:
-    check(logits, labels)
-    check_options(smoothing, 0.0, softcap, NONE)
-
-
-def _check_bwd(dloss: Meta, logits: Meta, labels: Meta, stats: Meta, *more: Any) -> None:
+def _check_bwd(dloss: Meta, logits: Meta, labels: Meta, stats: Meta) -> None:
     check(logits, labels)
     check_same("stats", tuple(stats.shape), (2, logits.rows), "shape", of="[2, rows]")
     if dloss.numel() != 1 and dloss.shape != labels.shape:
         raise ArgumentError(f"dloss has shape {tuple(dloss.shape)}; expected {tuple(labels.shape)}, or one number")
-
-
-def _check_own_memory(logits: Meta) -> None:
-    stride = logits.row_stride
-    if stride is not None and logits.rows > 1 and abs(stride) < logits.shape[-1]:
-        raise ArgumentError("logits has overlapping rows; in_place needs memory of its own for every element")
-
-
-def _check_bwd_in_place(dloss: Meta, logits: Meta, *more: Any) -> None:
-    _check_bwd(dloss, logits, *more)
-    _check_own_memory(logits)
-
-
-def _check_grad_in_place(logits: Meta, *more: Any) -> None:
-    _check_fwd(logits, *more)
-    _check_own_memory(logits)
 
 
 def _check_scale(dlogits: Meta, dloss: Meta) -> None:
@@ -223,13 +171,9 @@ def _reference_scale(dlogits: Tensor, dloss: Tensor) -> None:
     dlogits.copy_(dlogits.float() * (g if g.numel() == 1 else g.unsqueeze(-1)))
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _outputs(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+def _outputs(labels, reduction, accuracy):
     each = Memory(labels.shape if reduction == NONE else (), torch.float32)
-    stats, factor = Memory((2, labels.numel()), torch.float32), Memory((1,), torch.float32)
-    return each, each if accuracy else None, stats, None if reduction == NONE else factor
+    return each, each if accuracy else None, Memory((2, labels.numel()), torch.float32)
 
 
 _LOGITS, _LABELS = Rows("logits", None), Dense("labels", None)
@@ -237,39 +181,43 @@ _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap
 _SAVED = _LABELS, Dense("stats", None), Argument("factor", None, optional=True)
 FORWARD = Operator(
     "cross_entropy_fwd", (_LOGITS, _LABELS), options=f"{_OPTIONS}, int reduction, bool accuracy",
-    results="loss hits stats factor", outputs=_outputs, plan=_plan_fwd, reference=reference.forward, check=_check_fwd,
+    results="loss hits stats factor", plan=_plan_fwd, reference=reference.forward, check=_check_fwd,
+    outputs=lambda labels, reduction, accuracy: (
+        *_outputs(labels, reduction, accuracy), None if reduction == NONE else Memory((1,), torch.float32),
+    ),
 )  # fmt: skip
 PARTS = Operator(
     "cross_entropy_parts", (_LOGITS, _LABELS),
     options="int ignore_index, float label_smoothing, float softcap, int first, int vocabulary", results="parts",
-    outputs=lambda logits, labels, *_: (Memory((5, labels.numel()), torch.float32),), plan=_plan_parts,
-    reference=reference.parts, check=_check_parts,
+    outputs=lambda labels: (Memory((5, labels.numel()), torch.float32),), plan=_plan_parts,
+    reference=reference.parts, check=_check_fwd,
 )  # fmt: skip
 BACKWARD = Operator(
-    "cross_entropy_bwd", (DenseFloat("dloss", None), AlignedRows("logits", None), *_SAVED),
+    "cross_entropy_bwd", (DenseFloat("dloss", None), plans.AlignedRows("logits", None), *_SAVED),
     options=f"{_OPTIONS}, int first, int vocabulary", results="dlogits",
-    outputs=lambda dloss, logits, *_: (Memory(logits.shape, logits.dtype),), plan=_plan_bwd,
-    reference=reference.backward, check=_check_bwd, plans_empty=True,
+    outputs=lambda logits: (Memory.like(logits),), plan=_plan_bwd, reference=reference.backward, check=_check_bwd,
+    plans_empty=True,
 )  # fmt: skip
 BACKWARD_IN_PLACE = InPlaceOperator(
-    "cross_entropy_bwd_in_place", (DenseFloat("dloss", None), InPlaceRows("logits", None), *_SAVED),
-    options=f"{_OPTIONS}, int first, int vocabulary", results="", plan=_plan_bwd_in_place,
-    reference=_reference_bwd_in_place, check=_check_bwd_in_place, plans_empty=True,
+    "cross_entropy_bwd_in_place", (DenseFloat("dloss", None), OwnRows("logits", None), *_SAVED),
+    options=f"{_OPTIONS}, int first, int vocabulary", results="", plan=partial(_plan_bwd, out="logits"),
+    reference=_reference_bwd_in_place, check=_check_bwd, plans_empty=True,
 )  # fmt: skip
 ONE_PASS = Operator(
-    "cross_entropy_grad", (AlignedRows("logits", None), _LABELS),
+    "cross_entropy_grad", (plans.AlignedRows("logits", None), _LABELS),
     options=f"{_OPTIONS}, int reduction, bool accuracy", results="loss hits stats dlogits",
-    outputs=lambda logits, *more: (*_outputs(logits, *more)[:3], Memory(logits.shape, logits.dtype)),
+    outputs=lambda logits, labels, reduction, accuracy: (
+        *_outputs(labels, reduction, accuracy), Memory.like(logits),
+    ),
     plan=_plan_grad, reference=_reference_grad, check=_check_fwd,
 )  # fmt: skip
 ONE_PASS_IN_PLACE = InPlaceOperator(
-    "cross_entropy_grad_in_place", (InPlaceRows("logits", None), _LABELS),
-    options=f"{_OPTIONS}, int reduction, bool accuracy", results="loss hits stats",
-    outputs=lambda *values: _outputs(*values)[:3], plan=_plan_grad_in_place, reference=_reference_grad_in_place,
-    check=_check_grad_in_place,
+    "cross_entropy_grad_in_place", (OwnRows("logits", None), _LABELS),
+    options=f"{_OPTIONS}, int reduction, bool accuracy", results="loss hits stats", outputs=_outputs,
+    plan=partial(_plan_grad, out="logits"), reference=_reference_grad_in_place, check=_check_fwd,
 )  # fmt: skip
 SCALE = InPlaceOperator(
-    "cross_entropy_scale", (InPlace("dlogits", None), DenseFloat("dloss", None)), results="", plan=plan_scale,
+    "cross_entropy_scale", (InPlace("dlogits", None), DenseFloat("dloss", None)), results="", plan=plans.plan_scale,
     reference=_reference_scale, check=_check_scale,
 )  # fmt: skip
 # Overwrites dense logits [rows, vocabulary] with their gradient (times factor[0]) and fills in losses and stats: for

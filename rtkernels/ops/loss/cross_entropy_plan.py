@@ -11,17 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    divisor,
-    group_threads,
-    reads_evict_first,
-    row_count,
-    row_stride,
-)
+from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WIDTH, block_of, divisor, group_threads, reads_evict_first
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
@@ -29,7 +19,6 @@ from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 NONE, MEAN, SUM = 0, 1, 2
 
-_TYPES = [(t,) for t in WIDTH]
 _FORWARD_THREADS = 256
 _BACKWARD_THREADS = 128
 _SHORT_THREADS = 256
@@ -57,14 +46,14 @@ FWD = Kernel(
     args="x:ptr labels:ptr loss:ptr stats:ptr correct:ptr report:ptr rows:i64 cols:i64 x_stride:i64 labels_int64:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 evict_first:i64 smoothing:f64 z_loss:f64 "
     "per_column:f64 softcap:f64",
-    variants=_TYPES,
+    variants=TYPES,
 )  # fmt: skip
 BWD = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_bwd", template="T", max_registers=64,
     args="dloss:ptr x:ptr dx:ptr labels:ptr stats:ptr factor:ptr report:ptr rows:i64 cols:i64 x_stride:i64 "
     "dx_stride:i64 dloss_stride:i64 labels_int64:i64 ignore_index:i64 first:i64 vocabulary:i64 threads_per_row:i64 "
     "segments:i64 by_segments:i64 smoothing:f64 z_loss:f64 per_column:f64 softcap:f64",
-    variants=_TYPES,
+    variants=TYPES,
 )  # fmt: skip
 REDUCE = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_reduce", template="T", max_registers=64,
@@ -74,7 +63,7 @@ REDUCE = Kernel(
 )  # fmt: skip
 SCALE = Kernel(
     "loss/cross_entropy.cu", "cross_entropy_scale", template="T", max_registers=96,
-    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64", variants=_TYPES,
+    args="x:ptr dloss:ptr rows:i64 cols:i64 x_stride:i64 dloss_stride:i64 threads_per_row:i64", variants=TYPES,
 )  # fmt: skip
 _GRAD_ARGS = (
     "x:ptr dx:ptr labels:ptr loss:ptr stats:ptr correct:ptr {} report:ptr rows:i64 cols:i64 x_stride:i64 dx_stride:i64 "
@@ -82,34 +71,31 @@ _GRAD_ARGS = (
 )
 GRAD_SHORT = Kernel(
     "loss/cross_entropy_grad.cu", "cross_entropy_grad_short", template="T", max_registers=64,
-    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"), variants=_TYPES,
+    args=_GRAD_ARGS.format("factor:ptr", "threads_per_row:i64"), variants=TYPES,
 )  # fmt: skip
 GRAD_LONG = Kernel(
     "loss/cross_entropy_grad.cu", "cross_entropy_grad_long", template="T", max_registers=_LONG_REGISTERS,
     args=_GRAD_ARGS.format(
         "factor:ptr", "drawn:ptr slots:i64 prefetch_switch:i64 blocks:i64 cluster_threads:i64 clusters:i64"
     ),
-    variants=_TYPES,
+    variants=TYPES,
 )  # fmt: skip
 FEW_ROWS = Kernel(
     "loss/cross_entropy_few_rows.cu", "cross_entropy_few_rows", template="T", max_registers=72,
     args=_GRAD_ARGS.format("out:ptr accuracy:ptr factor:ptr arrived:ptr", "kind:i64 blocks:i64 threads:i64"),
-    variants=_TYPES,
+    variants=TYPES,
 )  # fmt: skip
 KERNELS = (FWD, BWD, REDUCE, SCALE, GRAD_SHORT, GRAD_LONG, FEW_ROWS)
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-
 def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
     """Raise an ArgumentError for tensors that do not fit together."""
-    dtype, shape = logits[:2]
-    token(name, dtype)
+    shape = logits.shape
+    token(name, logits.dtype)
     if not shape:
         raise ArgumentError(f"{name} has no dimensions; expected [..., vocabulary]")
-    check_dtype("labels", labels[0])
-    check_shape("labels", labels[1], shape[:-1], f"that of {name} without its last one")
+    check_dtype("labels", labels.dtype)
+    check_shape("labels", labels.shape, shape[:-1], f"that of {name} without its last one")
     if not 0 < shape[-1] < 2**31:
         raise ArgumentError(f"{name} has {shape[-1]} columns; expected 1 to 2^31 - 1")
 
@@ -178,11 +164,11 @@ class Call(NamedTuple):
 
     @property
     def t(self) -> str:
-        return DTYPE_TOKEN[self.logits.dtype]
+        return self.logits.token
 
     @property
     def rows(self) -> int:
-        return row_count(self.logits.shape)
+        return self.logits.rows
 
     @property
     def cols(self) -> int:
@@ -190,7 +176,7 @@ class Call(NamedTuple):
 
     @property
     def stride(self) -> int:
-        return row_stride(self.logits.shape, self.logits.stride)
+        return self.logits.row_stride
 
     @property
     def labels_int64(self) -> int:
@@ -343,11 +329,6 @@ def gradient_step(c: Call, factor: str | int, out_stride: int, overlap: bool) ->
     return Step(launch, *tensors, *sizes, "drawn", *layout, *c.numbers)
 
 
-def reduce_blocks(rows: int) -> int:
-    """Return how many blocks of cross_entropy_reduce work on that many rows."""
-    return 1 if rows <= _REDUCE_ALONE else min(-(-rows // _REDUCE_ROWS), 1024)
-
-
 def reduce_step(
     c: Call, losses: str | int, correct: str | int, results: tuple[str | int, ...], mean: bool, overlap: bool,
     parts: str = "parts",
@@ -357,7 +338,7 @@ def reduce_step(
     What several blocks leave for the last one, a counter and numbers, is memory that nobody gets a second time: kernels
     that start before this one has ended must not get what it still needs.
     """
-    blocks = reduce_blocks(c.rows)
+    blocks = 1 if c.rows <= _REDUCE_ALONE else min(-(-c.rows // _REDUCE_ROWS), 1024)
     launch = REDUCE.bind(("fp32",), c.device, blocks, 1024, overlap=overlap)
     zeros = {parts: 3 * blocks + 1} if blocks > 1 else {}
     numbers = c.rows, c.labels_int64, c.ignore_index, int(mean)

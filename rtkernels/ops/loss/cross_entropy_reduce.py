@@ -21,11 +21,9 @@ def _plan_count(labels: Meta, ignore_index: int, device: int) -> Steps:
     return Steps(step, zeros=zeros)
 
 
-def _plan_reduce(losses: Meta, correct: Meta | None, labels: Meta, ignore_index: int, reduction: int, device: int):
-    results = "loss", "accuracy", 0
-    step, zeros = reduce_step(
-        _call(labels, ignore_index, device), "losses", "correct", results, reduction == MEAN, True
-    )  # fmt: skip
+def _plan_reduce(labels: Meta, ignore_index: int, reduction: int, device: int) -> Steps:
+    c, results = _call(labels, ignore_index, device), ("loss", "accuracy", 0)
+    step, zeros = reduce_step(c, "losses", "correct", results, reduction == MEAN, True)
     return Steps(step, zeros=zeros)
 
 
@@ -38,12 +36,12 @@ _LABELS = Dense("labels", None)
 # 1 / rows that count, [1].
 COUNT = Internal(
     "cross_entropy_count", (_LABELS,), options="int ignore_index", results="factor",
-    outputs=lambda *_: (Memory((1,), torch.float32),), plan=_plan_count, reference=None, plans_empty=True,
+    outputs=lambda: (Memory((1,), torch.float32),), plan=_plan_count, reference=None, plans_empty=True,
 )  # fmt: skip
 # Loss and accuracy from the numbers of the rows.
 REDUCE = Internal(
     "cross_entropy_reduce", (Dense("losses", None), Dense("correct", None, optional=True), _LABELS),
     options="int ignore_index, int reduction", results="loss accuracy",
-    outputs=lambda losses, correct, *_: (_NUMBER, None if correct is None else _NUMBER), plan=_plan_reduce,
+    outputs=lambda correct: (_NUMBER, None if correct is None else _NUMBER), plan=_plan_reduce,
     reference=_no_rows,
 )  # fmt: skip

@@ -5,32 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import divergence_plan as plan
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWARD
-from rtkernels.ops.loss.divergence_plan import (
-    BY_ELEMENTS,
-    BY_FIRST,
-    BY_NOTHING,
-    BY_ROWS,
-    KERNELS,
-    LOGARITHM,
-    MIXED,
-    PROBABILITY,
-    REVERSE,
-)
+from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING, LOGARITHM, MIXED, PROBABILITY, REVERSE
 from rtkernels.ops.reduce.softmax import log_softmax
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REDUCTIONS = ("none", "mean", "batchmean", "sum")
-_DIVIDED_BY = {"mean": BY_ELEMENTS, "batchmean": BY_ROWS}
+_DIVIDED_BY = {"mean": BY_ELEMENTS, "batchmean": plan.BY_ROWS}
 
 
 class _Divergence(torch.autograd.Function):
@@ -159,10 +149,8 @@ def kl_div(
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
-    if not isinstance(input, Tensor):
-        return interop.call_with(kl_div, locals())
-    if out is not None:
-        return into(kl_div, locals())
+    if out is not None or not isinstance(input, Tensor):
+        return redirected(kl_div, locals())
     _check_temperature(temperature, from_logits)
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
@@ -198,10 +186,8 @@ def jsd(
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
-    if not isinstance(input, Tensor):
-        return interop.call_with(jsd, locals())
-    if out is not None:
-        return into(jsd, locals())
+    if out is not None or not isinstance(input, Tensor):
+        return redirected(jsd, locals())
     _check_temperature(temperature, from_logits)
     if not 0.0 <= a_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
@@ -212,6 +198,6 @@ def jsd(
 
 
 OP = Op(
-    "divergence", public=("kl_div", "jsd"), kernels=KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
+    "divergence", public=("kl_div", "jsd"), kernels=plan.KERNELS, torch_ops=(FORWARD, BOTH, EACH, BACKWARD),
     uses=("softmax", "cross_entropy"),
 )  # fmt: skip

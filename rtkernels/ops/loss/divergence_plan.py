@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, group_threads, row_blocks, row_count, vector_bytes
+from rtkernels.runtime.layout import group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step
 
@@ -57,22 +56,21 @@ def resolve(shape: Sequence[int], over: int, factor: float) -> tuple[float, bool
     return factor / max(shape[-1], 1) if over == BY_ELEMENTS else factor, over != BY_NOTHING
 
 
-def check(x: Meta, target: Meta, labels: Meta | None, *options: Any) -> None:
+def check(x: Meta, target: Meta, labels: Meta | None) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
-    token("input", x[0])
-    if not x[1]:
+    token("input", x.dtype)
+    if not x.shape:
         raise ArgumentError("input has no dimensions; expected at least one, the classes")
-    for index, what in ((0, "dtype"), (1, "shape"), (3, "device index")):
-        check_same("target", target[index], x[index], what, of="input")
+    for name, what in (("dtype", "dtype"), ("shape", "shape"), ("device", "device index")):
+        check_same("target", getattr(target, name), getattr(x, name), what, of="input")
     if labels is not None:
-        check_dtype("labels", labels[0])
-        check_shape("labels", labels[1], x[1][:-1], "that of input without its last one")
+        check_dtype("labels", labels.dtype)
+        check_shape("labels", labels.shape, x.shape[:-1], "that of input without its last one")
 
 
 def check_bwd(
-    grad: Meta, x: Meta, target: Meta, labels: Meta | None, total: Meta | None, ignore: int, mode: int, beta: float,
-    in_target: bool,
-) -> None:  # fmt: skip
+    grad: Meta, x: Meta, target: Meta, labels: Meta | None, total: Meta | None, mode: int, in_target: bool
+) -> None:
     """Raise an ArgumentError for arguments of the gradient that do not fit together."""
     check(x, target, labels)
     if in_target and mode == PROBABILITY:
@@ -87,8 +85,8 @@ def check_bwd(
 
 def _work(*tensors: Meta) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, int], tuple[int, int]] | None:
     """Return variant, sizes and strides, grid and block, threads per row and type; None if it must be dense fp32."""
-    dtype, shape = tensors[0][:2]
-    rows, cols, size = row_count(shape), shape[-1], dtype.itemsize
+    x = tensors[0]
+    rows, cols, size = x.rows, x.shape[-1], x.dtype.itemsize
     strides = [t.row_stride for t in tensors]
     aligned16 = vector_bytes(misaligned(*tensors), cols * size, *(s * size for s in strides)) == 16
     if not aligned16 and size == 2:
@@ -96,7 +94,7 @@ def _work(*tensors: Meta) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, 
     vec = 16 // size if aligned16 else 1
     threads = group_threads(-(-cols // (vec * _LOADS_IN_FLIGHT)), _THREADS)
     grid, block = row_blocks(rows, threads)
-    return (size, vec), (rows, cols, *strides), (grid, block), (threads, int(DTYPE_TOKEN[dtype] == "fp16"))
+    return (size, vec), (rows, cols, *strides), (grid, block), (threads, int(x.dtype == torch.float16))
 
 
 def labels_int64(labels: Meta | None) -> int:

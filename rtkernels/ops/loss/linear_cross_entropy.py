@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_options
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -110,10 +109,8 @@ def linear_cross_entropy(
     Returns:
         As in ``cross_entropy``.
     """
-    if not isinstance(hidden, Tensor):
-        return interop.call_with(linear_cross_entropy, locals())
-    if out is not None:
-        return into(linear_cross_entropy, locals())
+    if out is not None or not isinstance(hidden, Tensor):
+        return redirected(linear_cross_entropy, locals())
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
     if softcap is not None and not a_number("softcap", softcap) > 0:

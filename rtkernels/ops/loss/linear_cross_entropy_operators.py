@@ -59,13 +59,13 @@ def check_inputs(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, ch
     rows_ops.check(logits, labels, "hidden @ weight.T")
 
 
-def _check_fwd(hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, *more) -> None:
-    check_options(smoothing, z_loss, softcap, reduction)
-    check_inputs(hidden, weight, labels, bias, more[2])
+def _check_fwd(hidden, weight, labels, bias, label_smoothing, z_loss, softcap, reduction, chunk_rows) -> None:
+    check_options(label_smoothing, z_loss, softcap, reduction)
+    check_inputs(hidden, weight, labels, bias, chunk_rows)
 
 
-def _check_bwd(dloss, hidden, weight, labels, bias, *more) -> None:
-    check_inputs(hidden, weight, labels, bias, more[4])
+def _check_bwd(dloss, hidden, weight, labels, bias, chunk_rows) -> None:
+    check_inputs(hidden, weight, labels, bias, chunk_rows)
     check_same("dloss", dloss.shape, labels.shape, "shape", of="labels")
 
 
@@ -126,6 +126,7 @@ def chunks(
 class _Functions(NamedTuple):
     """What is done to the logits of a chunk and to the numbers of all rows: by kernels, or in plain torch."""
 
+    whole: Callable[..., tuple[Tensor, ...]]
     rows: Callable[..., Tensor]
     gradient: Callable[..., Tensor]
     row_gradient: Callable[..., None]
@@ -164,6 +165,11 @@ def _forward(functions: _Functions, *args):
             found.dbias,
         )
     chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, rows, weight, need_weight)
+    if not wants_gradient and 0 < rows <= chunk_rows and reduction != NONE:  # one chunk: its kernel adds up the rows
+        ((_, _, logits),) = chunks(states, weight, bias, chunk_rows)
+        loss, hits, stats, _ = functions.whole(logits, flat, *options, reduction, accuracy)
+        lse = stats.sum(0).view(shape) if with_lse else nothing(loss)
+        return loss, hits if accuracy else nothing(loss), lse, *(nothing(loss) for _ in needs)
     losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
     factor = functions.count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
@@ -215,22 +221,23 @@ def _backward(functions: _Functions, *args):
 # ---- with kernels ---------------------------------------------------------------------------------------------------
 
 
-def _rows_launch(logits, labels, losses, correct, factor, options):
-    loss, hits, stats, _ = rows_ops.FORWARD.launch(logits, labels, *options, NONE, correct is not None)
+def _rows(forward, logits, labels, losses, correct, factor, options):
+    loss, hits, stats, _ = forward(logits, labels, *options, NONE, correct is not None)
     losses.copy_(loss)
     if correct is not None:
         correct.copy_(hits)
     return stats
 
 
+def _row_gradient(forward, backward_in_place, logits, labels, g, options):
+    stats = forward(logits, labels, *options, NONE, False)[2]
+    backward_in_place(g, logits, labels, stats, None, *options, 0, logits.shape[-1])
+
+
 def _gradient_launch(logits, labels, losses, correct, factor, options):
     stats = torch.empty(2, labels.numel(), dtype=torch.float32, device=logits.device)
     rows_ops.CHUNK.launch(logits, labels, losses, stats, correct, factor, *options)
     return stats
-
-
-def _reduce_launch(losses, correct, labels, ignore_index, reduction):
-    return reduction_ops.REDUCE.launch(losses, correct, labels, ignore_index, reduction)
 
 
 def _launch_fwd(*args):
@@ -242,29 +249,22 @@ def _launch_fwd(*args):
     return results
 
 
-def _row_gradient_launch(logits, labels, g, options):
-    stats = rows_ops.FORWARD.launch(logits, labels, *options, NONE, False)[2]
-    rows_ops.BACKWARD_IN_PLACE.launch(g, logits, labels, stats, None, *options, 0, logits.shape[-1])
-
-
 _KERNELS = _Functions(
-    _rows_launch, _gradient_launch, _row_gradient_launch, reduction_ops.COUNT.launch, _reduce_launch, slabs.KERNELS
+    whole=rows_ops.FORWARD.launch,
+    rows=partial(_rows, rows_ops.FORWARD.launch),
+    gradient=_gradient_launch,
+    row_gradient=partial(_row_gradient, rows_ops.FORWARD.launch, rows_ops.BACKWARD_IN_PLACE.launch),
+    count=reduction_ops.COUNT.launch,
+    reduce=reduction_ops.REDUCE.launch,
+    of_slabs=slabs.KERNELS,
 )
 
 
 # ---- in plain torch -------------------------------------------------------------------------------------------------
 
 
-def _rows_reference(logits, labels, losses, correct, factor, options):
-    loss, hits, stats, _ = reference.forward(logits, labels, *options, NONE, True)
-    losses.copy_(loss)
-    if correct is not None:
-        correct.copy_(hits)
-    return stats
-
-
 def _gradient_reference(logits, labels, losses, correct, factor, options):
-    stats = _rows_reference(logits, labels, losses, correct, factor, options)
+    stats = _rows(reference.forward, logits, labels, losses, correct, factor, options)
     g = torch.ones(1, device=logits.device) if factor is None else factor
     logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
     return stats
@@ -280,36 +280,27 @@ def _reduce_reference(losses, correct, labels, ignore_index, reduction):
     return loss, hits
 
 
-def _row_gradient_reference(logits, labels, g, options):
-    stats = reference.forward(logits, labels, *options, NONE, False)[2]
-    logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
-
-
 _PLAIN = _Functions(
-    _rows_reference, _gradient_reference, _row_gradient_reference, _count_reference, _reduce_reference, slabs.PLAIN
+    whole=reference.forward,
+    rows=partial(_rows, reference.forward),
+    gradient=_gradient_reference,
+    row_gradient=partial(_row_gradient, reference.forward, rows_ops.BACKWARD_IN_PLACE.reference),
+    count=_count_reference,
+    reduce=_reduce_reference,
+    of_slabs=slabs.PLAIN,
 )
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
 def _gradients(hidden, weight, bias, need_hidden, need_weight, need_bias) -> tuple[Memory | None, ...]:
-    return (
-        Memory(hidden.shape, hidden.dtype) if need_hidden else None,
-        Memory(weight.shape, weight.dtype) if need_weight else None,
-        Memory(bias.shape, bias.dtype) if need_bias else None,
-    )
+    needs = (hidden, need_hidden), (weight, need_weight), (bias, need_bias)
+    return tuple(Memory.like(t) if need else None for t, need in needs)
 
 
-def _outputs_fwd(hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, lse,
-                 chunk_rows, in_fp32, *needs):  # fmt: skip
+def _outputs_fwd(hidden, weight, labels, bias, reduction, accuracy, lse, need_hidden, need_weight, need_bias):
     each = Memory(labels.shape if reduction == NONE else (), torch.float32)
     sums = Memory(labels.shape, torch.float32) if lse else None
-    return each, each if accuracy else None, sums, *_gradients(hidden, weight, bias, *needs)
-
-
-def _outputs_bwd(dloss, hidden, weight, labels, bias, *more):
-    return _gradients(hidden, weight, bias, *more[-3:])
+    gradients = _gradients(hidden, weight, bias, need_hidden, need_weight, need_bias)
+    return each, each if accuracy else None, sums, *gradients
 
 
 _TENSORS = (
@@ -325,6 +316,6 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_cross_entropy_bwd", (Argument("dloss", None), *_TENSORS), options=f"{_OPTIONS}, {_NEEDS}",
-    results="dhidden dweight dbias", outputs=_outputs_bwd, check=_check_bwd,
+    results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
     plan=lambda *_: Steps(instead=partial(_backward, _KERNELS)), reference=partial(_backward, _PLAIN), plans_empty=True,
 )  # fmt: skip

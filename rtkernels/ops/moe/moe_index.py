@@ -10,9 +10,9 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_index_layout as layout
 from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
 from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.declared import Dense, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -47,13 +47,13 @@ def _reference_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Te
     return index.rows, index.counts, index.offsets
 
 
-def _outputs(routing, experts, top_k, multiple_of, rows):
+def _outputs(routing, experts, top_k, rows):
     tokens = routing.shape[0]
     shapes = (tokens, top_k), (tokens, top_k), (rows,), (experts,), (experts + 1,), ()
     return tuple(Memory(shape, torch.int32) for shape in shapes)
 
 
-def _map_outputs(routing_map, multiple_of, rows):
+def _map_outputs(routing_map):
     tokens, experts = routing_map.shape
     return tuple(Memory(shape, torch.int32) for shape in ((tokens, experts), (experts,), (experts + 1,)))
 
@@ -68,8 +68,6 @@ ROW_ID_MAP = Operator(
     results="ids counts offsets", outputs=_map_outputs, plan=plan_map, reference=_reference_map, check=check_map,
     plans_empty=True,
 )  # fmt: skip
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) -> int:
@@ -160,10 +158,8 @@ def moe_row_id_map(
         each expert that have a row ``[experts]``; the first row of each expert ``[experts + 1]``, of which the last
         entry is the number of rows in use.
     """
-    if not isinstance(routing_map, Tensor):
-        return interop.call_with(moe_row_id_map, locals())
-    if out is not None:
-        return into(moe_row_id_map, locals())
+    if out is not None or not isinstance(routing_map, Tensor):
+        return redirected(moe_row_id_map, locals())
     an_integer("multiple_of", multiple_of)
     if rows is None:
         tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)

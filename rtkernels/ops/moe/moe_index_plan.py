@@ -55,8 +55,6 @@ _MAP_PLACE = Kernel(
 )  # fmt: skip
 KERNELS = (_COUNT, _LIST, _PLACE, _MAP_COUNT, _MAP_PLACE)
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
 
 def is_map(dtype: torch.dtype) -> bool:
     """Return True for a routing map, False for a list of experts; raise an ArgumentError for anything else."""
@@ -96,9 +94,6 @@ def check_map(routing_map: Meta, multiple_of: int, rows: int) -> None:
     check_dtype("routing_map", dtype, MAP_DTYPES)
     experts = shape[-1] if shape else 0
     check(routing_map, experts, min(experts, 1), multiple_of, rows)  # any number of choices
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def _chunked(

@@ -21,10 +21,8 @@ from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
-# ---- operators ------------------------------------------------------------------------------------------------------
 
-
-def _permute_outputs(x, rows, slots, scale, probs, experts):
+def _permute_outputs(x, slots, scale, probs):
     count = slots.shape[0]
     return (
         Memory((count, x.shape[1]), x.dtype),
@@ -33,17 +31,9 @@ def _permute_outputs(x, rows, slots, scale, probs, experts):
     )
 
 
-def _unpermute_outputs(y, rows, probs, experts, carried):
-    return Memory((rows.shape[0], y.shape[1]), y.dtype), carried and Memory(rows.shape, carried.dtype)
-
-
-def _backward_outputs(dout, y, rows, slots, probs, experts, need_y):
+def _backward_outputs(dout, y, rows, slots, probs, need_y):
     dy = Memory((slots.shape[0], dout.shape[1]), dout.dtype) if need_y else None
     return dy, None if y is None else Memory(rows.shape, probs.dtype)
-
-
-def _probs_outputs(values, rows, experts, columns):
-    return (Memory(((values if rows is None else rows).shape[0], columns), values.dtype),)
 
 
 _ROWS, _SLOTS, _PROBS = Dense("rows", None), Dense("slots", None), Dense("probs", None, optional=True)
@@ -55,8 +45,11 @@ PERMUTE = Operator(
 )  # fmt: skip
 UNPERMUTE = Operator(
     "moe_unpermute_fwd", (Rows("y", None), _ROWS, _PROBS, _EXPERTS, Dense("carried", None, optional=True)),
-    results="out numbers", outputs=_unpermute_outputs, plan=plans.plan_unpermute, reference=reference.unpermute,
-    check=plans.check_unpermute, plans_empty=True,
+    results="out numbers", plan=plans.plan_unpermute, reference=reference.unpermute, check=plans.check_unpermute,
+    outputs=lambda y, rows, carried: (
+        Memory((rows.shape[0], y.shape[1]), y.dtype), None if carried is None else Memory(rows.shape, carried.dtype),
+    ),
+    plans_empty=True,
 )  # fmt: skip
 UNPERMUTE_BWD = Operator(
     "moe_unpermute_bwd",
@@ -66,8 +59,10 @@ UNPERMUTE_BWD = Operator(
 )  # fmt: skip
 PROBS = Operator(
     "moe_probs", (Dense("values", None), Dense("rows", None, optional=True), _EXPERTS), options="int columns",
-    results="out", outputs=_probs_outputs, plan=plans.plan_probs, reference=reference.probs_of,
-    check=plans.check_numbers, plans_empty=True,
+    results="out", plan=plans.plan_probs, reference=reference.probs_of, check=plans.check_numbers, plans_empty=True,
+    outputs=lambda values, rows, columns: (
+        Memory(((values if rows is None else rows).shape[0], columns), values.dtype),
+    ),
 )  # fmt: skip
 _permute, _unpermute, _unpermute_backward, _probs = (o.call for o in (PERMUTE, UNPERMUTE, UNPERMUTE_BWD, PROBS))
 
@@ -122,8 +117,6 @@ class _Unpermute(torch.autograd.Function):
 
 
 _differentiable_permute, _differentiable_unpermute = applied(_Permute), applied(_Unpermute)
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class MoePermuted(NamedTuple):

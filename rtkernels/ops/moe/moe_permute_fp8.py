@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.ops.moe import reference
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
-from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan_with
+from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan
 from rtkernels.ops.quant import quantize_fp8_experts as quantizer
 from rtkernels.ops.shared.fp8_layout import asked, groups_of
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -18,8 +19,6 @@ from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
-
-# ---- operator -------------------------------------------------------------------------------------------------------
 
 
 def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
@@ -46,11 +45,8 @@ QUANTIZE = Operator(
     "moe_permute_fp8_fwd",
     (Rows("x", None), *_INDEX, Dense("probs", None, optional=True), Dense("experts", None, optional=True)),
     options="str output, ScalarType dtype, bool pow2_scale", results="q scale q_t scale_t probs_out",
-    outputs=outputs, plan=plan_with(_in_two), reference=_reference, check=check, plans_empty=True,
+    outputs=outputs, plan=partial(plan, _in_two), reference=_reference, check=check, plans_empty=True,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class MoePermutedFp8(NamedTuple):

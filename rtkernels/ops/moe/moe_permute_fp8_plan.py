@@ -10,15 +10,8 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe.moe_permute_plan import PROB_KIND, check_permute
 from rtkernels.ops.quant.quantize_fp8_plan import empty_scale, tile_threads
-from rtkernels.ops.shared.fp8_layout import (
-    FP8_DTYPES,
-    LAYOUTS,
-    MAX_EXPERTS,
-    Fp8Layout,
-    check_option,
-    groups_of,
-    row_blocks_of,
-)
+from rtkernels.ops.shared import fp8_layout
+from rtkernels.ops.shared.fp8_layout import MAX_EXPERTS, Fp8Layout, groups_of, row_blocks_of
 from rtkernels.ops.shared.tile_stream import supported
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
@@ -42,17 +35,13 @@ def _blocks_per_sm(target: Target) -> int:
     return 4 if (8, 9) <= target.capability < (12, 0) else 2  # elsewhere the registers for more are just too few
 
 
-TILES = Kernel(
-    "moe/permute_fp8.cu",
-    "moe_permute_fp8",
-    template="T F8 BLOCKS",
+TILES = Kernel(  # other types are permuted first and then quantised
+    "moe/permute_fp8.cu", "moe_permute_fp8", template="T F8 BLOCKS", max_registers=128,
     args="x:ptr slots:ptr offsets:ptr probs:ptr experts:ptr q:ptr scale:ptr q_t:ptr scale_t:ptr probs_out:ptr "
     "choices:i64 top_k:i64 divisor:i64 rows:i64 cols:i64 x_stride:i64 expert_count:i64 row_blocks:i64 "
     "column_tiles:i64 band:i64 prob_kind:i64 prob_columns:i64 pow2:i64",
-    # Other types are permuted first and then quantised.
     variants=lambda target: [("bf16", f, _blocks_per_sm(target)) for f in ("e4m3", "e5m2")],
-    max_registers=128,
-)
+)  # fmt: skip
 ROWS = Kernel(
     "moe/permute_fp8_rows.cu", "moe_permute_fp8_rows", template="F8 THREADS", max_registers=96,
     args="x:ptr rows:ptr slots:ptr offsets:ptr q:ptr token_scale:ptr tokens:i64 top_k:i64 row_count:i64 cols:i64 "
@@ -76,13 +65,13 @@ KERNELS = (TILES, ROWS, SCALES, STRETCHES)
 
 
 def check(
-    x: Meta, rows: Meta, slots: Meta, offsets: Meta, probs: Meta | None, experts: Meta | None,
-    output: str, dtype: torch.dtype, pow2: bool = False,
+    x: Meta, rows: Meta, slots: Meta, offsets: Meta, probs: Meta | None, experts: Meta | None, output: str,
+    dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together."""
     token("x", x[0])
-    token("the result", dtype, FP8_DTYPES)
-    check_option("layout", output, LAYOUTS)
+    token("the result", dtype, fp8_layout.FP8_DTYPES)
+    fp8_layout.check_option("layout", output, fp8_layout.LAYOUTS)
     check_permute(x, rows, slots, None, probs, experts)
     if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= MAX_EXPERTS + 1:
         raise ArgumentError(
@@ -91,25 +80,24 @@ def check(
         )
 
 
-def outputs(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale):
+def outputs(x, slots, offsets, probs, output, dtype):
     shape = slots.shape[0], x.shape[1]
     codes = Fp8Layout(shape, output, "column", offsets.shape[0] - 1, dtype).outputs()
     return *codes, None if probs is None else Memory(slots.shape, probs.dtype)
 
 
-def plan_with(in_two: Callable[..., Any]) -> Callable[..., Steps]:
-    """Return the operator's plan; `in_two` permutes and then quantises."""
-
-    def plan(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale, device) -> Steps:
-        (tokens, cols), size, stride = x.shape, x.dtype.itemsize, x.row_stride
-        # Places in x are 32-bit numbers of 16 bytes.
-        far = slots.shape[0] * cols * tokens * rows.shape[1] == 0 or tokens * stride * size >= 2**36
-        if x.dtype != torch.bfloat16 or far or vector_bytes(x.misaligned, cols * size, stride * size) != 16:
-            return Steps(instead=in_two)
-        make = _row_steps if output == "row" and cols % 16 == 0 else _tile_steps
-        return make(x, rows, slots, offsets, probs, stride, DTYPE_TOKEN[dtype], int(pow2_scale), device)
-
-    return plan
+def plan(
+    in_two: Callable[..., Any], x: Meta, rows: Meta, slots: Meta, offsets: Meta, probs: Meta | None, output: str,
+    dtype: torch.dtype, pow2_scale: bool, device: int,
+) -> Steps:  # fmt: skip
+    """Return the launches, or that `in_two` permutes and then quantises."""
+    (tokens, cols), size, stride = x.shape, x.dtype.itemsize, x.row_stride
+    # Places in x are 32-bit numbers of 16 bytes.
+    far = slots.shape[0] * cols * tokens * rows.shape[1] == 0 or tokens * stride * size >= 2**36
+    if x.dtype != torch.bfloat16 or far or vector_bytes(x.misaligned, cols * size, stride * size) != 16:
+        return Steps(instead=in_two)
+    make = _row_steps if output == "row" and cols % 16 == 0 else _tile_steps
+    return make(x, rows, slots, offsets, probs, stride, DTYPE_TOKEN[dtype], int(pow2_scale), device)
 
 
 _INDEX, _CODES = ("slots", "offsets", "probs", "experts"), ("q", "scale", "q_t", "scale_t", "probs_out")

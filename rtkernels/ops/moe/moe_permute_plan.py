@@ -64,8 +64,6 @@ UNPERMUTE_BWD = Kernel(
 )  # fmt: skip
 KERNELS = (PERMUTE, PERMUTE_BULK, PROBS, UNPERMUTE, UNPERMUTE_BWD)
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
 
 def check_rows(name: str, of: Meta, rows: Meta) -> None:
     """Raise an ArgumentError unless `rows` is the index.rows of the tokens of a tensor ``[T, H]``."""
@@ -102,9 +100,8 @@ def check_probs(probs: Meta | None, experts: Meta | None, rows: Meta) -> None:
 
 
 def check_permute(
-    x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None,
-    experts: Meta | None,
-) -> None:  # fmt: skip
+    x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None, experts: Meta | None
+) -> None:
     """Raise an ArgumentError for arguments of moe_permute that do not fit together."""
     token("x", x[0], (*FLOAT_DTYPES, *FP8_DTYPES))
     check_rows("x", x, rows)
@@ -131,10 +128,7 @@ def check_unpermute(y: Meta, rows: Meta, probs: Meta | None, experts: Meta | Non
         check_same("carried", tuple(carried[1]), (y[1][0],), "shape", of="the rows of y")
 
 
-def check_backward(
-    dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None,
-    need_y: bool,
-) -> None:  # fmt: skip
+def check_backward(dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None) -> None:
     """Raise an ArgumentError for arguments of moe_unpermute's backward that do not fit together."""
     token("dout", dout[0])
     check_rows("dout", dout, rows)
@@ -145,15 +139,12 @@ def check_backward(
         check_same("y", tuple(y[1]), (slots[1][0], dout[1][1]), "shape", of="index.slots and dout")
 
 
-def check_numbers(values: Meta, rows: Meta | None, experts: Meta | None, columns: int) -> None:
+def check_numbers(values: Meta, rows: Meta | None, experts: Meta | None) -> None:
     """Raise an ArgumentError for numbers that cannot be put into a column per expert."""
     token("values", values[0], tuple(PROB_KIND))
     shape = next(m for m in (rows, experts, values) if m is not None)[1]
     if len(shape) != 2:
         raise ArgumentError(f"the choices have shape {tuple(shape)}; expected two dimensions, [tokens, top_k]")
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def _warps(count: int, limit: int) -> int:
@@ -172,13 +163,7 @@ def _grid(blocks: int) -> int:
     return blocks
 
 
-def _has_bulk(device: int) -> bool:
-    return PERMUTE_BULK.supports(device_info(device).target)
-
-
-def plan_permute(
-    x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None, experts: Meta | None, device: int
-) -> Steps:
+def plan_permute(x: Meta, rows: Meta, slots: Meta, scale: Meta | None, probs: Meta | None, device: int) -> Steps:
     (tokens, cols), size, count = x.shape, x.dtype.itemsize, slots.shape[0]
     if count == 0:
         return Steps()
@@ -189,7 +174,8 @@ def plan_permute(
     kind, columns = (0, 0) if probs is None else (PROB_KIND[probs.dtype], probs.shape[1])
     top_k, row_bytes = rows.shape[1], cols * size
     warps = min(_BULK_BLOCK // _WARP, _BULK_BYTES // max(row_bytes, 1))
-    if width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count and _has_bulk(device):
+    bulk = PERMUTE_BULK.supports(device_info(device).target)
+    if bulk and width == 16 and top_k * cols * warps > 0 and 0 < _BULK_ROWS * tokens <= count:
         pads = _pad_blocks(count, warps * _WARP)
         grid = _grid(-(-tokens // warps) + pads)
         launch = PERMUTE_BULK.bind((_BULK_BLOCK,), device, grid, warps * _WARP, shared=warps * (row_bytes + 8))
@@ -206,9 +192,7 @@ def plan_permute(
     return Steps(Step(launch, *tensors, *sizes))
 
 
-def plan_unpermute(
-    y: Meta, rows: Meta, probs: Meta | None, experts: Meta | None, carried: Meta | None, device: int
-) -> Steps:
+def plan_unpermute(y: Meta, rows: Meta, probs: Meta | None, carried: Meta | None, device: int) -> Steps:
     (count, cols), size, (tokens, top_k) = y.shape, y.dtype.itemsize, rows.shape
     if tokens == 0:
         return Steps()
@@ -227,9 +211,7 @@ def plan_unpermute(
     return Steps(Step(launch, "y", "rows", "probs", "experts", "carried", "out", "numbers", *sizes))
 
 
-def plan_backward(
-    dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, experts: Meta | None, need_y: bool, device: int
-) -> Steps:
+def plan_backward(dout: Meta, y: Meta | None, rows: Meta, slots: Meta, probs: Meta, need_y: bool, device: int) -> Steps:
     (tokens, cols), size, count, top_k = dout.shape, dout.dtype.itemsize, slots.shape[0], rows.shape[1]
     strides = [0 if m is None else m.row_stride * size for m in (dout, y)]
     vec = 16 // size if vector_bytes(misaligned(dout, y), cols * size, *strides) == 16 else 1

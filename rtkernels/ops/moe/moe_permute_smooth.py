@@ -43,16 +43,16 @@ KERNEL = Kernel(
 
 
 def _check(
-    x: Meta, rows: Meta, slots: Meta, experts: Meta, factor: Meta, scale: Meta | None,
-    tokens: Meta | None, dtype: torch.dtype, pow2: bool,
+    x: Meta, rows: Meta, slots: Meta, experts: Meta, smooth: Meta, scale: Meta | None, tokens: Meta | None,
+    dtype: torch.dtype,
 ) -> None:  # fmt: skip
     token("the result", dtype, FP8_DTYPES)
     check_permute(x, rows, slots, scale, None, None)
     check_same("index.experts", (experts[0], tuple(experts[1])), (rows[0], tuple(rows[1])), "type", of="index.rows")
-    token("smooth", factor[0], (torch.float32,))
-    if len(factor[1]) != 2 or factor[1][1] != x[1][1] or factor[1][0] == 0:
-        raise ArgumentError(f"smooth has shape {tuple(factor[1])}; expected {('experts', x[1][1])}")
-    check_same("smooth", factor[3], x[3], "device index")
+    token("smooth", smooth.dtype, (torch.float32,))
+    if smooth.dim() != 2 or smooth.shape[1] != x.shape[1] or smooth.shape[0] == 0:
+        raise ArgumentError(f"smooth has shape {tuple(smooth.shape)}; expected {('experts', x.shape[1])}")
+    check_same("smooth", smooth.device, x.device, "device index")
     if scale is not None and len(scale[1]) == 2 and (scale[1][1] == 0 or x[1][1] % scale[1][1]):
         raise ArgumentError(f"scale has shape {tuple(scale[1])}; expected a divisor of the {x[1][1]} columns of x")
     if tokens is not None:
@@ -111,7 +111,7 @@ def _reference(*args):
     return _in_torch(*args, lambda z, dtype, pow2: reference.quantize(z, "row", dtype, pow2, "row"))
 
 
-def _outputs(x, rows, slots, experts, smooth, scale, tokens, dtype, pow2_scale):
+def _outputs(x, slots, tokens, dtype):
     count, numbers = slots.shape[0], Memory(slots.shape, torch.float32)
     return Memory((count, x.shape[1]), dtype), numbers, None if tokens is None else numbers
 
@@ -124,9 +124,6 @@ SMOOTH = Operator(
     options="ScalarType dtype, bool pow2_scale", results="q scale_out dots", outputs=_outputs, plan=_plan,
     reference=_reference, check=_check, plans_empty=True,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class MoePermutedSmooth(NamedTuple):

@@ -68,8 +68,8 @@ def _plan(
     numbers = tokens * top_k, divisor(top_k), count, cols, x_cols, stride, experts, tiles, int(pow2)
     tensors = "x", "slots", "offsets", "scale", "smooth", "row_factor", "amax", "q_t", "scale_out"
     launches = [KERNEL.bind(("bf16", codes), device, grid, threads, 8 * (experts + 1)) for codes in (False, True)]
-    scratch = {"amax": Memory((experts, cols), torch.float32, zero=True)}
-    return Steps(*(Step(launch, *tensors, *numbers) for launch in launches), scratch=scratch, converted=converted)
+    steps = (Step(launch, *tensors, *numbers) for launch in launches)
+    return Steps(*steps, zeros={"amax": experts * cols}, converted=converted)
 
 
 def permuted_values(x: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from rtkernels.runtime.operator.registry import Op
 
 _KINDS = {2.0: SQUARES, 1.0: MAGNITUDES, math.inf: LARGEST}
 _FINISH_WARPS = 32
+_LONG_LIST = 64  # chunks
 _IN_FLIGHT = 4  # accesses of 16 bytes a thread requests before it works on the first
 
 _REDUCE = Kernel(
@@ -42,12 +43,15 @@ _SCALE = Kernel(
     args="table:ptr by:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 scale:f64 max_norm:f64", variants=[(_IN_FLIGHT,)],
 )  # fmt: skip
 
-# ---- operators ------------------------------------------------------------------------------------------------------
+
+def _overlaps(table: Table) -> bool:
+    """Return whether a launch begins before the one before it has ended: the host takes longer for short lists."""
+    return table.chunks >= _LONG_LIST
 
 
 def _reduce_steps(table: Table, kind: int, per_tensor: bool, raw: bool, out: str) -> list[Step]:
     blocks = 1 + (-(-table.tensors // _FINISH_WARPS) if per_tensor else 0)
-    finish = _FINISH.bind((kind,), table.device, blocks, 32 * _FINISH_WARPS, overlap=table.chunks > 0)
+    finish = _FINISH.bind((kind,), table.device, blocks, 32 * _FINISH_WARPS, overlap=_overlaps(table))
     steps = [Step(finish, "table", "partial", out, table.tensors, table.shift, table.chunks, int(raw))]
     if table.chunks:
         reduce = _REDUCE.bind((kind,), table.device, table.chunks, THREADS)
@@ -74,7 +78,7 @@ def _plan_reduce(table: Table, kind: int, per_tensor: bool, raw: bool) -> Steps:
 
 def _plan_clip(table: Table, kind: int) -> Steps:
     norm = _reduce_steps(table, kind, False, False, "norm")
-    return Steps(*norm, *_scale_steps(table, "norm", 1.0, "most", overlap=True), scratch=_partial(table))
+    return Steps(*norm, *_scale_steps(table, "norm", 1.0, "most", overlap=_overlaps(table)), scratch=_partial(table))
 
 
 _TENSORS = Tensors("tensors", written=True)
@@ -99,8 +103,6 @@ COPY = ListOperator(
 
 _reduce, _scale, _clip, _copy = REDUCE.call, SCALE.call, CLIP.call, COPY.call
 
-# ---- public ---------------------------------------------------------------------------------------------------------
-
 Tensors = Sequence[Tensor] | Iterable[Tensor]
 
 
@@ -118,7 +120,7 @@ def tensor_list(tensors: Tensors) -> TensorList:
     Returns:
         A tuple of the tensors, which it keeps alive.
     """
-    made = TensorList(tensors)
+    made = TensorList(_listed(tensors))
     check_one(made)
     return made
 
@@ -290,6 +292,8 @@ def _listed(tensors: Tensors) -> Sequence[Tensor]:
     if isinstance(tensors, Tensor):
         raise ArgumentError("tensors is a torch.Tensor; expected a list of tensors")
     if type(tensors) not in (list, tuple):
+        if not isinstance(tensors, Iterable):
+            raise ArgumentError(f"tensors is a {type(tensors).__name__}; expected a list of tensors")
         tensors = list(tensors)
     if tensors and not isinstance(tensors[0], Tensor):
         tensors = [interop.to_torch(t) if hasattr(t, "__dlpack__") else t for t in tensors]

@@ -11,36 +11,34 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.layout import extent, may_overlap
 from rtkernels.runtime.operator.autograd import needs_grad
-
-Metadata = tuple[Any, ...]  # (dtype, shape, stride, device index)
+from rtkernels.runtime.operator.declared import Meta
 
 
 def check_inputs(
-    x: Metadata, weight: Metadata | None, bias: Metadata | None, residual: Metadata | None, **vectors: Metadata | None
+    x: Meta, weight: Meta | None, bias: Meta | None = None, residual: Meta | None = None, smooth: Meta | None = None
 ) -> None:
-    """Raise an ArgumentError unless these tensors go together. `vectors`: fp32, one number per column."""
-    dtype, shape = x[:2]
+    """Raise an ArgumentError unless these tensors go together. `smooth`: fp32, one number per column."""
+    dtype, shape = x.dtype, x.shape
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is normalised")
-    accepted = {"weight": (dtype, torch.float32), "bias": (dtype, torch.float32)}
-    for name, meta in (("weight", weight), ("bias", bias), *vectors.items()):
+    for name, meta in (("weight", weight), ("bias", bias), ("smooth", smooth)):
         if meta is not None:
-            token(name, meta[0], accepted.get(name, (torch.float32,)))
-            check_shape(name, meta[1], shape[-1:], "the last dimension of x")
+            token(name, meta.dtype, (torch.float32,) if name == "smooth" else (dtype, torch.float32))
+            check_shape(name, meta.shape, shape[-1:], "the last dimension of x")
     if weight is not None and bias is not None:
-        check_same("bias", bias[0], weight[0], "dtype", of="weight")
+        check_same("bias", bias.dtype, weight.dtype, "dtype", of="weight")
     if residual is not None:
-        check_same("residual", residual[0], dtype, "dtype")
-        check_same("residual", residual[1], shape, "shape")
+        check_same("residual", residual.dtype, dtype, "dtype")
+        check_same("residual", residual.shape, shape, "shape")
 
 
-def check_gradients(h: Metadata, **gradients: Metadata | None) -> None:
+def check_gradients(h: Meta, dy: Meta, dsum: Meta | None) -> None:
     """Raise an ArgumentError unless incoming gradients have the dtype and shape of what was normalised."""
-    for name, meta in gradients.items():
+    for name, meta in (("dy", dy), ("dsum", dsum)):
         if meta is not None:
-            check_same(name, meta[0], h[0], "dtype", of="h")
-            check_same(name, meta[1], h[1], "shape", of="h")
+            check_same(name, meta.dtype, h.dtype, "dtype", of="h")
+            check_same(name, meta.shape, h.shape, "shape", of="h")
 
 
 def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> None:
@@ -62,6 +60,18 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
         same = name in ("x", "residual") and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
         if not same and may_overlap(out, t):
             raise ArgumentError(f"out overlaps {name}; expected memory of its own, or exactly x or residual")
+
+
+def prepare_out(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    """The ``prepare`` of operators that write into `out`, their last argument, behind parameters, eps and offset."""
+    check_out(rest[-1], x, residual, *rest[:-3])
+    return x, residual, *rest
+
+
+def prepare_over(dy: Tensor, h: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The ``prepare`` of backwards that write over `h`; parameters and dsum are followed by three options."""
+    check_over(h, dy, *rest[:-3])
+    return dy, h, *rest
 
 
 def check_over(h: Tensor, *others: Tensor | None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.ops.norm.group_rms_norm_gate_plan import KERNELS, check, check_bwd, plan_bwd, plan_fwd
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -80,20 +79,17 @@ def _reference_bwd(
     return dx, dgate, dweight if weight_grad else nothing(x)
 
 
-def _bwd_outputs(dy, x, gate, weight, groups, eps, layout, weight_grad):
-    dweight = Memory(weight.shape, weight.dtype) if weight_grad else None
-    return Memory(x.shape, x.dtype), Memory(gate.shape, gate.dtype), dweight
-
-
 _INPUTS = Argument("x", None), Argument("gate", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
     "group_rms_norm_gate_fwd", _INPUTS, options="int groups, float eps, str layout", results="y",
-    outputs=lambda x, gate, *_: (Memory(gate.shape, gate.dtype),), plan=plan_fwd, reference=_reference_fwd,
-    check=check,
+    outputs=lambda gate: (Memory.like(gate),), plan=plan_fwd, reference=_reference_fwd, check=check,
 )  # fmt: skip
 BACKWARD = Operator(
     "group_rms_norm_gate_bwd", (Argument("dy", None), *_INPUTS),
-    options="int groups, float eps, str layout, bool weight_grad", results="dx dgate dweight", outputs=_bwd_outputs,
+    options="int groups, float eps, str layout, bool weight_grad", results="dx dgate dweight",
+    outputs=lambda x, gate, weight, weight_grad: (
+        Memory.like(x), Memory.like(gate), Memory.like(weight) if weight_grad else None,
+    ),
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 _differentiable = differentiable(FORWARD, BACKWARD, needs={"weight_grad": "weight"})
@@ -127,12 +123,10 @@ def group_rms_norm_gate(
     Returns:
         ``y``, dense, of gate's shape and x's dtype.
     """
-    if out is not None:
-        return into(group_rms_norm_gate, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(group_rms_norm_gate, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    if not isinstance(x, Tensor):
-        return interop.call(group_rms_norm_gate, x, gate, weight, groups=groups, eps=eps, layout=layout)
     y = _replay(x, gate, weight, groups, eps, layout)
     if y is not None:
         return y

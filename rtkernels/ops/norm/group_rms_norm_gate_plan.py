@@ -9,19 +9,28 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.column_sum import column_sum_step, overlaps_next
+from rtkernels.ops.shared.column_sum import column_sum_step, overlaps_next, parts_grid
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import GRID_LIMIT, WIDTH, block_of, divisor, group_threads, row_stride, vector_bytes
+from rtkernels.runtime.layout import (
+    GRID_LIMIT,
+    TYPES,
+    WEIGHTED_TYPES,
+    WIDTH,
+    block_of,
+    divisor,
+    group_threads,
+    row_stride,
+    vector_bytes,
+)
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT = "norm/group_rms_norm_gate.cu"
 _BWD_UNIT = "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
-_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
@@ -31,7 +40,6 @@ _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, a
 _LANES, _VECTORS, _WARPS, _TWO_WARPS, _FOUR_WARPS = range(5)
 _FORMS = (*((1, form) for form in range(5)), (_CHUNKS, _WARPS))  # and vectors of a thread
 
-_LONG_VARIANTS = [(t,) for t in WIDTH]
 _FWD_STRIDES = (
     "tokens:i64 inner_size:i64 groups:i64 cols:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64 "
     "y_outer:i64 y_inner:i64 weight_group:i64 threads_per_row:i64"
@@ -42,12 +50,12 @@ _BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gat
 _FWD = Kernel(
     _UNIT, "group_rms_norm_gate_fwd", template="T W CHUNKS", max_registers=64,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
-    variants=[(t, w, _CHUNKS) for t, w in _TYPES],
+    variants=[(t, w, _CHUNKS) for t, w in WEIGHTED_TYPES],
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "group_rms_norm_gate_fwd_long", template="T", max_registers=88,
     args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
-    variants=_LONG_VARIANTS,
+    variants=TYPES,
 )  # fmt: skip
 _BWD = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
@@ -60,19 +68,16 @@ _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
     args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
     "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
-    variants=_LONG_VARIANTS,
+    variants=TYPES,
 )  # fmt: skip
 _BWD_WEIGHT = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_weight", template="T", max_registers=48,
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64", variants=_LONG_VARIANTS,
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64", variants=TYPES,
 )  # fmt: skip
 KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-
-def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str) -> None:
+def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) -> None:
     """Raise an ArgumentError for arguments of the forward that do not fit together."""
     dtype, shape = x[:2]
     token("x", dtype)
@@ -106,11 +111,9 @@ def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, lay
             )
 
 
-def check_bwd(
-    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, weight_grad: bool
-) -> None:
+def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, weight_grad: bool) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    check(x, gate, weight, groups, eps, layout)
+    check(x, gate, weight, groups, layout)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", dy[1], gate[1], "shape", of="gate")
     if weight_grad and weight is None:
@@ -229,9 +232,6 @@ class Tensors:
         return int(self.w == "fp32"), int(self.vec > 1)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, device: int) -> Steps:
     s, converted = Tensors.after_copies(x, gate, weight, None, groups, layout)
     numbers = s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group
@@ -344,10 +344,9 @@ def _long_steps(
     numbers = *inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags(), eps
     steps, scratch = [Step(launch, *_TENSORS, "rstd" if weight_grad else 0, *numbers)], {}
     if weight_grad:
-        column_blocks = -(-s.channels // (256 * s.vec))
-        parts = min(max(1, 4 * info.sm_count // column_blocks), s.tokens, 65535)
-        launch = _BWD_WEIGHT.bind((s.t,), s.device, (column_blocks, parts), 256)
+        grid = parts_grid(info, s.tokens, s.channels, s.vec)
+        launch = _BWD_WEIGHT.bind((s.t,), s.device, grid, 256)
         steps.append(Step(launch, "dy", "x", "gate", "rstd", "partial", *inputs, s.long_flags()[1]))
         scratch["rstd"] = Memory((s.tokens * s.groups,), torch.float32)
-        scratch["partial"] = Memory((parts, s.channels), torch.float32)
+        scratch["partial"] = Memory((grid[1], s.channels), torch.float32)
     return steps, scratch, True

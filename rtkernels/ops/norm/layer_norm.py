@@ -14,14 +14,8 @@ from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.operator.autograd import (
-    check_overwrite,
-    constant,
-    detached,
-    may_overwrite,
-    needs_grad,
-    once_differentiable,
-)
+from rtkernels.runtime.operator import autograd
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -47,12 +41,12 @@ class _LayerNorm(torch.autograd.Function):
         if dy is None:
             return dsum, None, None, dsum, None, None, None
         if ctx.overwrites:
-            check_overwrite(ctx, "layer_norm", (dy, dsum))
+            autograd.check_overwrite(ctx, "layer_norm", (dy, dsum))
         h, weight, bias = ctx.saved_tensors
         want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
         rest = weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
-            (dh,) = detached(h)
+            (dh,) = autograd.detached(h)
             gradients = BACKWARD_OVER(dy, dh, *rest)
         else:
             dh, gradients = _backward(dy, h, *rest)
@@ -124,7 +118,7 @@ def layer_norm(
         if rstd is not None or mean is not None or return_statistics or out is not None:
             raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
         # With a residual, what is saved and overwritten is the sum made here.
-        overwrites = may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
+        overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
     if residual is None and out is None and rstd is None and mean is None and not return_statistics:
         y = _replay(x, weight, bias, eps, offset)
         if y is not None:

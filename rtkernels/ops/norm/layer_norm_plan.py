@@ -10,29 +10,18 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_gradients, check_inputs
-from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring
-from rtkernels.ops.shared.column_sum import column_sum_step
+from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring, copy_ring
+from rtkernels.ops.shared.column_sum import column_sum_step, parts_grid
+from rtkernels.runtime import layout
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    DTYPE_TOKEN,
-    GRID_LIMIT,
-    WIDTH,
-    block_of,
-    float_halves,
-    group_threads,
-    halves,
-    row_blocks,
-    row_stride,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WEIGHTED_TYPES, WIDTH, block_of, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _UNIT = "norm/layer_norm.cu"
 _BWD_UNIT = "norm/layer_norm_bwd.cu"
-_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _REGISTER_THREADS = 512
 _REGISTER_CHUNKS = 4
 _SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
@@ -88,12 +77,14 @@ _FWD = Kernel(
     _UNIT, "layer_norm_fwd", template="T W CHUNKS RESIDUAL", max_registers=128,
     args=_FWD_ARGS,
     variants=[
-        (t, w, c, r) for t, w in _TYPES for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
+        (*types, c, r)
+        for types in WEIGHTED_TYPES
+        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
     ],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
     _UNIT, "layer_norm_fwd_uniform", template="T W VECTORS THREADS", max_registers=80,
-    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in _TYPES for p, n in _UNIFORM if p == 2 or t == w],
+    args=_FWD_ARGS, variants=[(t, w, p, n) for t, w in WEIGHTED_TYPES for p, n in _UNIFORM if p == 2 or t == w],
 )  # fmt: skip
 _FWD_SMALL = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_small", template="T CHUNKS", max_registers=64,
@@ -104,7 +95,7 @@ _FWD_SMALL = Kernel(
 _FWD_VECTOR = Kernel(
     "norm/layer_norm_small.cu", "layer_norm_fwd_vector", template="T", max_registers=48,
     args="x:ptr residual:ptr weight:ptr bias:ptr y:ptr sum:ptr cols_eps:i64 x_stride:i64",
-    variants=[(t,) for t in WIDTH],
+    variants=TYPES,
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "layer_norm_fwd_long", template="T VEC", args=f"{_FWD_ARGS} weight_fp32:i64", variants=_WIDTHS,
@@ -131,24 +122,12 @@ _BWD_WEIGHT = Kernel(
 )  # fmt: skip
 
 
-# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
-
-
-def check(x: Meta, weight: Meta | None, bias: Meta | None, *options: Any) -> None:
-    check_inputs(x, weight, bias, None)
-
-
-def check_add(x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, *options: Any) -> None:
-    check_inputs(x, weight, bias, residual)
-
-
 def check_bwd(
-    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, eps: float, offset: float,
-    parameter_grad: bool,
-) -> None:  # fmt: skip
+    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, parameter_grad: bool
+) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    check_inputs(h, weight, bias, None)
-    check_gradients(h, dy=dy, dsum=dsum)
+    check_inputs(h, weight, bias)
+    check_gradients(h, dy, dsum)
     if parameter_grad and weight is None and bias is None:
         raise ArgumentError("parameter_grad is True but there is neither weight nor bias")
 
@@ -176,38 +155,21 @@ def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> in
 
 
 def _and_float(lower: int, upper: float) -> int:
-    """Return an integer and a number of fp32 in one argument, as halves does two integers."""
-    return halves(lower, float_halves(upper, 0.0) & 0xFFFFFFFF)
+    """Return an integer and a number of fp32 in one argument, as layout.halves does two integers."""
+    return layout.halves(lower, layout.float_halves(upper, 0.0) & 0xFFFFFFFF)
 
 
-def plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, eps: float, offset: float, device: int) -> Steps:
-    return Steps(_forward(x, None, weight, bias, eps, offset, None, ("x", 0, "weight", "bias", "y", 0), device))
-
-
-def plan_add(
-    x: Meta, residual: Meta, weight: Meta | None, bias: Meta | None, eps: float, offset: float, device: int
-) -> Steps:
-    tensors = "x", "residual", "weight", "bias", "y", "sum"
-    return Steps(_forward(x, residual, weight, bias, eps, offset, None, tensors, device))
-
-
-def plan_out(
-    x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, eps: float, offset: float, out: Meta,
-    device: int,
+def plan_fwd(
+    x: Meta, weight: Meta | None, bias: Meta | None, eps: float, offset: float, device: int,
+    residual: Meta | None = None, out: Meta | None = None,
 ) -> Steps:  # fmt: skip
-    tensors = "x", "residual", "weight", "bias", "out", "sum"
-    return Steps(_forward(x, residual, weight, bias, eps, offset, out, tensors, device))
-
-
-def _forward(
-    x: Meta, residual: Meta | None, weight: Meta | None, bias: Meta | None, eps: float, offset: float,
-    out: Meta | None, tensors: tuple[str | int, ...], device: int,
-) -> Step:  # fmt: skip
-    """Return the launch. `tensors`: x, residual, weight, bias, y and sum as the kernel takes them."""
+    """Return the launch, with or without a residual, into new memory or into `out`."""
+    added, total = (0, 0) if residual is None else ("residual", "sum")
+    tensors = "x", added, "weight", "bias", "y" if out is None else "out", total
     t, size = x.token, x.dtype.itemsize
     parameter = weight or bias or x
-    w, rows, cols, x_stride = DTYPE_TOKEN[parameter.dtype], x.rows, x.shape[-1], row_stride(*x[1:3])
-    residual_stride = 0 if residual is None else row_stride(*residual[1:3])
+    w, rows, cols, x_stride = parameter.token, x.rows, x.shape[-1], x.row_stride
+    residual_stride = 0 if residual is None else residual.row_stride
     starts = misaligned(x, residual, weight, bias, out)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
     vectors = cols // WIDTH[t]
@@ -215,11 +177,11 @@ def _forward(
     plain = weight is not None and bias is not None and residual is None and t == w and offset == 0
     if small and plain and vectors <= _VECTOR_THREADS:
         launch = _FWD_VECTOR.bind((t,), device, rows, -(-vectors // 32) * 32)
-        return Step(launch, *tensors, _and_float(cols, eps), x_stride)
+        return Steps(Step(launch, *tensors, _and_float(cols, eps), x_stride))
     if small:
         launch = _FWD_SMALL.bind((t, _SMALL_CHUNKS[t]), device, rows, small)
-        ending = halves(cols, w == "fp32"), x_stride, residual_stride, float_halves(eps, offset)
-        return Step(launch, *tensors, *ending)
+        ending = layout.halves(cols, w == "fp32"), x_stride, residual_stride, layout.float_halves(eps, offset)
+        return Steps(Step(launch, *tensors, *ending))
     uniform = _evenly(vectors, t == w) if aligned16 and residual is None and rows <= GRID_LIMIT else None
     if uniform is not None:
         threads = vectors // uniform[0]
@@ -234,7 +196,7 @@ def _forward(
         kernel, variant, flags = _FWD_LONG, (t, vec), (int(w == "fp32"),)
     block = threads if uniform is not None else block_of(threads)
     launch = kernel.bind(variant, device, min(-(-rows // (block // threads)), GRID_LIMIT), block)
-    return Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, eps, offset, *flags)
+    return Steps(Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, eps, offset, *flags))
 
 
 def plan_bwd(
@@ -245,7 +207,7 @@ def plan_bwd(
     t, info = h.token, device_info(device)
     sums, dtype = parameter_sums(weight, bias, parameter_grad)
     size, rows, cols = h.dtype.itemsize, h.rows, h.shape[-1]
-    strides = [row_stride(*m[1:3]) for m in (dy, h)] + [0 if dsum is None else row_stride(*dsum[1:3])]
+    strides = [m.row_stride for m in (dy, h)] + [0 if dsum is None else dsum.row_stride]
     aligned16 = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) == 16
     vectors = cols // WIDTH[t]
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
@@ -259,29 +221,24 @@ def plan_bwd(
         overlaps, partial_rows = False, ring.blocks
         launch = _BWD_BULK.bind((t, dsum is not None), device, ring.blocks, ring.block, ring.shared)
         pitches = [stride * size for stride in strides]
-        sizes = halves(rows, cols), halves(*pitches[:2]), halves(ring.threads, ring.stages | ring.groups << 8)
-        flags = halves(pitches[2], weight_fp32 | (sums > 1) << 1), float_halves(eps, offset)
+        groups = layout.halves(ring.threads, ring.stages | ring.groups << 8)
+        sizes = layout.halves(rows, cols), layout.halves(*pitches[:2]), groups
+        flags = layout.halves(pitches[2], weight_fp32 | (sums > 1) << 1), layout.float_halves(eps, offset)
         first = Step(launch, "dy", "h", *sizes, "weight", dh, partial, "dsum", *flags)
     elif aligned16 and stages >= 2 and rows < 2**30:
-        threads = group_threads(-(-vectors // chunks), _RING_THREADS)
-        limit = _RING_THREADS // threads if threads <= 32 else min(_RING_THREADS // threads, 15)
-        groups = max(1, min(limit, rows // info.sm_count))
-        groups += -groups % (32 // min(threads, 32))  # whole warps
-        shared = stages * groups * threads * 16 * chunks * inputs
-        partial_rows = min(info.sm_count, -(-rows // groups))
-        launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, groups * threads, shared)
+        threads, block, partial_rows, shared = copy_ring(info, rows, vectors, chunks, inputs, _RING_THREADS, stages)
+        launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, block, shared)
         tail = weight_fp32, max(sums, 1) * cols
         first = Step(launch, *tensors, partial, rows, cols, *strides, threads, eps, offset, *tail)
     else:
         vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)
-        launch = _BWD_LONG.bind((t, vec), device, *row_blocks(rows, threads))
+        launch = _BWD_LONG.bind((t, vec), device, *layout.row_blocks(rows, threads))
         last = "stats" if sums else 0
         first = Step(launch, *tensors, last, rows, cols, *strides, threads, eps, offset, weight_fp32)
         if sums:
-            column_blocks = -(-cols // (256 * vec))
-            partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
-            launch = _BWD_WEIGHT.bind((t, vec), device, (column_blocks, partial_rows), 256)
+            grid = parts_grid(info, rows, cols, vec)
+            partial_rows, launch = grid[1], _BWD_WEIGHT.bind((t, vec), device, grid, 256)
             second = [Step(launch, "dy", "h", "stats", "partial", rows, cols, *strides[:2], sums * cols)]
             scratch["stats"] = Memory((rows, 2), torch.float32)
     if sums:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD, SMOOTH
 from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
 from rtkernels.ops.norm.statistics import backward
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -73,13 +70,6 @@ def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool
     names = ("q", "scale") * (layout in ("row", "both")) + ("q_t", "scale_t") * (layout in ("transposed", "both"))
     names += () if given else statistics_of(centred)
     return names + ("y",) * keep + ("sum",) * residual + ("amax",) * calibrate
-
-
-@cache
-def _in_fields(layout: str, given: bool, keep: bool, residual: bool, centred: bool) -> itemgetter:
-    """Return what puts the results of FORWARD, and a None after them, in the order of the fields of a NormFp8."""
-    names = _names(layout, given, keep, residual, False, centred)
-    return itemgetter(*(names.index(field) if field in names else len(names) for field in NormFp8._fields))
 
 
 def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
@@ -198,19 +188,10 @@ def rms_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
-    if not isinstance(x, Tensor):
-        return NormFp8(*interop.call_with(rms_norm_fp8, locals()))
-    if out is not None:
-        return into(rms_norm_fp8, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(rms_norm_fp8, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    if smooth is None and not calibrate:
-        made = FORWARD.replay(
-            x, weight, None, residual, rstd, None, eps, offset, layout, pow2_scale, scale_layout, keep, False
-        )
-        if made is not None:
-            fields = _in_fields(layout, rstd is not None, keep, residual is not None, False)
-            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
@@ -250,19 +231,10 @@ def layer_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
-    if not isinstance(x, Tensor):
-        return NormFp8(*interop.call_with(layer_norm_fp8, locals()))
-    if out is not None:
-        return into(layer_norm_fp8, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(layer_norm_fp8, locals())
     if eps is None:
         eps = 1e-5
-    if smooth is None and not calibrate:
-        made = FORWARD.replay(
-            x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, True
-        )
-        if made is not None:
-            fields = _in_fields(layout, rstd is not None, keep, residual is not None, True)
-            return NormFp8._make(fields((*made, None)))
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.ops.norm.checks import check_inputs
 from rtkernels.ops.norm.norm_fp8_plan import plan, plan_smooth
-from rtkernels.ops.norm.norm_fp8_shapes import check, check_smooth, outputs, smooth_outputs
+from rtkernels.ops.norm.norm_fp8_shapes import check, outputs, smooth_outputs
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
@@ -69,8 +70,6 @@ def _reference_smooth(
     return results
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
 _X, _RESIDUAL = Rows("x", None), Rows("residual", None, optional=True)
 _WEIGHT, _BIAS, _RSTD, _MEAN = (Dense(name, None, optional=True) for name in ("weight", "bias", "rstd", "mean"))
 # Codes with a scale per 128 numbers, or none.
@@ -83,5 +82,5 @@ FORWARD = Operator(
 SMOOTH = Operator(
     "norm_smooth_fp8", (_X, Dense("smooth", None), _WEIGHT, _BIAS, _RESIDUAL),
     options="float eps, float offset, bool pow2_scale, bool keep, bool calibrate, bool centred", results=None,
-    outputs=smooth_outputs, plan=plan_smooth, reference=_reference_smooth, check=check_smooth,
+    outputs=smooth_outputs, plan=plan_smooth, reference=_reference_smooth, check=check_inputs,
 )  # fmt: skip

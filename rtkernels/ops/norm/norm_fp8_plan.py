@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
@@ -9,11 +11,10 @@ from rtkernels.ops.norm.norm_fp8_shapes import outputs, smooth_outputs
 from rtkernels.ops.shared.fp8_layout import GROUP, groups_of
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import DTYPE_TOKEN, WIDTH, block_of, group_threads, row_stride, vector_bytes
+from rtkernels.runtime.layout import DTYPE_TOKEN, WEIGHTED_TYPES, WIDTH, block_of, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _ROW_THREADS = 512
 _ROW_CHUNKS = 4
 _STATS_THREADS = 512
@@ -33,7 +34,7 @@ _ROW = Kernel(
     args=f"x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr rows:i64 cols:i64 "
     "x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 eps:f64 "
     "offset:f64",
-    variants=[(t, w, _ROW_CHUNKS, centred) for t, w in _TYPES for centred in (False, True)],
+    variants=[(t, w, _ROW_CHUNKS, centred) for t, w in WEIGHTED_TYPES for centred in (False, True)],
 )  # fmt: skip
 _STATS = Kernel(
     "norm/norm_fp8.cu", "norm_fp8_stats", template="T VEC CENTRED", max_registers=64,
@@ -66,24 +67,21 @@ _SMOOTH = Kernel(
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.SINGLE_READ, _SMOOTH)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 def plan(
     x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, rstd: Meta | None, mean: Meta | None,
-    eps: float, offset: float, layout: str, pow2: bool, scale_layout: str, keep: bool, centred: bool, device: int,
-    single_read: bool = True,
+    eps: float, offset: float, layout: str, pow2_scale: bool, scale_layout: str, keep: bool, centred: bool,
+    device: int, single_read: bool = True,
 ) -> Steps:  # fmt: skip
     """Return the one or two launches of a call. `single_read`: one may make both statistics and tiles."""
-    given = x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2, scale_layout, keep, centred
-    made = outputs(*given)
+    two_passes = partial(plan, **locals() | {"single_read": False})
+    made = outputs(x, residual, rstd, layout, scale_layout, keep, centred)
 
     def at(name: str) -> str | int:
         return name if name in made else 0
 
-    t, size, pow2 = x.token, x.dtype.itemsize, int(pow2)
-    rows, cols, x_stride = x.rows, x.shape[-1], row_stride(*x[1:3])
-    residual_stride = 0 if residual is None else row_stride(*residual[1:3])
+    t, size, pow2 = x.token, x.dtype.itemsize, int(pow2_scale)
+    rows, cols, x_stride = x.rows, x.shape[-1], x.row_stride
+    residual_stride = 0 if residual is None else residual.row_stride
     starts = misaligned(x, weight, bias, residual)
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
     groups, row_tiles = groups_of(cols), groups_of(rows)
@@ -116,7 +114,6 @@ def plan(
     alone = layout == "both" and aligned16 and single_read and not (known or centred or keep)
     if alone and (blocks := ring.single_read_blocks(matrix)):
         tensors = "x", "weight", "made_rstd", "q", "scale", "scale_t"
-        two_passes = lambda: plan(*given, device, single_read=False)  # noqa: E731
         return ring.single_read_steps(matrix, blocks, scale_strides, tensors, eps=eps, two_passes=two_passes, **options)
     stats, ticket, distance, makers, stats_rows = [], 0, row_tiles, 0, 0
     if rstd is None:
@@ -164,12 +161,12 @@ def _stats_rows(row_bytes: int, warps: int) -> int:
 
 def plan_smooth(
     x: Meta, smooth: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, eps: float, offset: float,
-    pow2: bool, keep: bool, calibrate: bool, centred: bool, device: int,
+    pow2_scale: bool, keep: bool, calibrate: bool, centred: bool, device: int,
 ) -> Steps:  # fmt: skip
-    made = smooth_outputs(x, smooth, weight, bias, residual, eps, offset, pow2, keep, calibrate, centred)
+    made = smooth_outputs(x, residual, keep, calibrate, centred)
     names = [name if name in made else 0 for name in ("q", "scale", "made_rstd", "made_mean", "y", "sum", "amax")]
     t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, x.shape[-1]
-    x_stride, residual_stride = row_stride(*x[1:3]), 0 if residual is None else row_stride(*residual[1:3])
+    x_stride, residual_stride = x.row_stride, 0 if residual is None else residual.row_stride
     starts = misaligned(x, smooth, weight, bias, residual)
     # fp32 vectors, too.
     aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
@@ -179,5 +176,5 @@ def plan_smooth(
     grid = min(rows, (4 if calibrate else 64) * info.sm_count)
     launch = _SMOOTH.bind((t, vec), device, grid, threads, 4 * cols if gather else 0)
     weight_fp32 = (weight or bias or x).dtype != x.dtype
-    numbers = rows, cols, x_stride, residual_stride, weight_fp32, int(pow2), gather, eps, offset
+    numbers = rows, cols, x_stride, residual_stride, weight_fp32, int(pow2_scale), gather, eps, offset
     return Steps(Step(launch, "x", "residual", "weight", "bias", "smooth", *names, *numbers))

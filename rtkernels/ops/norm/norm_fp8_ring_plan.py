@@ -24,7 +24,7 @@ _MIN_BYTES = 16 << 20  # of x: less is too few tiles per multiprocessor to be wo
 _MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as SingleReadExchange can count
 _MAX_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 _SINGLE_READ_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
-_refused: set[int] = set()  # devices
+_refused: set[int] = set()  # devices whose driver did not launch SINGLE_READ, though there seemed to be room
 
 RING = Kernel(
     "norm/norm_fp8_ring.cu", "norm_fp8_ring", template="T ROWS", max_registers=104, needs=("tma",),
@@ -103,11 +103,6 @@ def single_read_blocks(x: Matrix) -> int:
     return -(-pairs // -(-pairs // room))
 
 
-def refuse_single_read(device: int) -> None:
-    """Remember that the driver did not launch that kernel on a device, though there seemed to be room."""
-    _refused.add(device)
-
-
 def ring_step(
     x: Matrix, scale_strides: tuple[int, int], tensors: tuple[str | int, ...], *, by_rows: bool, weight_fp32: bool,
     pow2: bool, after: bool, offset: float,
@@ -144,7 +139,7 @@ def single_read_steps(
     step = Step(launch, *x.maps("x"), *tensors, "words", *numbers)
 
     def refused() -> Steps:
-        refuse_single_read(x.device)
+        _refused.add(x.device)
         return two_passes()
 
     return Steps(step, kept_zeros={"words": x.strips * (4 * _SIDE + 1)}, if_not_resident=refused)

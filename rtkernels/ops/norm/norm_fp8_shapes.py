@@ -8,37 +8,36 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_inputs
-from rtkernels.ops.shared.fp8_layout import E4M3, SCALE_LAYOUTS, Fp8Layout
+from rtkernels.ops.shared.fp8_layout import E4M3, LAYOUTS, SCALE_LAYOUTS, Fp8Layout, check_option
 from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory
 
-LAYOUTS = ("row", "transposed", "both", "none")  # the last one: no codes, what is kept and the statistics only
-
 
 def check_options(layout: str, scale_layout: str) -> None:
-    """Raise an ArgumentError unless both are known and go together."""
-    for name, value, accepted in (("layout", layout, LAYOUTS), ("scale_layout", scale_layout, SCALE_LAYOUTS)):
-        if value not in accepted:
-            wanted = ", ".join(repr(a) for a in accepted if a != "none")
-            raise ArgumentError(f"{name} is {value!r}; expected one of {wanted}")
+    """Raise an ArgumentError unless both are known and go together.
+
+    The layout "none" is not for users: no codes, but what is kept and the statistics.
+    """
+    if layout != "none":
+        check_option("layout", layout, LAYOUTS)
+    check_option("scale_layout", scale_layout, SCALE_LAYOUTS)
     if scale_layout == "column" and layout == "transposed":
         raise ArgumentError("scale_layout 'column' is for the scales of rows; layout 'transposed' has none")
 
 
 def check(
     x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, rstd: Meta | None, mean: Meta | None,
-    eps: float, offset: float, layout: str, pow2: bool, scale_layout: str, keep: bool, centred: bool,
+    layout: str, scale_layout: str, keep: bool, centred: bool,
 ) -> None:  # fmt: skip
     """Raise an ArgumentError unless these arguments go together."""
     check_options(layout, scale_layout)
     check_inputs(x, weight, bias, residual)
-    shape = x[1]
     for name, meta in (("rstd", rstd), ("mean", mean)):
         if meta is None:
             continue
-        token(name, meta[0], (torch.float32,))
-        check_shape(name, meta[1], shape[:-1], "one per row of x")
+        token(name, meta.dtype, (torch.float32,))
+        check_shape(name, meta.shape, x.shape[:-1], "one per row of x")
         if residual is not None:
             raise ArgumentError(f"{name} goes without residual: give the sum that was normalised as x")
     if centred and (rstd is None) != (mean is None):
@@ -47,11 +46,7 @@ def check(
         raise ArgumentError("keep goes with layout 'row' or 'both', not 'transposed'")
 
 
-def check_smooth(x: Meta, smooth: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, *_: Any) -> None:
-    check_inputs(x, weight, bias, residual, smooth=smooth)
-
-
-def outputs(x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2, scale_layout, keep, centred):
+def outputs(x, residual, rstd, layout, scale_layout, keep, centred):
     """Return the results of a call by name, in order; statistics that are computed have names of their own."""
     check_options(layout, scale_layout)
     codes = zip(("q", "scale", "q_t", "scale_t"), Fp8Layout(x.shape, layout, scale_layout).outputs(), strict=True)
@@ -59,7 +54,7 @@ def outputs(x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2, sc
     return {name: memory for name, memory in codes if memory} | _more(x, statistics, keep, residual)
 
 
-def smooth_outputs(x, smooth, weight, bias, residual, eps, offset, pow2, keep, calibrate, centred):
+def smooth_outputs(x, residual, keep, calibrate, centred):
     """Return what `outputs` does, for codes with a scale per row of smoothed values."""
     made = {"q": Memory(x.shape, E4M3), "scale": Memory(x.shape[:-1], torch.float32)}
     made |= _more(x, made_statistics(centred), keep, residual)

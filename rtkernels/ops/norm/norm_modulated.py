@@ -39,14 +39,10 @@ class NormOut(NamedTuple):
     global_scale: Tensor | float | None = None
 
 
-# ---- operator -------------------------------------------------------------------------------------------------------
-
-
 def _check(
     x: Meta, residual: Meta | None, gate: Meta | None, bias: Meta | None, weight: Meta | None, norm_bias: Meta | None,
-    scale: Meta | None, shift: Meta | None, channel_scale: Meta | None, quant_scale: Meta | None, out: Meta,
-    residual_out: Meta | None, kept: Meta | None, scale_out: Meta | None, global_out: Meta | None, eps: float,
-    offset: float, centred: bool, quant: str, swizzled: bool, static: float, floor: float,
+    scale: Meta | None, shift: Meta | None, channel_scale: Meta | None, residual_out: Meta | None, kept: Meta | None,
+    quant: str,
 ) -> None:  # fmt: skip
     check_inputs(x, weight, None, residual)
     rows, cols = row_count(x.shape), x.shape[-1]

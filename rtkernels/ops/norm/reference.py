@@ -26,24 +26,6 @@ def rms_fwd(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tens
     return (h * rstd * _gain(weight, offset)).to(x.dtype).contiguous()
 
 
-def rms_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
-    """Return y and the sum of x and residual, of which it is the norm."""
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return rms_fwd(total, weight, eps, offset), total
-
-
-def rms_out(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
-) -> Tensor:
-    """Write y into out; return the sum, empty without a residual."""
-    if residual is None:
-        made, total = rms_fwd(x, weight, eps, offset), nothing(x)
-    else:
-        made, total = rms_add_fwd(x, residual, weight, eps, offset)
-    out.copy_(made)
-    return total
-
-
 def rms_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
 ):
@@ -79,25 +61,6 @@ def layer_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     return y.to(x.dtype).contiguous()
 
 
-def layer_add_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
-    """Return y and the sum of x and residual, of which it is the norm."""
-    total = (x.float() + residual.float()).to(x.dtype).contiguous()
-    return layer_fwd(total, weight, bias, eps, offset), total
-
-
-def layer_out(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    out: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write y into out; return the sum, empty without a residual."""
-    if residual is None:
-        made, total = layer_fwd(x, weight, bias, eps, offset), nothing(x)
-    else:
-        made, total = layer_add_fwd(x, residual, weight, bias, eps, offset)
-    out.copy_(made)
-    return total
-
-
 def layer_bwd(
     dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
     parameter_grad: bool,
@@ -115,6 +78,35 @@ def layer_bwd(
         both = torch.stack((d * normalised, d)[:sums]).reshape(sums, row_count(h.shape), h.shape[-1])
         gradients = both.sum(1).to(dtype)
     return dh.to(h.dtype).contiguous(), gradients
+
+
+# ---- the same with a residual, into memory of the caller, over what was normalised ----------------------------------
+
+
+def added(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a forward that gives y and the sum of x and residual, of which it is the norm."""
+
+    def add_forward(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        total = (x.float() + residual.float()).to(x.dtype).contiguous()
+        return forward(total, *rest), total
+
+    return add_forward
+
+
+def into_out(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward that writes y into out, its last argument, and gives the sum, empty without a residual."""
+
+    def out_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
+        *rest, out = rest
+        total = nothing(x)
+        if residual is None:
+            out.copy_(forward(x, *rest))
+        else:
+            y, total = added(forward)(x, residual, *rest)
+            out.copy_(y)
+        return total
+
+    return out_forward
 
 
 def over(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:

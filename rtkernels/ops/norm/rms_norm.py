@@ -14,14 +14,8 @@ from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.operator.autograd import (
-    check_overwrite,
-    constant,
-    detached,
-    may_overwrite,
-    needs_grad,
-    once_differentiable,
-)
+from rtkernels.runtime.operator import autograd
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -47,11 +41,11 @@ class _RmsNorm(torch.autograd.Function):
         if dy is None:
             return dsum, None, dsum, None, None, None
         if ctx.overwrites:
-            check_overwrite(ctx, "rms_norm", (dy, dsum))
+            autograd.check_overwrite(ctx, "rms_norm", (dy, dsum))
         h, weight = ctx.saved_tensors
         weight_grad = ctx.needs_input_grad[1]
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
-            (dh,) = detached(h)
+            (dh,) = autograd.detached(h)
             dweight = BACKWARD_OVER(dy, dh, weight, dsum, ctx.eps, ctx.offset, weight_grad)
         else:
             dh, dweight = _backward(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
@@ -130,7 +124,7 @@ def rms_norm(
         if rstd is not None or return_rstd or out is not None:
             raise ArgumentError("reuse goes without rstd, return_rstd and out")
         # With a residual, what is saved and overwritten is the sum made here.
-        overwrites = may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
+        overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
     if residual is None and out is None and rstd is None and not return_rstd:
         y = _replay(x, weight, eps, offset)
         if y is not None:

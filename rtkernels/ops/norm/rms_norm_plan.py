@@ -10,26 +10,22 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_gradients, check_inputs
-from rtkernels.ops.shared.bulk_ring import bulk_ring
-from rtkernels.ops.shared.column_sum import column_sum_step
+from rtkernels.ops.shared.bulk_ring import bulk_ring, copy_ring
+from rtkernels.ops.shared.column_sum import column_sum_step, parts_grid
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import WIDTH, group_threads, row_blocks, vector_bytes
+from rtkernels.runtime.layout import TYPES, WEIGHTED_TYPES, WIDTH, group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
 _UNIT = "norm/rms_norm.cu"
-_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 _REGISTER_THREADS = 512
 _REGISTER_CHUNKS = (1, 2, 4)
 _RING_THREADS = 512
 _RING_CHUNKS = (1, 2)
 _HELPED_ROWS = 16  # of a group, up to which a warp that only fetches pays (decisions/norm.md, helpers)
 _IN_FLIGHT = 64 << 10  # bytes asked of the copy engine (decisions/norm.md, bytes in flight)
-
-
-_LONG_VARIANTS = [(t,) for t in WIDTH]
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -65,11 +61,11 @@ _BWD_ARGS = (
 _FWD = Kernel(
     _UNIT, "rms_norm_fwd", template="T W VEC CHUNKS RESIDUAL", max_registers=96,
     args=_FWD_ARGS.format(flags=""),
-    variants=[(t, w, WIDTH[t], c, r) for t, w in _TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
+    variants=[(t, w, WIDTH[t], c, r) for t, w in WEIGHTED_TYPES for c in _REGISTER_CHUNKS for r in (False, True)],
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "rms_norm_fwd_long", template="T", max_registers=64,
-    args=_FWD_ARGS.format(flags="flags:i64 "), variants=_LONG_VARIANTS,
+    args=_FWD_ARGS.format(flags="flags:i64 "), variants=TYPES,
 )  # fmt: skip
 _BWD = Kernel(
     _UNIT, "rms_norm_bwd", template="T CHUNKS DSUM STAGES", max_registers=128,
@@ -82,34 +78,21 @@ _BWD_BULK = Kernel(
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _UNIT, "rms_norm_bwd_long", template="T", max_registers=64,
-    args=_BWD_ARGS.format(last="rstd", flags="flags"), variants=_LONG_VARIANTS,
+    args=_BWD_ARGS.format(last="rstd", flags="flags"), variants=TYPES,
 )  # fmt: skip
 _BWD_WEIGHT = Kernel(
     _UNIT, "rms_norm_bwd_weight", template="T", max_registers=64,
     args="dy:ptr h:ptr rstd:ptr partial:ptr rows:i64 cols:i64 dy_stride:i64 h_stride:i64 aligned16:i64",
-    variants=_LONG_VARIANTS,
+    variants=TYPES,
 )  # fmt: skip
 
 
-# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
-
-
-def check_fwd(x: Meta, weight: Meta | None, *options: Any) -> None:
-    check_inputs(x, weight, None, None)
-
-
-def check(x: Meta, residual: Meta | None, weight: Meta | None, *options: Any) -> None:
-    check_inputs(x, weight, None, residual)
-
-
-def check_bwd(
-    dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, eps: float, offset: float, weight_grad: bool
-) -> None:
+def check_bwd(dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, weight_grad: bool) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    check_gradients(h, dy=dy, dsum=dsum)
+    check_gradients(h, dy, dsum)
     if weight_grad and weight is None:
         raise ArgumentError("weight_grad is True but there is no weight")
-    check_inputs(h, weight, None, None)
+    check_inputs(h, weight)
 
 
 def _long_flags(vec: int, t: str, w: str) -> int:
@@ -117,25 +100,13 @@ def _long_flags(vec: int, t: str, w: str) -> int:
     return int(w != t) | int(vec == WIDTH[t]) << 1
 
 
-def plan_fwd(x: Meta, weight: Meta | None, eps: float, offset: float, device: int) -> Steps:
-    return Steps(_forward(x, None, weight, eps, offset, None, ("x", 0, "weight", "y", 0), device))
-
-
-def plan_add(x: Meta, residual: Meta, weight: Meta | None, eps: float, offset: float, device: int) -> Steps:
-    return Steps(_forward(x, residual, weight, eps, offset, None, ("x", "residual", "weight", "y", "sum"), device))
-
-
-def plan_out(
-    x: Meta, residual: Meta | None, weight: Meta | None, eps: float, offset: float, out: Meta, device: int
-) -> Steps:
-    return Steps(_forward(x, residual, weight, eps, offset, out, ("x", "residual", "weight", "out", "sum"), device))
-
-
-def _forward(
-    x: Meta, residual: Meta | None, weight: Meta | None, eps: float, offset: float, out: Meta | None,
-    tensors: tuple[str | int, ...], device: int,
-) -> Step:  # fmt: skip
-    """Return the launch. `tensors`: x, residual, weight, y and sum as the kernel takes them."""
+def plan_fwd(
+    x: Meta, weight: Meta | None, eps: float, offset: float, device: int, residual: Meta | None = None,
+    out: Meta | None = None,
+) -> Steps:  # fmt: skip
+    """Return the launch, with or without a residual, into new memory or into `out`."""
+    added, total = (0, 0) if residual is None else ("residual", "sum")
+    tensors = "x", added, "weight", "y" if out is None else "out", total
     t, size = x.token, x.dtype.itemsize
     w = t if weight is None else weight.token
     rows, cols, x_stride = x.rows, x.shape[-1], x.row_stride
@@ -152,7 +123,7 @@ def _forward(
         threads = group_threads(-(-cols // vec), 1024)
         kernel, variant, flags = _FWD_LONG, (t,), (_long_flags(vec, t, w),)
     launch = kernel.bind(variant, device, *row_blocks(rows, threads))
-    return Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, *flags, eps, offset)
+    return Steps(Step(launch, *tensors, rows, cols, x_stride, residual_stride, threads, *flags, eps, offset))
 
 
 def plan_bwd(
@@ -179,22 +150,16 @@ def plan_bwd(
         threads, partial_rows, tail = ring.threads, ring.blocks, (ring.stages, ring.groups)
         launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, ring.blocks, ring.block, ring.shared)
     elif fits and stages >= 2:
-        threads = group_threads(-(-vectors // chunks), _RING_THREADS)
-        limit = limit // threads if threads <= 32 else min(limit // threads, 15)
-        groups = max(1, min(limit, rows // info.sm_count))
-        groups += -groups % (32 // min(threads, 32))  # whole warps
-        shared = stages * groups * threads * 16 * chunks * inputs
-        partial_rows = min(info.sm_count, -(-rows // groups))
-        launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, groups * threads, shared)
+        threads, block, partial_rows, shared = copy_ring(info, rows, vectors, chunks, inputs, limit, stages)
+        launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, block, shared)
     else:
         vec = vec if vec == WIDTH[t] else 1
         threads = group_threads(-(-cols // vec), 1024)
         launch = _BWD_LONG.bind((t,), device, *row_blocks(rows, threads))
         flags, last = _long_flags(vec, t, w), "rstd" if weight_grad else 0
         if weight_grad:
-            column_blocks = -(-cols // (256 * vec))
-            partial_rows = min(max(1, 4 * info.sm_count // column_blocks), rows, 65535)
-            second = _BWD_WEIGHT.bind((t,), device, (column_blocks, partial_rows), 256)
+            grid = parts_grid(info, rows, cols, vec)
+            partial_rows, second = grid[1], _BWD_WEIGHT.bind((t,), device, grid, 256)
     sizes = rows, cols, *strides, threads, flags, eps, offset, *tail
     steps, scratch = [Step(launch, "dy", "h", "weight", "dsum", dh, last, *sizes)], {}
     if second is not None:

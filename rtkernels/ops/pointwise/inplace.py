@@ -123,8 +123,6 @@ class _Add(torch.autograd.Function):
 
 _differentiable_add = applied(_Add)
 
-# ---- public ---------------------------------------------------------------------------------------------------------
-
 
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import FLOAT_DTYPES, reads_evict_first, vector_bytes
+from rtkernels.runtime.layout import FLOAT_DTYPES, TYPES, reads_evict_first, vector_bytes
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -27,7 +26,7 @@ _PARTIAL = Kernel(
     "quant/column_absmax.cu", "column_absmax", template="T", max_registers=128,
     args="x:ptr row_factor:ptr column_factor:ptr partial:ptr rows:i64 cols:i64 x_stride:i64 rows_per_block:i64 "
     "column_tiles:i64 aligned16:i64 evict_first:i64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
+    variants=TYPES,
 )  # fmt: skip
 _FINISH = Kernel(
     "quant/column_absmax.cu", "column_max", template="Result", max_registers=40,
@@ -41,15 +40,15 @@ def check_factor(name: str, factor: Meta | None, size: int, what: str) -> None:
     """Raise an ArgumentError unless an optional factor is fp32 of one dimension of `size`."""
     if factor is None:
         return
-    token(name, factor[0], (torch.float32,))
-    check_shape(name, factor[1], (size,), f"one per {what} of x")
+    token(name, factor.dtype, (torch.float32,))
+    check_shape(name, factor.shape, (size,), f"one per {what} of x")
 
 
-def _check(x: Meta, row: Meta | None, column: Meta | None) -> None:
-    if not x[1]:
+def _check(x: Meta, row_factor: Meta | None, column_factor: Meta | None) -> None:
+    if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one")
-    check_factor("row_factor", row, x.rows, "row")
-    check_factor("column_factor", column, x[1][-1], "column")
+    check_factor("row_factor", row_factor, x.rows, "row")
+    check_factor("column_factor", column_factor, x.shape[-1], "column")
 
 
 def column_steps(
@@ -92,7 +91,7 @@ def max_step(
     return Step(launch, partial, out, rows, cols, int(pow2))
 
 
-def _plan(x: Meta, row: Meta | None, column: Meta | None, device: int) -> Steps:
+def _plan(x: Meta, device: int) -> Steps:
     converted = None
     if x.dtype.itemsize == 1:
         x, converted = dense_as(x, torch.bfloat16), {"x": torch.bfloat16}  # exact
@@ -115,12 +114,8 @@ def reference(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None
 _FACTORS = Dense("row_factor", None, optional=True), Dense("column_factor", None, optional=True)
 ABSMAX = Operator(
     "column_absmax", (Rows("x", _DTYPES), *_FACTORS), results="amax",
-    outputs=lambda x, row, column: (Memory(x.shape[-1:], torch.float32),), plan=_plan, reference=reference,
-    check=_check,
+    outputs=lambda x: (Memory(x.shape[-1:], torch.float32),), plan=_plan, reference=reference, check=_check,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 def column_absmax(
@@ -144,10 +139,8 @@ def column_absmax(
     Returns:
         ``[n]``, float32.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(column_absmax, locals())
-    if out is not None:
-        return into(column_absmax, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(column_absmax, locals())
     amax = ABSMAX.replay(x, row_factor, column_factor)
     if amax is None:
         amax = ABSMAX.call(*detached(x, row_factor, column_factor))

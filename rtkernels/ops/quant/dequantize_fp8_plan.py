@@ -17,15 +17,16 @@ _TRANSPOSED_THREADS = 128
 
 
 def check_dequantize(
-    q: Meta, scale: Meta, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str
+    q: Meta, scale: Meta, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str
 ) -> None:
     """Raise an ArgumentError unless q and scale belong together."""
-    check_options(granularity, layout)
-    token("q", code, FP8_DTYPES)
-    if q[0] not in (code, torch.uint8):
-        raise ArgumentError(f"q has dtype {q[0]}; expected {code}, as code_dtype says, or uint8".replace("torch.", ""))
+    check_options(granularity, scale_layout)
+    token("q", code_dtype, FP8_DTYPES)
+    if q.dtype not in (code_dtype, torch.uint8):
+        what = f"q has dtype {q.dtype}; expected {code_dtype}, as code_dtype says, or uint8"
+        raise ArgumentError(what.replace("torch.", ""))
     token("the result", dtype, FLOAT_DTYPES)
-    shape = tuple(q[1])
+    shape = tuple(q.shape)
     if not shape:
         raise ArgumentError("q has no dimensions; expected at least one")
     if granularity == "tensor":
@@ -34,41 +35,35 @@ def check_dequantize(
         if len(shape) != 2:
             raise ArgumentError(f"q has shape {shape}; granularity 'group_t' expects two dimensions, [columns, rows]")
         shape = shape[::-1]
-    token("scale", scale[0], (torch.float32,))
-    wanted = scale_shape(shape, granularity, layout)
-    if tuple(scale[1]) != wanted:
-        raise ArgumentError(
-            f"scale has shape {tuple(scale[1])}; expected {wanted} for granularity {granularity!r}, "
-            f"scale_layout {layout!r} and q of shape {tuple(q[1])}"
-        )
+    token("scale", scale.dtype, (torch.float32,))
+    wanted = scale_shape(shape, granularity, scale_layout)
+    what = f"for granularity {granularity!r}, scale_layout {scale_layout!r} and q of shape {tuple(q.shape)}"
+    if tuple(scale.shape) != wanted:
+        raise ArgumentError(f"scale has shape {tuple(scale.shape)}; expected {wanted} {what}")
 
 
-def _transposed_tiles(cols: int, t: str) -> int:
-    return -(-cols // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
-
-
-def outputs(q, scale, granularity, code, dtype, layout):
-    check_options(granularity, layout)
+def outputs(q, granularity, dtype, scale_layout):
+    check_options(granularity, scale_layout)
     return (Memory(q.shape[::-1] if granularity == "group_t" else q.shape, dtype),)
 
 
 def plan(
-    q: Meta, scale: Meta, granularity: str, code: torch.dtype, dtype: torch.dtype, layout: str, device: int
+    q: Meta, granularity: str, code_dtype: torch.dtype, dtype: torch.dtype, scale_layout: str, device: int
 ) -> Steps:
-    t, f, cols = DTYPE_TOKEN[dtype], DTYPE_TOKEN[code], q.shape[-1]
+    t, f, cols = DTYPE_TOKEN[dtype], DTYPE_TOKEN[code_dtype], q.shape[-1]
     groups = groups_of(cols)
     if granularity == "group_t":
         m = Matrix(q, 16, flat=False)
-        tiles = _transposed_tiles(m.rows, t)
+        tiles = -(-m.rows // (_TRANSPOSED_THREADS // 32 * 4 * WIDTH[t]))
         launch = BACK_T.bind((t, f), device, tiles * groups_of(m.cols), _TRANSPOSED_THREADS)
         sizes = m.cols, m.rows, m.stride, tiles, m.vec > 1, m.rows % WIDTH[t] == 0
         return Steps(Step(launch, "q", "scale", "y", *sizes))
-    flat = granularity == "tensor" or (granularity == "group" and layout == "row" and cols % GROUP == 0)
+    flat = granularity == "tensor" or (granularity == "group" and scale_layout == "row" and cols % GROUP == 0)
     m = Matrix(q, WIDTH[t], flat=flat)
     strides = {  # rows of a scale as bits, from scale to scale down and across
         "tensor": (0, 0, 0),
         "row": (0, 1, 0),
-        "group": (0, 1, m.rows) if layout == "column" else (0, groups, 1),
+        "group": (0, 1, m.rows) if scale_layout == "column" else (0, groups, 1),
         "block": (7, groups, 1),
     }[granularity]
     cut = m.row_slices(2, threads=128)

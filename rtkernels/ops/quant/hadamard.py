@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
@@ -29,8 +29,9 @@ _THREADS = 512
 _CHUNKS = 4
 
 _TRANSFORM = Kernel(
-    "quant/hadamard.cu", "hadamard", template="T", max_registers=64,
-    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64", variants=[("bf16",), ("fp16",), ("fp32",)],
+    "quant/hadamard.cu", "hadamard", template="T Result", max_registers=64,
+    args="x:ptr y:ptr vectors:i64 lanes:i64 norm:f64",
+    variants=[("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16")],
 )  # fmt: skip
 _QUANTIZE = Kernel(
     "quant/hadamard.cu", "quantize_fp8_hadamard", template="T", max_registers=80,
@@ -53,7 +54,7 @@ def _check(x: Meta, block: int) -> None:
 
 def _check_transform(x: Meta, block: int, dtype: torch.dtype) -> None:
     _check(x, block)
-    token("the result", dtype, tuple(dict.fromkeys((x.dtype, torch.float32))))
+    token("the result", dtype, FLOAT_DTYPES if x.dtype == torch.float32 else (x.dtype, torch.float32))
 
 
 def _check_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool) -> None:
@@ -67,11 +68,11 @@ def _norm(block: int) -> float:
 
 def _plan(x: Meta, block: int, dtype: torch.dtype, device: int) -> Steps:
     vectors = x.numel() // _ELEMENTS
-    grid = min(-(-vectors // (256 * (2 if dtype == torch.float32 else 4))), GRID_LIMIT)
-    step = Step(
-        _TRANSFORM.bind((DTYPE_TOKEN[dtype],), device, grid, 256), "x", "y", vectors, block // _ELEMENTS, _norm(block)
-    )
-    return Steps(step, converted=None if x.dtype == dtype else {"x": dtype})  # exact
+    kind = torch.float32 if torch.float32 in (x.dtype, dtype) else dtype
+    grid = min(-(-vectors // (256 * (2 if kind == torch.float32 else 4))), GRID_LIMIT)
+    launch = _TRANSFORM.bind((DTYPE_TOKEN[kind], DTYPE_TOKEN[dtype]), device, grid, 256)
+    step = Step(launch, "x", "y", vectors, block // _ELEMENTS, _norm(block))
+    return Steps(step, converted=None if x.dtype == kind else {"x": kind})  # exact
 
 
 def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool, device: int) -> Steps:
@@ -142,7 +143,7 @@ class _Hadamard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return hadamard(dy, ctx.block).to(ctx.dtype), None, None
+        return hadamard(dy, ctx.block, dtype=ctx.dtype), None, None
 
 
 _differentiable = applied(_Hadamard)
@@ -161,16 +162,14 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, o
         x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (a copy is made unless x
             is dense). May be any object with ``__dlpack__``; the result is then of its kind.
         block: 32, 64, 128 or 256.
-        dtype: Of the result: x's (None) or float32.
+        dtype: Of the result: x's (None) or float32; any of the three for x of float32.
         out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of x's shape.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(hadamard, locals())
-    if out is not None:
-        return into(hadamard, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(hadamard, locals())
     if is_grad_enabled() and needs_grad(x):
         return _differentiable(x, block, dtype or x.dtype)
     return TRANSFORM.call(x, block, dtype or x.dtype)
@@ -200,10 +199,8 @@ def quantize_fp8_hadamard(
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(quantize_fp8_hadamard, locals())
-    if out is not None:
-        return into(quantize_fp8_hadamard, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(quantize_fp8_hadamard, locals())
     if x.requires_grad:
         x = x.detach()
     if transposed:
@@ -241,7 +238,7 @@ def dequantize_fp8_hadamard(
     token("the result", dtype, FLOAT_DTYPES)
     if rows is not None:
         an_integer("rows", rows)
-    y = hadamard(dequantize_fp8(q, scale, granularity="row", dtype=torch.float32), block).to(dtype)
+    y = hadamard(dequantize_fp8(q, scale, granularity="row", dtype=torch.float32), block, dtype=dtype)
     return transpose(y if rows is None else y[:, :rows]) if transposed else y
 
 

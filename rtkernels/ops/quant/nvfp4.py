@@ -11,14 +11,15 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.nvfp4_operators import CODES, DEQUANTIZE, QUANTIZE, scale_shape
 from rtkernels.ops.quant.nvfp4_plan import KERNELS
+from rtkernels.ops.quant.swizzle import KERNEL, SWIZZLE
 from rtkernels.ops.shared import block_formats as formats
 from rtkernels.ops.shared.fp8_layout import check_option
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -114,7 +115,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
     The byte of row r and block b is at ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 +
-    (r % 128) // 32 * 4 + b % 4``. In plain torch: for weights, when they are loaded.
+    (r % 128) // 32 * 4 + b % 4``.
 
     Args:
         scales: Any dtype of one byte.
@@ -123,13 +124,9 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         One dimension, of the dtype of scales, 0 where there is no row or block.
     """
-    if not isinstance(scales, Tensor):
-        return interop.call_with(nvfp4_swizzle, locals())
-    if out is not None:
-        return into(nvfp4_swizzle, locals())
-    if scales.dim() != 2 or scales.itemsize != 1:
-        raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected one byte each, [rows, blocks]")
-    return formats.swizzle(scales)
+    if out is not None or not isinstance(scales, Tensor):
+        return redirected(nvfp4_swizzle, locals())
+    return SWIZZLE.call(scales)
 
 
 @replayed
@@ -145,10 +142,8 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
     Returns:
         ``[rows, ceil(cols / 16)]``.
     """
-    if not isinstance(scales, Tensor):
-        return interop.call_with(nvfp4_unswizzle, locals())
-    if out is not None:
-        return into(nvfp4_unswizzle, locals())
+    if out is not None or not isinstance(scales, Tensor):
+        return redirected(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
@@ -274,7 +269,8 @@ def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Te
     if global_scale is not None and not isinstance(global_scale, Tensor):
         global_scale = torch.full((), float(a_number("global_scale", global_scale)), device=codes.device)
     if not codes.dim():
-        raise ArgumentError("packed has no dimensions; expected at least one")
+        name = "codes" if format == "mxfp8" else "packed"
+        raise ArgumentError(f"{name} has no dimensions; expected at least one")
     codes, scales, global_scale = detached(codes, scales, global_scale)
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
     made = memory_for("out", out, shape, dtype, codes, {"packed": codes, "scales": scales})
@@ -288,6 +284,6 @@ OP = Op(
         "quantize_nvfp4", "dequantize_nvfp4", "nvfp4_swizzle", "nvfp4_unswizzle", "nvfp4_scale_bytes",
         "quantize_mxfp8", "quantize_mxfp4", "dequantize_mxfp8", "dequantize_mxfp4",
     ),
-    kernels=KERNELS,
-    torch_ops=(QUANTIZE, DEQUANTIZE),
+    kernels=(*KERNELS, KERNEL),
+    torch_ops=(QUANTIZE, DEQUANTIZE, SWIZZLE),
 )  # fmt: skip

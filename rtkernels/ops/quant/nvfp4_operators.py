@@ -25,16 +25,24 @@ def scale_shape(shape: tuple[int, ...], block: int, swizzled: bool) -> tuple[int
     return (formats.swizzled_bytes(row_count(shape), blocks),) if swizzled else (*shape[:-1], blocks)
 
 
+def _check_global(scale: Meta | None) -> None:
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+        raise ArgumentError(f"global_scale is {scale.dtype} {tuple(scale.shape)}; expected one float32 element")
+
+
 def _check_quantize(
-    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, global_out: Meta | None,
-    format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float,
+    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, format: str,
+    swizzled: bool, scale_rule: str, elem_rule: str,
 ) -> None:  # fmt: skip
     check_option("format", format, tuple(FORMATS))
     if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last is quantised")
     if format != "mxfp8" and x.shape[-1] % 2:
         raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 2, two codes in a byte")
-    check_option("scale_rule", scale_rule, SCALE_RULES if format == "nvfp4" else MX_RULES)
+    if format == "nvfp4":
+        check_option("scale_rule", scale_rule, SCALE_RULES)
+    else:
+        check_option("rule", scale_rule, MX_RULES)
     check_option("elem_rule", elem_rule, ELEMENT_RULES if format == "nvfp4" else ("rne",))
     shape = tuple(x.shape) if format == "mxfp8" else (*x.shape[:-1], x.shape[-1] // 2)
     if out.dtype not in CODES[format] or tuple(out.shape) != shape:
@@ -44,10 +52,7 @@ def _check_quantize(
         raise ArgumentError(
             f"scale_out is {scale_out.dtype} {tuple(scale_out.shape)}; expected {_SCALES[format]} {shape}"
         )
-    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
-        raise ArgumentError(
-            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
-        )
+    _check_global(global_scale)
     if channel_scale is not None:
         token("channel_scale", channel_scale.dtype, (x.dtype, torch.float32))
         check_same("channel_scale", tuple(channel_scale.shape), (x.shape[-1],), "shape", of="a row of x")
@@ -91,16 +96,14 @@ def _check_dequantize(
     token("out", out.dtype)
     accepted = (*CODES[format], torch.uint8)
     if codes.dtype not in accepted or not codes.shape:
-        raise ArgumentError(f"codes is {codes.dtype} {tuple(codes.shape)}; expected {accepted[0]} [..., bytes]")
+        name = "codes" if format == "mxfp8" else "packed"
+        raise ArgumentError(f"{name} is {codes.dtype} {tuple(codes.shape)}; expected {accepted[0]} [..., bytes]")
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
     check_same("out", tuple(out.shape), shape, "shape", of="codes")
     shape = scale_shape(shape, scale_block(format), swizzled)
     if scales.dtype not in (_SCALES[format], torch.uint8) or tuple(scales.shape) != shape:
         raise ArgumentError(f"scales is {scales.dtype} {tuple(scales.shape)}; expected {_SCALES[format]} {shape}")
-    if global_scale is not None and (global_scale.dtype != torch.float32 or global_scale.numel() != 1):
-        raise ArgumentError(
-            f"global_scale is {global_scale.dtype} {tuple(global_scale.shape)}; expected one float32 element"
-        )
+    _check_global(global_scale)
 
 
 def _reference_dequantize(

@@ -17,15 +17,8 @@ _THREADS = 256
 _THREADS_BACK, _STRETCHES = 256, 2  # of dequantize_blocks
 _RESIDENT_DENSE = 5  # blocks of quantize_dense
 _RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules: the bounds in quant/nvfp4.cu
-_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES, _DENSE_ROWS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-)  # flags of quant/nvfp4.cu
+# Flags of quant/nvfp4.cu.
+_ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES, _DENSE_ROWS = (1 << bit for bit in range(7))
 
 _SIZES = "rows:i64 cols:i64 blocks:i64"
 _AMAX = Kernel(
@@ -63,8 +56,8 @@ def _divisor(threads: int, blocks: int) -> int:
 
 
 def plan_quantize(
-    x: Meta, global_scale: Meta | None, channel_scale: Meta | None, out: Meta, scale_out: Meta, global_out: Meta | None,
-    format: str, swizzled: bool, scale_rule: str, elem_rule: str, static: float, device: int,
+    x: Meta, channel_scale: Meta | None, out: Meta, global_out: Meta | None, format: str, swizzled: bool,
+    scale_rule: str, elem_rule: str, static: float, device: int,
 ) -> Steps:  # fmt: skip
     rows, cols, stride = row_count(x.shape), x.shape[-1], row_stride(x.shape, x.stride)
     size, factor = x.dtype.itemsize, channel_scale
@@ -110,9 +103,7 @@ def plan_quantize(
     return Steps(*steps, zeros=zeros)
 
 
-def plan_dequantize(
-    codes: Meta, scales: Meta, global_scale: Meta | None, out: Meta, format: str, swizzled: bool, device: int
-) -> Steps:
+def plan_dequantize(codes: Meta, out: Meta, format: str, swizzled: bool, device: int) -> Steps:
     rows, cols, stride = row_count(out.shape), out.shape[-1], row_stride(codes.shape, codes.stride)
     flags = _ALIGNED16 * (not (out.misaligned | cols * out.dtype.itemsize % 16)) | _SWIZZLED * swizzled
     flags |= _E5M2 * (codes.dtype == torch.float8_e5m2)

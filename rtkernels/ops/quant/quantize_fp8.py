@@ -15,6 +15,7 @@ from rtkernels.ops.quant import groups, reference
 from rtkernels.ops.quant import quantize_fp8_plan as plans
 from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
 from rtkernels.ops.shared.fp8_layout import groups_of
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator, Rows
 from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
@@ -31,7 +32,7 @@ BOTH = Operator(
 )  # fmt: skip
 STATIC = Operator(
     "quantize_fp8_static", (_X, Argument("scale", None)), options="ScalarType dtype", results="q",
-    outputs=lambda x, scale, dtype: (Memory(x.shape, dtype),), plan=plans.plan_static, reference=reference.static,
+    outputs=lambda x, dtype: (Memory(x.shape, dtype),), plan=plans.plan_static, reference=reference.static,
     check=plans.check_static,
 )  # fmt: skip
 DEQUANTIZE = Operator(
@@ -40,9 +41,6 @@ DEQUANTIZE = Operator(
     outputs=back.outputs, plan=back.plan, reference=reference.dequantize, check=back.check_dequantize,
 )  # fmt: skip
 _quantize_replay, _dequantize_replay = QUANTIZE.replay, DEQUANTIZE.replay
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class QuantizedBoth(NamedTuple):
@@ -177,10 +175,8 @@ def dequantize_fp8(
     Returns:
         Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(dequantize_fp8, locals())
-    if out is not None:
-        return into(dequantize_fp8, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(dequantize_fp8, locals())
     if group_size != 128:
         one = functools.partial(dequantize_fp8, granularity="row", dtype=dtype, code_dtype=code_dtype)
         return groups.dequantize(one, q, scale, granularity, group_size, scale_layout)

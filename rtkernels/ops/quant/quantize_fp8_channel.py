@@ -15,7 +15,7 @@ from rtkernels.ops.layout.transpose_plan import padded
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.column_absmax import check_factor, column_steps
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
-from rtkernels.ops.quant.quantize_fp8_plan import empty_scale, tile_threads
+from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, groups_of
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
@@ -33,15 +33,15 @@ _INPUTS = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 _WIDER = {torch.float16: torch.float32, torch.float8_e4m3fn: torch.bfloat16}
 
 
-def _check(x: Meta, row: Meta | None, column: Meta | None, dtype: torch.dtype, pow2: bool, pad_to: int) -> None:
-    token("x", x[0], _INPUTS)
+def _check(x: Meta, row_factor: Meta | None, smooth: Meta | None, dtype: torch.dtype, pad_to: int) -> None:
+    token("x", x.dtype, _INPUTS)
     token("the result", dtype, FP8_DTYPES)
-    if not x[1]:
+    if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one")
     if not 1 <= pad_to <= 65536:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 to 65536")
-    check_factor("row_factor", row, x.rows, "row")
-    check_factor("smooth", column, x[1][-1], "column")
+    check_factor("row_factor", row_factor, x.rows, "row")
+    check_factor("smooth", smooth, x.shape[-1], "column")
 
 
 def whole_rows(x: Meta, dtype: torch.dtype) -> tuple[Meta, int, dict[str, Any] | None]:
@@ -65,15 +65,13 @@ def _with_zeros(x: Tensor, dtype: torch.dtype, extra: int) -> Tensor:
     return F.pad(x, (0, extra)).contiguous() if extra else x.clone(memory_format=torch.contiguous_format)
 
 
-def _plan(
-    x: Meta, row: Meta | None, column: Meta | None, dtype: torch.dtype, pow2: bool, pad_to: int, device: int
-) -> Steps:
+def _plan(x: Meta, dtype: torch.dtype, pow2_scale: bool, pad_to: int, device: int) -> Steps:
     if dtype != E4M3:
         return Steps(instead=_transposed_and_quantized)
     meta, x_cols, converted = whole_rows(x, _WIDER.get(x.dtype, x.dtype))
     t, rows, cols = DTYPE_TOKEN[meta.dtype], x.rows, x.shape[-1]
     rows_out, tiles = padded(rows, pad_to), groups_of(cols)
-    steps, scratch = column_steps(meta, device, ("x", "row_factor", "smooth", "scale"), dtype, pow2)
+    steps, scratch = column_steps(meta, device, ("x", "row_factor", "smooth", "scale"), dtype, pow2_scale)
     launch = KERNEL.bind((t,), device, tiles * groups_of(rows_out), tile_threads(t), overlap=True)
     sizes = rows, rows_out, cols, x_cols, meta.row_stride, tiles
     codes = Step(launch, "x", "row_factor", "smooth", "scale", "q", *sizes)
@@ -87,30 +85,21 @@ def _transposed_and_quantized(
     return QUANTIZE.launch(values, "row", dtype, pow2_scale, "row")
 
 
-def _nothing(x: Tensor, dtype: torch.dtype, pow2_scale: bool, pad_to: int) -> tuple[Tensor, Tensor]:
-    shape = x.shape[-1], padded(row_count(x.shape), pad_to)
-    scale = torch.full(shape[:1], empty_scale(pow2_scale), dtype=torch.float32, device=x.device)
-    return torch.zeros(shape, dtype=torch.uint8, device=x.device).view(dtype), scale
-
-
 def _values(x: Tensor, row_factor: Tensor | None, column_factor: Tensor | None) -> Tensor:
     """Return what is quantised, as a matrix of fp32."""
-    z = x.float().reshape(-1, x.shape[-1])
+    z = x.float().reshape(row_count(x.shape), x.shape[-1])
     if column_factor is not None:
         z = z * column_factor
     return z if row_factor is None else z * row_factor[:, None]
 
 
-def _reference(x, row_factor, column_factor, dtype, pow2_scale, pad_to):
-    if x.numel() == 0:
-        return _nothing(x, dtype, pow2_scale, pad_to)
-    z = _values(x, row_factor, column_factor).t()
+def _reference(x, row_factor, smooth, dtype, pow2_scale, pad_to):
+    z = _values(x, row_factor, smooth).t()
     return reference.quantize(F.pad(z, (0, -z.shape[1] % pad_to)), "row", dtype, pow2_scale, "row")
 
 
-def _outputs(x, row_factor, smooth, dtype, pow2_scale, pad_to):
-    rows = padded(row_count(x.shape), pad_to)
-    return Memory((x.shape[-1], rows), dtype), Memory(x.shape[-1:], torch.float32)
+def _outputs(x, dtype, pad_to):
+    return Memory((x.shape[-1], padded(row_count(x.shape), pad_to)), dtype), Memory(x.shape[-1:], torch.float32)
 
 
 CHANNEL = Operator(

@@ -7,27 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8_kernels import EXPERTS, EXPERTS_STREAM, WIDTH
 from rtkernels.ops.quant.quantize_fp8_plan import Matrix, tile_threads
-from rtkernels.ops.shared.fp8_layout import (
-    FP8_DTYPES,
-    LAYOUTS,
-    MAX_EXPERTS,
-    Fp8Layout,
-    asked,
-    check_option,
-    groups_of,
-    row_blocks_of,
-)
+from rtkernels.ops.shared import fp8_layout
+from rtkernels.ops.shared.fp8_layout import MAX_EXPERTS, Fp8Layout, asked, groups_of, row_blocks_of
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, nothing
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -41,23 +32,22 @@ _STREAM_TILES = 5
 # ---- checks and plans -----------------------------------------------------------------------------------------------
 
 
-def _check(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: bool = False) -> None:
-    check_option("layout", output, LAYOUTS)
-    token("x", x[0])
-    token("the result", dtype, FP8_DTYPES)
-    if len(x[1]) != 2:
-        raise ArgumentError(f"x has shape {tuple(x[1])}; expected two dimensions, rows sorted by expert")
-    if x[1][0] >= 2**31:
-        raise ArgumentError(f"x has {x[1][0]} rows; expected less than 2^31")
-    if counts[0] not in (torch.int32, torch.int64):
-        raise ArgumentError(f"counts has dtype {counts[0]}; expected int32 or int64".replace("torch.", ""))
-    if len(counts[1]) != 1 or not 1 <= counts[1][0] <= MAX_EXPERTS:
-        raise ArgumentError(
-            f"counts has shape {tuple(counts[1])}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts"
-        )
+def _check(x: Meta, counts: Meta, output: str, dtype: torch.dtype) -> None:
+    fp8_layout.check_option("layout", output, fp8_layout.LAYOUTS)
+    token("x", x.dtype)
+    token("the result", dtype, fp8_layout.FP8_DTYPES)
+    if x.dim() != 2:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}; expected two dimensions, rows sorted by expert")
+    if x.shape[0] >= 2**31:
+        raise ArgumentError(f"x has {x.shape[0]} rows; expected less than 2^31")
+    if counts.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"counts has dtype {counts.dtype}; expected int32 or int64".replace("torch.", ""))
+    if counts.dim() != 1 or not 1 <= counts.shape[0] <= MAX_EXPERTS:
+        shape = tuple(counts.shape)
+        raise ArgumentError(f"counts has shape {shape}; expected one dimension, the rows of 1 to {MAX_EXPERTS} experts")
 
 
-def _outputs(x, counts, output, dtype, pow2_scale):
+def _outputs(x, counts, output, dtype):
     return Fp8Layout(x.shape, output, "column", counts.shape[0], dtype).outputs()
 
 
@@ -82,7 +72,7 @@ def _plan(x: Meta, counts: Meta, output: str, dtype: torch.dtype, pow2_scale: bo
 
 
 def _reference(x: Tensor, counts: Tensor, output: str, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, ...]:
-    wanted = Fp8Layout(x.shape, output, "column", counts.shape[0], dtype).outputs()
+    wanted = _outputs(x, counts, output, dtype)
     results = tuple(nothing(x) if m is None else x.new_zeros(m.shape, dtype=m.dtype) for m in wanted)
     q, scale, q_t, scale_t = results
     first, block, groups, cols = 0, 0, groups_of(x.shape[1]), x.shape[1]
@@ -106,9 +96,6 @@ QUANTIZE = Operator(
     options="str output, ScalarType dtype, bool pow2_scale", results="q scale q_t scale_t", outputs=_outputs,
     plan=_plan, reference=_reference, check=_check,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class QuantizedExperts(NamedTuple):
@@ -161,10 +148,8 @@ def quantize_fp8_experts(
     Returns:
         A :class:`QuantizedExperts`, all of it dense.
     """
-    if not isinstance(x, Tensor):
-        return QuantizedExperts(*interop.call_with(quantize_fp8_experts, locals()))
-    if out is not None:
-        return into(quantize_fp8_experts, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(quantize_fp8_experts, locals())
     layout = layout if output is None else output
     if x.requires_grad:
         x = x.detach()

@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.quant import quantize_fp8_kernels as kernels
 from rtkernels.ops.quant.quantize_fp8_generic_plan import generic_static, generic_steps, generic_tensor
-from rtkernels.ops.quant.quantize_fp8_kernels import (
-    AMAX,
-    BLOCK,
-    BLOCK_BOTH,
-    GROUP,
-    GROUP_BOTH,
-    GROUPED,
-    GROUPED_T,
-    ROW,
-    ROW_LONG,
-    SMALL,
-    TENSOR,
-    WIDTH,
-)
+from rtkernels.ops.quant.quantize_fp8_kernels import GROUP, WIDTH
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, SCALE_LAYOUTS, Fp8Layout, check_option, groups_of
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
@@ -33,7 +22,6 @@ from rtkernels.runtime.layout import (
     row_blocks,
     row_count,
     row_slices,
-    row_stride,
     vector_bytes,
 )
 from rtkernels.runtime.operator.declared import Meta
@@ -82,18 +70,20 @@ def check_options(granularity: str, layout: str) -> None:
         raise ArgumentError(f"scale_layout 'column' goes with granularity 'group' only, not with {granularity!r}")
 
 
-def check_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str) -> None:
+def check_quantize(
+    x: Meta | Tensor, dtype: torch.dtype, granularity: str = "tensor", scale_layout: str = "row"
+) -> None:
     """Raise an ArgumentError unless x can be quantised as asked."""
-    check_options(granularity, layout)
-    token("x", x[0])
+    check_options(granularity, scale_layout)
+    token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
-    if not x[1]:
+    if not x.dim():
         raise ArgumentError("x has no dimensions; expected at least one")
 
 
-def check_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str) -> None:
+def check_both(x: Meta, granularity: str, dtype: torch.dtype, scale_layout: str) -> None:
     """Raise an ArgumentError unless x can be quantised with transposed codes as well."""
-    check_quantize(x, granularity, dtype, pow2, layout)
+    check_quantize(x, dtype, granularity, scale_layout)
     if granularity not in BOTH_GRANULARITIES:
         raise ArgumentError(
             f"layout 'both' (with_transposed) goes with granularity {' and '.join(map(repr, BOTH_GRANULARITIES))}, "
@@ -103,14 +93,15 @@ def check_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout
 
 def check_static_scale(scale: Meta) -> None:
     """Raise an ArgumentError unless a given scale is one fp32 number."""
-    dtype, shape = scale[:2]
-    token("scale", dtype, (torch.float32,))
-    if row_count((*shape, 1)) != 1:
-        raise ArgumentError(f"scale has shape {tuple(shape)}; expected one element, the scale of the whole tensor")
+    token("scale", scale.dtype, (torch.float32,))
+    if scale.numel() != 1:
+        raise ArgumentError(
+            f"scale has shape {tuple(scale.shape)}; expected one element, the scale of the whole tensor"
+        )
 
 
 def check_static(x: Meta, scale: Meta, dtype: torch.dtype) -> None:
-    check_quantize(x, "tensor", dtype, False, "row")
+    check_quantize(x, dtype)
     check_static_scale(scale)
 
 
@@ -119,31 +110,27 @@ def q_shape(shape: Sequence[int], granularity: str) -> tuple[int, ...]:
     return (shape[-1], row_count(shape)) if granularity == "group_t" else tuple(shape)
 
 
-def outputs_quantize(x, granularity, dtype, pow2, layout):
-    check_options(granularity, layout)
-    scale = Memory(scale_shape(x.shape, granularity, layout), torch.float32)
+def outputs_quantize(x, granularity, dtype, scale_layout):
+    check_options(granularity, scale_layout)
+    scale = Memory(scale_shape(x.shape, granularity, scale_layout), torch.float32)
     return Memory(q_shape(x.shape, granularity), dtype), scale
 
 
-def outputs_both(x, granularity, dtype, pow2, layout):
-    q, scale = outputs_quantize(x, granularity, dtype, pow2, layout)
+def outputs_both(x, granularity, dtype, scale_layout):
+    q, scale = outputs_quantize(x, granularity, dtype, scale_layout)
     q_t, scale_t = Fp8Layout(x.shape, "transposed", dtype=dtype).outputs()[2:]
     return q, scale, q_t, scale_t if granularity == "group" else None
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 class Matrix:
     """A tensor as rows of columns, and the widest access its addresses allow."""
 
     def __init__(self, meta: Meta, width: int, *, flat: bool) -> None:
-        dtype, shape, stride, self.device, align = meta
-        self.rows, self.cols, self.stride = row_count(shape), shape[-1], row_stride(shape, stride)
+        self.device, self.rows, self.cols, self.stride = meta.device, meta.rows, meta.shape[-1], meta.row_stride
         if flat and self.stride == self.cols:
             self.rows, self.cols, self.stride = 1, self.rows * self.cols, self.rows * self.cols
-        size = dtype.itemsize
-        bytes_ = vector_bytes(align, self.cols * size, self.stride * size, limit=width * size)
+        size = meta.dtype.itemsize
+        bytes_ = vector_bytes(meta.misaligned, self.cols * size, self.stride * size, limit=width * size)
         self.vec = width if bytes_ == width * size else 1
 
     def row_slices(self, in_flight: int, threads: int = 256) -> RowSlices:
@@ -151,62 +138,64 @@ class Matrix:
         return row_slices(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
 
 
-def plan_quantize(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, device: int) -> Steps:
-    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2)
+def plan_quantize(
+    x: Meta, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str, device: int
+) -> Steps:
+    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2_scale)
     m = Matrix(x, WIDTH[t], flat=granularity == "tensor")
     if granularity != "tensor":
         if m.vec == 1:
-            return Steps(*generic_steps(m, t, f, pow2, granularity, layout))
-        return Steps(_BY_GRANULARITY[granularity](m, t, f, pow2, layout))
+            return Steps(*generic_steps(m, t, f, pow2, granularity, scale_layout))
+        return Steps(_BY_GRANULARITY[granularity](m, t, f, pow2, scale_layout))
     if m.vec > 1 and m.rows == 1 and m.cols * x.dtype.itemsize <= _SMALL_BYTES:
         grid = -(-m.cols // (m.vec * _SMALL_THREADS))
-        launch = SMALL.bind((t, f), device, grid, _SMALL_THREADS)
+        launch = kernels.SMALL.bind((t, f), device, grid, _SMALL_THREADS)
         return Steps(Step(launch, "x", "q", "scale", m.cols // m.vec, pow2))
     if m.vec == 1:
         return generic_tensor(m, t, f, pow2)
     # One scale for the tensor: a pass for the largest magnitude, then one that quantises.
     reading, writing = m.row_slices(8), m.row_slices(4)
     blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(device).sm_count)
-    build_together(device, (AMAX, (t, m.vec)), (TENSOR, (t, f, m.vec)))
+    build_together(device, (kernels.AMAX, (t, m.vec)), (kernels.TENSOR, (t, f, m.vec)))
     sizes = m.rows, m.cols, m.stride
-    amax = Step(AMAX.bind((t, m.vec), device, blocks, reading.block), "x", "partial", *sizes, *reading[:2])
-    launch = TENSOR.bind((t, f, m.vec), device, writing.grid, writing.block, overlap=True)
+    amax = Step(kernels.AMAX.bind((t, m.vec), device, blocks, reading.block), "x", "partial", *sizes, *reading[:2])
+    launch = kernels.TENSOR.bind((t, f, m.vec), device, writing.grid, writing.block, overlap=True)
     codes = Step(launch, "x", "scale", "partial", "q", *sizes, *writing[:2], blocks, pow2)
     return Steps(amax, codes, scratch={"partial": Memory((blocks,), torch.float32)})
 
 
-def plan_both(x: Meta, granularity: str, dtype: torch.dtype, pow2: bool, layout: str, device: int) -> Steps:
-    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2)
+def plan_both(x: Meta, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str, device: int) -> Steps:
+    t, f, pow2 = x.token, DTYPE_TOKEN[dtype], int(pow2_scale)
     m = Matrix(x, WIDTH[t], flat=False)
     if m.vec == 1:
-        return Steps(*generic_steps(m, t, f, pow2, granularity, layout, both=True))
+        return Steps(*generic_steps(m, t, f, pow2, granularity, scale_layout, both=True))
     tiles, strips, sizes = groups_of(m.cols), groups_of(m.rows), (m.rows, m.cols, m.stride)
     if granularity == "block":
-        launch = BLOCK_BOTH.bind((t, f), device, tiles * strips, tile_threads(t))
+        launch = kernels.BLOCK_BOTH.bind((t, f), device, tiles * strips, tile_threads(t))
         return Steps(Step(launch, "x", "q", "scale", "q_t", *sizes, tiles, pow2))
-    strides = (1, m.rows) if layout == "column" else (tiles, 1)
+    strides = (1, m.rows) if scale_layout == "column" else (tiles, 1)
     tiles_per_block = 1 if t == "fp32" else 2
     grid = -(-tiles // tiles_per_block), min(strips, _GRID_LIMIT_Y), -(-strips // _GRID_LIMIT_Y)
-    launch = GROUP_BOTH.bind((t, f), device, grid, tiles_per_block * tile_threads(t))
+    launch = kernels.GROUP_BOTH.bind((t, f), device, grid, tiles_per_block * tile_threads(t))
     return Steps(Step(launch, "x", "q", "scale", "q_t", "scale_t", *sizes, *strides, pow2))
 
 
-def plan_static(x: Meta, scale: Meta, dtype: torch.dtype, device: int) -> Steps:
+def plan_static(x: Meta, dtype: torch.dtype, device: int) -> Steps:
     t, f = x.token, DTYPE_TOKEN[dtype]
     m = Matrix(x, WIDTH[t], flat=True)
     if m.vec == 1:
         return Steps(generic_static(m, t, f))
     cut = m.row_slices(4)
-    launch = TENSOR.bind((t, f, m.vec), device, cut.grid, cut.block)
+    launch = kernels.TENSOR.bind((t, f, m.vec), device, cut.grid, cut.block)
     return Steps(Step(launch, "x", "scale", 0, "q", m.rows, m.cols, m.stride, *cut[:2], 0, 0))
 
 
 def _row(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
     vectors = m.cols // m.vec
     if vectors <= _ROW_THREADS * _ROW_CHUNKS:
-        kernel, threads = ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
+        kernel, threads = kernels.ROW, group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS)
     else:
-        kernel, threads = ROW_LONG, group_threads(vectors, 1024)
+        kernel, threads = kernels.ROW_LONG, group_threads(vectors, 1024)
     grid, block = row_blocks(m.rows, threads)
     launch = kernel.bind((t, f, m.vec), m.device, grid, block)
     return Step(launch, "x", "q", "scale", m.rows, m.cols, m.stride, threads, pow2)
@@ -224,14 +213,14 @@ def _group(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
     across = 1 if layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // lane_teams
     tiles = -(-groups // (across * lane_teams))
     grid = tiles * -(-rows // (_GROUP_THREADS // 32 * sets // across))
-    launch = GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS)
+    launch = kernels.GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS)
     return Step(launch, "x", "q", "scale", rows, cols, stride, *strides, tiles, pow2)
 
 
 def _block(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
     tiles = groups_of(m.cols)
     threads = GROUP * GROUP // (8 * m.vec)
-    launch = BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads)
+    launch = kernels.BLOCK.bind((t, f, m.vec), m.device, tiles * groups_of(m.rows), threads)
     return Step(launch, "x", "q", "scale", m.rows, m.cols, m.stride, tiles, pow2)
 
 
@@ -242,7 +231,7 @@ def tile_threads(t: str) -> int:
 
 def _group_t(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
     tiles = groups_of(m.cols)
-    launch = GROUPED_T.bind((t, f), m.device, tiles * groups_of(m.rows), tile_threads(t))
+    launch = kernels.GROUPED_T.bind((t, f), m.device, tiles * groups_of(m.rows), tile_threads(t))
     return Step(launch, "x", "q", "scale", m.rows, m.cols, m.stride, tiles, pow2)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rtkernels.ops.quant.quantize_fp8_plan import check_quantize, empty_scale, q_shape, scale_shape
 from rtkernels.ops.shared.fp8_layout import GROUP
-from rtkernels.runtime.layout import metadata, nothing, row_count
+from rtkernels.runtime.layout import nothing, row_count
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _NAN_CODE = 0x7F
@@ -61,7 +61,7 @@ def transposed_scale(granularity: str, layout: str) -> bool:
 
 def quantize(x: Tensor, granularity: str, dtype: torch.dtype, pow2_scale: bool, scale_layout: str):
     """Return ``(q, scale)``."""
-    check_quantize(metadata(x), granularity, dtype, pow2_scale, scale_layout)
+    check_quantize(x, dtype, granularity, scale_layout)
     shapes = q_shape(x.shape, granularity), scale_shape(x.shape, granularity, scale_layout)
     if x.numel() == 0:
         q = torch.empty(shapes[0], dtype=dtype, device=x.device)

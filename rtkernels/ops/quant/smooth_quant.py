@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -9,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import quantize_fp8_channel as channel
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.column_absmax import ABSMAX, column_steps, max_step
 from rtkernels.ops.quant.column_absmax import reference as absmax_reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
-from rtkernels.ops.quant.quantize_fp8_plan import empty_scale
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
-from rtkernels.runtime.checks import check_same, check_shape, token
+from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.checks import check_same, check_shape, check_tensor, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -53,23 +53,21 @@ _KERNEL = Kernel(
 # ---- plan -----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype, pow2: bool, with_amax: bool) -> None:
-    token("x", x[0])
+def _check(x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype) -> None:
+    token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
-    if not x[1]:
+    if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one")
-    cols, rows = x[1][-1], x.rows
-    token("smooth", smooth[0], (torch.float32,))
-    wanted = (cols,) if expert is None else (smooth[1][0] if smooth[1] else 1, cols)
-    check_shape("smooth", smooth[1], wanted, "one per column of x")
+    cols = x.shape[-1]
+    token("smooth", smooth.dtype, (torch.float32,))
+    wanted = (cols,) if expert is None else (smooth.shape[0] if smooth.shape else 1, cols)
+    check_shape("smooth", smooth.shape, wanted, "one per column of x")
     if expert is not None:
-        token("expert", torch.float32 if expert[0] == torch.int32 else expert[0], (torch.float32,))
-        check_same("expert", tuple(expert[1]), (rows,), "shape", of="the rows of x")
+        token("expert", torch.float32 if expert.dtype == torch.int32 else expert.dtype, (torch.float32,))
+        check_same("expert", tuple(expert.shape), (x.rows,), "shape", of="the rows of x")
 
 
-def _plan(
-    x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype, pow2: bool, with_amax: bool, device: int
-) -> Steps:
+def _plan(x: Meta, dtype: torch.dtype, pow2_scale: bool, with_amax: bool, device: int) -> Steps:
     kind = torch.float32 if x.dtype == torch.float16 else x.dtype  # exact
     meta, x_cols, converted = channel.whole_rows(x, kind)
     rows, cols, vector = x.rows, x.shape[-1], 16 // kind.itemsize
@@ -85,7 +83,7 @@ def _plan(
     grid = min(-(-rows // groups), limit)
     launch = _KERNEL.bind((DTYPE_TOKEN[kind], calibrate), device, grid, block)
     stride, evict_first = meta.row_stride, reads_evict_first(rows * x_cols * kind.itemsize)
-    sizes = rows, x_cols, stride, cols, threads, int(pow2), evict_first
+    sizes = rows, x_cols, stride, cols, threads, int(pow2_scale), evict_first
     tensors = "x", "smooth", "expert", "q", "scale", "largest" if calibrate else 0
     steps, scratch = [Step(launch, *tensors, *sizes)], {}
     if calibrate:
@@ -115,20 +113,12 @@ def _smoothed(x: Tensor, smooth: Tensor, expert: Tensor | None) -> Tensor:
     return x.float() * smooth[expert.long()].view(x.shape)
 
 
-def _nothing(x: Tensor, dtype: torch.dtype, pow2: bool, with_amax: bool) -> tuple[Tensor, Tensor, Tensor]:
-    scale = torch.full(x.shape[:-1], empty_scale(pow2), dtype=torch.float32, device=x.device)
-    amax = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device) if with_amax else nothing(x)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), scale, amax
-
-
 def _reference(x, smooth, expert, dtype, pow2_scale, with_amax):
-    if x.numel() == 0:
-        return _nothing(x, dtype, pow2_scale, with_amax)
     amax = absmax_reference(x, None, None) if with_amax else nothing(x)
     return *reference.quantize(_smoothed(x, smooth, expert), "row", dtype, pow2_scale, "row"), amax
 
 
-def _outputs(x, smooth, expert, dtype, pow2_scale, with_amax):
+def _outputs(x, dtype, with_amax):
     amax = Memory(x.shape[-1:], torch.float32) if with_amax else None
     return Memory(x.shape, dtype), Memory(x.shape[:-1], torch.float32), amax
 
@@ -138,9 +128,6 @@ SMOOTH = Operator(
     options="ScalarType dtype, bool pow2_scale, bool with_amax", results="q scale amax", outputs=_outputs, plan=_plan,
     reference=_reference, check=_check,
 )  # fmt: skip
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class SmoothQuantized(NamedTuple):
@@ -200,10 +187,8 @@ def quantize_fp8_smooth(
     Returns:
         A :class:`SmoothQuantized`.
     """
-    if not isinstance(x, Tensor):
-        return SmoothQuantized(*interop.call_with(quantize_fp8_smooth, locals()))
-    if out is not None:
-        return into(quantize_fp8_smooth, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(quantize_fp8_smooth, locals())
     _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
     x, smooth, row = detached(x, smooth, row_factor)
     if divide and smooth is not None:
@@ -287,16 +272,21 @@ def dequantize_fp8_smooth(
     if granularity == "channel" and rows is not None:
         q = q[:, :rows]
     token("the result", dtype)
-    y = dequantize_fp8(q, scale, granularity=granularity, dtype=torch.float32)
+    plain = smooth is None and row_factor is None
+    y = dequantize_fp8(q, scale, granularity=granularity, dtype=dtype if plain else torch.float32)
+    steps: list[tuple[Callable[..., Tensor], Tensor]] = []
     if smooth is not None:
         experts = smooth.shape[:1] if counts is not None else ()
         _check_factor("smooth", smooth, (*experts, y.shape[-1]))
+        smooth = smooth.detach()
         lines = smooth if counts is None else smooth[_experts(counts, smooth, q).long()].view(q.shape)
-        y = y * lines if divide else y / lines
+        steps.append((torch.mul if divide else torch.div, lines))
     if row_factor is not None:
         _check_factor("row_factor", row_factor, y.shape[:1])
-        y = y / row_factor[:, None]
-    return y.to(dtype)
+        steps.append((torch.div, row_factor.detach()[:, None]))
+    for nth, (apply, factors) in enumerate(steps, 1):  # the last one rounds to the result's dtype
+        y = apply(y, factors, out=torch.empty_like(y, dtype=dtype)) if nth == len(steps) else apply(y, factors)
+    return y
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
@@ -332,6 +322,7 @@ def smooth_factors(
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
     if not 0.0 < a_number("floor", floor) < float("inf"):
         raise ArgumentError(f"floor is {floor}; expected a positive number")
+    check_tensor("amax", amax)
     token("amax", amax.dtype)
     factors = amax.detach().float().clamp(min=floor).pow(-alpha)
     if weight_amax is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
-from rtkernels.runtime.checks import check_same, token
+from rtkernels.runtime.checks import check_same, check_tensor, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.replayed import replayed
@@ -81,6 +81,8 @@ def _check(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None, edge_scales: Tensor | None
 ) -> None:
     an_integer("offset", offset)
+    for name, t in (("q", q), ("scale", scale), ("shard", shard)):
+        check_tensor(name, t)
     token("q", q.dtype, FP8_DTYPES)
     token("scale", scale.dtype, (torch.float32,))
     token("shard", shard.dtype)

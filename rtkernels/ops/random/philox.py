@@ -1,10 +1,13 @@
 """Random numbers and dropout by Philox 4x32-10.
 
-The seed is one int64 that torch's generator draws on the device, so that ``torch.manual_seed``, an explicit generator
-and captured graphs work as they do with torch; numbers differ from torch's.
+Seed and offset are those of torch's generator, which moves on; while a graph is captured, and in the emulator, the seed
+is one int64 that the generator draws on the device. So ``torch.manual_seed``, an explicit generator and captured
+graphs work as they do with torch; numbers differ from torch's.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import is_capturing
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -22,11 +26,11 @@ _THREADS = 256
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32")]
 _FILL = Kernel(
     "random/random.cu", "random_fill", template="T", variants=_TYPES, max_registers=64, tier="aten",
-    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64",
+    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 key:i64 offset:i64",
 )  # fmt: skip
 _DROPOUT = Kernel(
     "random/random.cu", "random_dropout", template="T", variants=_TYPES, max_registers=48, tier="aten",
-    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64",
+    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 key:i64 offset:i64",
 )  # fmt: skip
 
 
@@ -44,33 +48,44 @@ def _grid(n: int, device: int) -> int:
     return min(-(-n // (4 * _THREADS)), 16 * device_info(device).sm_count)
 
 
-def _plan_fill(out: Meta, seed: Meta, kind: str, device: int) -> Steps:
+def _plan_fill(out: Meta, seed: Meta | None, kind: str, device: int) -> Steps:
     n = out.numel()
     launch = _FILL.bind((out.token,), device, _grid(n, device), _THREADS)
     aligned = out.misaligned % (4 * out.dtype.itemsize) == 0
-    return Steps(Step(launch, "out", "seed", n, KINDS[kind], "a", "b", int(aligned)))
+    return Steps(Step(launch, "out", "seed", n, KINDS[kind], "a", "b", int(aligned), "key", "offset"))
 
 
-def _plan_dropout(x: Meta, seed: Meta, device: int) -> Steps:
+def _plan_dropout(x: Meta, seed: Meta | None, device: int) -> Steps:
     n = x.numel()
     launch = _DROPOUT.bind((x.token,), device, _grid(n, device), _THREADS)
     aligned = x.misaligned % (4 * x.dtype.itemsize) == 0
-    return Steps(Step(launch, "x", "y", "mask", "seed", n, "keep", "scale", int(aligned)))
+    return Steps(Step(launch, "x", "y", "mask", "seed", n, "keep", "scale", int(aligned), "key", "offset"))
 
 
+_SEED = Dense("seed", None, optional=True)
 _DRAWN = Primitive(
-    "random_fill", (InPlace("out", None), Dense("seed", None)), "kind, a, b", results="", plan=_plan_fill, numbers="a b"
-)
-_DROPPED = Primitive(
-    "random_dropout", (Argument("x", None), Dense("seed", None)), "keep, scale", results="y mask", numbers="keep scale",
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
-    plan=_plan_dropout,
+    "random_fill", (InPlace("out", None), _SEED), "kind, a, b, key, offset", results="", plan=_plan_fill,
+    numbers="a b key offset",
 )  # fmt: skip
+_DROPPED = Primitive(
+    "random_dropout", (Argument("x", None), _SEED), "keep, scale, key, offset", results="y mask",
+    numbers="keep scale key offset", plan=_plan_dropout,
+    outputs=lambda x, *_: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
+)  # fmt: skip
+_OTHER_THAN_TORCHS = 0xD1B54A32D192ED03  # or torch's own kernels would draw some of the same words
+_lock = threading.Lock()
 
 
-def drawn_seed(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Return one int64 of torch's generator, on the device."""
-    return torch.empty(1, dtype=torch.int64, device=like.device).random_(generator=generator)
+def _state(like: Tensor, generator: torch.Generator | None) -> tuple[Tensor | None, int, int]:
+    """Return a seed on the device, or None, a key and an offset."""
+    if not like.is_cuda or is_capturing():
+        return torch.empty(1, dtype=torch.int64, device=like.device).random_(generator=generator), 0, 0
+    generator = generator or torch.cuda.default_generators[like.get_device()]
+    with _lock:
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # in steps of torch's
+    key = (generator.initial_seed() ^ _OTHER_THAN_TORCHS) & (2**64 - 1)
+    return None, key - 2**64 if key >= 2**63 else key, offset
 
 
 def fill(out: Tensor, kind: str, a: float, b: float, generator: torch.Generator | None = None) -> Tensor:
@@ -87,7 +102,8 @@ def fill(out: Tensor, kind: str, a: float, b: float, generator: torch.Generator 
     Returns:
         out.
     """
-    _DRAWN(out, drawn_seed(out, generator), kind, float(a), float(b))
+    seed, key, offset = _state(out, generator)
+    _DRAWN(out, seed, kind, float(a), float(b), key, offset)
     return out
 
 
@@ -101,7 +117,8 @@ def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     Returns:
         Both of x's strides; the mask is bool.
     """
-    return _DROPPED(x, drawn_seed(x), 1.0 - p, 0.0 if p == 1 else 1.0 / (1.0 - p))
+    seed, key, offset = _state(x, None)
+    return _DROPPED(x, seed, 1.0 - p, 0.0 if p == 1 else 1.0 / (1.0 - p), key, offset)
 
 
 OP = Op("philox", public=(), kernels=(_FILL, _DROPOUT), torch_ops=())

@@ -60,7 +60,7 @@ _ARGS = (
 )
 _ROWS = Kernel(
     "reduce/reduce_rows.cu", "reduce_rows", template="T Monoid", args=_ARGS.format(across="threads_per_row"),
-    variants=_VARIANTS, max_registers=104, tier="aten",
+    variants=_VARIANTS, max_registers=128, tier="aten",
 )  # fmt: skip
 _COLUMNS = Kernel(
     "reduce/reduce_columns.cu", "reduce_columns", template="T Monoid", args=_ARGS.format(across="across"),
@@ -196,7 +196,7 @@ def _plan(
     return Steps(
         Step(launch, "x", first, second, "partial", "tickets", *walk, *ending),
         scratch={"partial": Memory((part_bytes,), torch.uint8)},
-        zeros={"tickets": tickets},
+        kept_zeros={"tickets": tickets},
     )
 
 

@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.checks import token
+from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime import layout
+from rtkernels.runtime.checks import FLOAT_DTYPES, check_tensor, token
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import (
-    FLOAT_DTYPES,
-    GRID_LIMIT,
-    block_of,
-    group_threads,
-    nothing,
-    reads_evict_first,
-    row_slices,
-    row_stride,
-    vector_bytes,
-)
+from rtkernels.runtime.layout import GRID_LIMIT, TYPES, block_of, group_threads, nothing, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_TOKENS = ("bf16", "fp16", "fp32")
 _THREADS = 512  # of a row, at most
 _FWD = Kernel(
     "reduce/row_dot.cu", "row_dot_fwd", template="T", max_registers=72,
     args="x:ptr y:ptr out:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 aligned16:i64 "
     "evict_first:i64",
-    variants=[(t,) for t in _TOKENS],
+    variants=TYPES,
 )  # fmt: skip
 _BWD = Kernel(
     "reduce/row_dot.cu", "row_dot_bwd", template="T", max_registers=64,
     args="g:ptr x:ptr y:ptr dx:ptr dy:ptr rows:i64 cols:i64 x_stride:i64 y_stride:i64 threads_per_row:i64 "
     "slices_per_row:i64 aligned16:i64",
-    variants=[(t,) for t in _TOKENS],
+    variants=TYPES,
 )  # fmt: skip
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(*values: Any) -> None:
-    if not values[0].shape:
+def _check(x: Meta) -> None:
+    if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one")
 
 
 def _rows(x: Meta, y: Meta) -> tuple[int, int, int, int, bool]:
     """Return rows, columns, both row strides, and whether all rows can be accessed 16 bytes at a time."""
     rows, cols, vector = x.rows, x.shape[-1], 16 // x.dtype.itemsize
-    strides = [row_stride(x.shape, meta.stride) for meta in (x, y)]
+    strides = [meta.row_stride for meta in (x, y)]
     starts = [meta.misaligned // x.dtype.itemsize for meta in (x, y)]
     return rows, cols, *strides, vector_bytes(cols, *strides, *starts, limit=vector) == vector
 
@@ -69,14 +56,14 @@ def _plan_fwd(x: Meta, y: Meta, device: int) -> Steps:
     grid = -(-rows // (block // threads))
     if cols >= 2**31 or grid > GRID_LIMIT:
         raise ArgumentError(f"x has {rows} rows of {cols} elements; expected fewer than 2^31 of either")
-    evict_first = reads_evict_first(2 * rows * cols * x.dtype.itemsize)
+    evict_first = layout.reads_evict_first(2 * rows * cols * x.dtype.itemsize)
     launch = _FWD.bind((x.token,), device, grid, block)
     return Steps(Step(launch, "x", "y", "out", rows, cols, x_stride, y_stride, threads, accesses, evict_first))
 
 
-def _plan_bwd(g: Meta, x: Meta, y: Meta, need_x: bool, need_y: bool, device: int) -> Steps:
+def _plan_bwd(x: Meta, y: Meta, device: int) -> Steps:
     rows, cols, x_stride, y_stride, aligned = _rows(x, y)
-    cut = row_slices(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
+    cut = layout.row_slices(rows, cols, 64 // x.dtype.itemsize if aligned else 8)
     launch = _BWD.bind((x.token,), device, cut.grid, cut.block)
     sizes = rows, cols, x_stride, y_stride, *cut[:2], aligned
     return Steps(Step(launch, "g", "x", "y", "dx", "dy", *sizes))
@@ -98,14 +85,14 @@ def _reference_bwd(g: Tensor, x: Tensor, y: Tensor, need_x: bool, need_y: bool) 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 FORWARD = Operator(
-    "row_dot_fwd", (Rows("x"), Rows("y", like="x")), results="out",
-    outputs=lambda x, y: (Memory(x.shape[:-1], x.dtype),), plan=_plan_fwd, reference=_reference_fwd, check=_check,
+    "row_dot_fwd", (Rows("x"), Rows("y", like="x")), results="out", plan=_plan_fwd, reference=_reference_fwd,
+    outputs=lambda x: (Memory(x.shape[:-1], x.dtype),), check=_check,
 )  # fmt: skip
 BACKWARD = Operator(
     "row_dot_bwd",
     (Dense("g", like="x", shape=lambda given: given["x"].shape[:-1], of="the result"), Rows("x"), Rows("y", like="x")),
     options="bool need_x, bool need_y", results="dx dy",
-    outputs=lambda g, x, y, *need: tuple(Memory(x.shape, x.dtype) if wanted else None for wanted in need),
+    outputs=lambda x, need_x, need_y: tuple(Memory.like(x) if need else None for need in (need_x, need_y)),
     plan=_plan_bwd, reference=_reference_bwd,
 )  # fmt: skip
 _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
@@ -125,10 +112,9 @@ def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         Dense, x's shape without the last dimension, of x's dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(row_dot, locals())
-    if out is not None:
-        return into(row_dot, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(row_dot, locals())
+    check_tensor("y", y)
     if y.dtype != x.dtype and x.dtype in FLOAT_DTYPES:
         token("y", y.dtype, (x.dtype, torch.float8_e4m3fn))
         y = y.to(x.dtype)  # exact

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from rtkernels.ops.reduce.reduction import reduce
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two, product
 from rtkernels.runtime.launch.device import device_info
@@ -15,6 +13,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
+_WARP_UNITS, _WARP_UNITS_BWD = 512, 256  # of 16 bytes, of rows that a warp has
 _TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _FWD = Kernel(
     "reduce/row_norm.cu", "row_norm_fwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
@@ -25,17 +24,22 @@ _BWD = Kernel(
     args="dy:ptr x:ptr weight:ptr mean:ptr rstd:ptr dx:ptr rows:i64 cols:i64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _PARAMS = Kernel(
-    "reduce/row_norm.cu", "row_norm_params", template="T", variants=_TYPES, max_registers=64, tier="aten",
-    args="dy:ptr x:ptr mean:ptr rstd:ptr partial:ptr rows:i64 cols:i64 per_slice:i64",
+    "reduce/row_norm.cu", "row_norm_params", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    args="dy:ptr x:ptr mean:ptr rstd:ptr dw:ptr db:ptr partial:ptr tickets:ptr rows:i64 cols:i64 slices:i64 "
+    "per_slice:i64 across:i64 aligned:i64",
 )  # fmt: skip
 
 
-def launch_by_rows(kernel: Kernel, x: Meta, rows: int, cols: int, starts: int, device: int) -> tuple:
+def launch_by_rows(
+    kernel: Kernel, x: Meta, rows: int, cols: int, starts: int, device: int, warp_units: int = _WARP_UNITS
+) -> tuple:
     """Return a launch with a group of threads for each row, and the kernel's last arguments."""
     vector = 16 // x.dtype.itemsize
     aligned = starts == 0 and cols % vector == 0
     units = cols // vector if aligned else cols
-    threads = _THREADS if units > 128 else min(power_of_two(-(-units // 2)), 32)
+    # A warp needs no barrier, and has enough on its way; few rows are shared by a block each.
+    in_blocks = units > warp_units or (units > 128 and rows < 8 * device_info(device).sm_count)
+    threads = _THREADS if in_blocks else min(power_of_two(-(-units // 2)), 32)
     launch = kernel.bind((TOKEN[x.dtype],), device, -(-rows // (_THREADS // threads)), _THREADS)
     return launch, threads, int(aligned)
 
@@ -55,23 +59,29 @@ def _plan_fwd(x: Meta, weight: Meta | None, bias: Meta | None, over: int, center
 
 def _plan_bwd(dy: Meta, x: Meta, weight: Meta | None, mean: Meta | None, rstd: Meta, over: int, device: int) -> Steps:
     rows = _rows(x, over)
-    launch, *numbers = launch_by_rows(_BWD, x, *rows, misaligned(dy, x, weight), device)
+    launch, *numbers = launch_by_rows(_BWD, x, *rows, misaligned(dy, x, weight), device, _WARP_UNITS_BWD)
     return Steps(Step(launch, "dy", "x", "weight", "mean", "rstd", "dx", *rows, *numbers))
 
 
-def _slices(x: Meta, over: int) -> tuple[int, int]:
-    """Return slices of the rows, and rows of each."""
+def _plan_params(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, over: int, bias: bool, device: int) -> Steps:
     rows, cols = _rows(x, over)
-    blocks = max(1, 4 * device_info(x.device).sm_count // -(-cols // _THREADS))
-    per_slice = max(16, -(-rows // blocks))
-    return -(-rows // per_slice), per_slice
-
-
-def _plan_params(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, over: int, device: int) -> Steps:
-    slices, per_slice = _slices(x, over)
-    rows = _rows(x, over)
-    launch = _PARAMS.bind((TOKEN[x.dtype],), device, slices * -(-rows[1] // _THREADS), _THREADS)
-    return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *rows, per_slice))
+    vector = 16 // x.dtype.itemsize
+    aligned = misaligned(dy, x) == 0 and cols % vector == 0
+    units = cols // vector if aligned else cols
+    across = min(power_of_two(units), 32)
+    lanes, tiles = _THREADS // across, -(-units // across)
+    slices = max(1, 2 * device_info(device).sm_count // tiles)
+    per_slice = rows if rows <= 16 * lanes else max(4 * lanes, -(-rows // slices))
+    slices = -(-rows // per_slice)
+    launch = _PARAMS.bind((TOKEN[x.dtype],), device, tiles * slices, _THREADS)
+    given, numbers = ("dy", "x", "mean", "rstd", "dw", "db" if bias else 0), (per_slice, across, int(aligned))
+    if slices == 1:
+        return Steps(Step(launch, *given, 0, 0, rows, cols, slices, *numbers))
+    return Steps(
+        Step(launch, *given, "partial", "tickets", rows, cols, slices, *numbers),
+        scratch={"partial": Memory((slices, 2, cols), torch.float32)},
+        kept_zeros={"tickets": tiles},
+    )
 
 
 def _statistic(x: Meta, over: int) -> Memory:
@@ -91,30 +101,17 @@ BACKWARD = Primitive(
     "row_norm_bwd", (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS), "over",
     results="dx", outputs=lambda dy, x, *_: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
 )  # fmt: skip
-PARAMS = Primitive(
-    "row_norm_params", (Dense("dy", None), Dense("x", None), *_STATISTICS), "over", results="partial",
-    outputs=lambda dy, x, mean, rstd, over: (
-        Memory((_slices(x, over)[0], 2, *x.shape[len(x.shape) - over :]), torch.float32),
-    ),
-    plan=_plan_params,
+
+
+def _parameter_outputs(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, over: int, bias: bool) -> tuple:
+    made = Memory(x.shape[len(x.shape) - over :], x.dtype)
+    return made, made if bias else None
+
+
+# The gradients of weight and, with `bias`, of bias, of x's dtype: summed in fp32 in a fixed order.
+PARAMETERS = Primitive(
+    "row_norm_params", (Dense("dy", None), Dense("x", None), *_STATISTICS), "over, bias", results="dw db",
+    outputs=_parameter_outputs, plan=_plan_params,
 )  # fmt: skip
-
-
-def parameter_grads(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, over: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight and bias, summed in fp32 in a fixed order.
-
-    Args:
-        dy: bfloat16, float16 or float32.
-        x: Like dy.
-        mean: One for each row, float32; None: rms_norm.
-        rstd: One for each row, float32.
-        over: How many of x's last dimensions are a row.
-
-    Returns:
-        Both of these dimensions, of x's dtype.
-    """
-    sums = reduce(PARAMS(dy, x, mean, rstd, over), "sum", (0,), False, x.dtype)
-    return tuple(sums.unbind())
-
 
 OP = Op("row_norm", public=(), kernels=(_FWD, _BWD, _PARAMS), torch_ops=())

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.reduce.softmax_plan import (
-    KERNELS,
-    check,
-    check_bwd,
-    check_in_place,
-    check_scale,
-    plan_bwd,
-    plan_fwd,
-    plan_in_place,
-)
+from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_scale, plan_bwd, plan_fwd
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
-from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, InPlaceRows, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Operator, OwnRows, Rows
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -77,21 +69,19 @@ def _reference_bwd(dy: Tensor, y: Tensor, lengths: Tensor | None, scale: float, 
     return dx.to(y.dtype).contiguous()
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
 _OPTIONS = {"options": "float scale, bool log", "numbers": "scale", "check_numbers": check_scale}
 _LENGTHS = Dense("lengths", None, optional=True)
 FORWARD = Operator(
-    "softmax_fwd", (Rows("x"), _LENGTHS), **_OPTIONS, results="y", outputs=lambda x, *_: (Memory(x.shape, x.dtype),),
+    "softmax_fwd", (Rows("x"), _LENGTHS), **_OPTIONS, results="y", outputs=lambda x: (Memory.like(x),),
     plan=plan_fwd, reference=_reference_fwd, check=check,
 )  # fmt: skip
 IN_PLACE = InPlaceOperator(
-    "softmax_fwd_in_place", (InPlaceRows("x"), _LENGTHS), **_OPTIONS, results="", plan=plan_in_place,
-    reference=_reference_in_place, check=check_in_place,
+    "softmax_fwd_in_place", (OwnRows("x"), _LENGTHS), **_OPTIONS, results="", plan=partial(plan_fwd, to="x"),
+    reference=_reference_in_place, check=check,
 )  # fmt: skip
 BACKWARD = Operator(
     "softmax_bwd", (Rows("dy", like="y"), Rows("y"), _LENGTHS), **_OPTIONS, results="dx",
-    outputs=lambda dy, y, *_: (Memory(y.shape, y.dtype),), plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
+    outputs=lambda y: (Memory.like(y),), plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 shard_rows(FORWARD, ("x", "lengths"))
 shard_rows(BACKWARD, ("dy", "y", "lengths"))
@@ -150,10 +140,8 @@ def softmax(
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(softmax, locals())
-    if out is not None:
-        return into(softmax, locals(), over="x")
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, False)
 
 
@@ -178,10 +166,8 @@ def log_softmax(
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(log_softmax, locals())
-    if out is not None:
-        return into(log_softmax, locals(), over="x")
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(log_softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import WIDTH, block_of, group_threads, row_blocks, vector_bytes
+from rtkernels.runtime.layout import TYPES, WIDTH, block_of, group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -25,10 +24,10 @@ _BWD_VECTORS = {1: 32, 2: 512, 4: 1024}
 def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tuple[Kernel, Kernel]:
     """Return the kernels for rows that a block holds, with so many vectors a thread, and for all other rows."""
     args += " threads_per_row:i64 scale:f64 log:i64"
-    in_registers, other = list(product(WIDTH, per_thread)), [(t,) for t in WIDTH]
+    in_registers = list(product(WIDTH, per_thread))
     return (
         Kernel(unit, entry, template="T CHUNKS", args=args, variants=in_registers, max_registers=64),
-        Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=other, max_registers=64),
+        Kernel(unit, f"{entry}_long", template="T", args=f"{args} aligned16:i64", variants=TYPES, max_registers=64),
     )
 
 
@@ -41,27 +40,17 @@ _BWD = _kernels(
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 lengths_int64:i64", _BWD_VECTORS,
 )  # fmt: skip
 
-# ---- validation and planning: plain metadata in, a bound launch out -------------------------------------------------
 
-
-def check(x: Meta, lengths: Meta | None, *options: Any, name: str = "x") -> None:
+def check(x: Meta, lengths: Meta | None, name: str = "x") -> None:
     """Raise an ArgumentError for arguments that do not fit together. The softmax is over the last dimension."""
-    shape = x[1]
-    if not shape:
+    if not x.shape:
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
     if lengths is not None:
-        check_dtype("lengths", lengths[0])
-        check_shape("lengths", lengths[1], shape[:-1], f"the shape of {name} without dim")
+        check_dtype("lengths", lengths.dtype)
+        check_shape("lengths", lengths.shape, x.shape[:-1], f"the shape of {name} without dim")
 
 
-def check_in_place(x: Meta, lengths: Meta | None, *options: Any) -> None:
-    check(x, lengths)
-    x_stride = x.row_stride
-    if x_stride is not None and x.rows > 1 and abs(x_stride) < x.shape[-1]:
-        raise ArgumentError("x has overlapping rows; in_place needs memory of its own for every element")
-
-
-def check_bwd(dy: Meta, y: Meta, lengths: Meta | None, *options: Any) -> None:
+def check_bwd(y: Meta, lengths: Meta | None) -> None:
     check(y, lengths, name="y")
 
 
@@ -112,20 +101,16 @@ def _per_thread(vectors: int, limits: dict[int, int]) -> tuple[int, int] | None:
     return min(choices, key=lambda choice: choice[0] * choice[1], default=None)
 
 
-def plan_fwd(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
-    strides = x.row_stride, x.shape[-1]
-    return Steps(_step(True, ("x", "y", "lengths"), x, strides, x.misaligned, lengths, log, device))
+def plan_fwd(x: Meta, lengths: Meta | None, log: bool, device: int, to: str = "y") -> Steps:
+    """Return the launch that writes the result to `to`: "y", which is dense, or "x"."""
+    strides = x.row_stride, x.row_stride if to == "x" else x.shape[-1]
+    return Steps(_step(True, ("x", to, "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
 def plan_as_torch(x: Meta, log: bool, device: int) -> Steps:
     """The same without lengths; rows that have nothing but -inf are NaN, as torch has them."""
     strides = x.row_stride, x.shape[-1]
     return Steps(_step(True, ("x", "y", 0), x, strides, x.misaligned, None, int(log) | 2, device))
-
-
-def plan_in_place(x: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:
-    strides = (x.row_stride,) * 2
-    return Steps(_step(True, ("x", "x", "lengths"), x, strides, x.misaligned, lengths, log, device))
 
 
 def plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, log: bool, device: int) -> Steps:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.rope_operators import (
@@ -17,10 +16,12 @@ from rtkernels.ops.rope.rope_operators import (
     UNIT_LIMIT,
     Heads,
     as_heads,
+    from_heads,
     heads_of,
     plain_tables,
     shape_in,
 )
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -28,7 +29,6 @@ from rtkernels.runtime.layout import metadata, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -97,12 +97,7 @@ def _step(
     cos, sin, converted = angles_of.uniform_tables(*angles[:2])
     angles = cos, sin, *angles[2:]
     heads, pos, found, *shapes = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
-    t, size, tokens, value_dim = (
-        kv.token,
-        kv.dtype.itemsize,
-        heads.batch * heads.length,
-        heads.head_dim - nope,
-    )
+    t, size, tokens, value_dim = kv.token, kv.dtype.itemsize, heads.batch * heads.length, heads.head_dim - nope
     dense = [Meta(kv.dtype, s, dense_strides(s), device, 0) for s in shapes]
     to_k, to_v = (heads_of("", m, out_layout) for m in ((k, v) if backward else dense))
     strides = [*heads.strides, *to_k.strides, *to_v.strides]
@@ -135,7 +130,7 @@ def _plan_bwd(
 ) -> Steps:
     *angles, device = values
     options = nope, layout, out_layout, pairs
-    gradients = _gradient_metas(dk, dv, *options, pos_dims)
+    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)
     return _step(True, *gradients, dk, dv, *options, dk.misaligned | dv.misaligned, device, *angles)
 
 
@@ -143,7 +138,7 @@ def _metas(angles: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*map(metadata, angles[:4]), *angles[4:])
 
 
-def _gradient_metas(dk, dv, nope, layout, out_layout, pairs, pos_dims) -> tuple[Meta, Meta]:
+def _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims) -> tuple[Meta, Meta]:
     """Return what dkv and dk_pos are."""
     of_k, of_v = heads_of("dk", dk, out_layout), heads_of("dv", dv, out_layout)
     packed = len(dk[1]) == 3
@@ -153,7 +148,7 @@ def _gradient_metas(dk, dv, nope, layout, out_layout, pairs, pos_dims) -> tuple[
         at = 1 if packed else _HEAD_DIMENSION[layout]
         pos = pos[:at] + pos[at + 1 :]
     check_same("dv", dv[0], dk[0], "dtype", of="dk")
-    return tuple(Meta(dk[0], torch.Size(s), dense_strides(s), dk[3], 0) for s in (kv, pos))
+    return tuple(Meta(dk[0], s, dense_strides(s), dk[3], 0) for s in (kv, pos))
 
 
 def _check_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles) -> None:
@@ -161,17 +156,11 @@ def _check_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles) -> None:
 
 
 def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> None:
-    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pairs, pos_dims)
+    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)
     _check(*gradients, nope, layout, out_layout, pairs, True, *angles)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
-
-
-def _from_heads(t: Tensor, layout: str, packed: bool) -> Tensor:
-    if packed:
-        return t.squeeze(0).contiguous()
-    return t.permute(*(angles_of.LAYOUTS[layout].index(i) for i in range(3)), 3).contiguous()
 
 
 def _reference_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
@@ -183,7 +172,7 @@ def _reference_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout
     tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
     rotated = angles_of.rotate(as_heads(pos, layout).float(), tables, 0, pairs, False).to(kv.dtype)
     k = torch.cat((x[..., :nope], rotated.expand(*x.shape[:3], -1)), -1)
-    return _from_heads(k, out_layout, packed), _from_heads(x[..., nope:], out_layout, packed)
+    return from_heads(k, out_layout, packed), from_heads(x[..., nope:], out_layout, packed)
 
 
 def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
@@ -194,7 +183,7 @@ def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
 
 
 def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
-    kv, k_pos = _gradient_metas(metadata(dk), metadata(dv), nope, layout, out_layout, pairs, pos_dims)
+    kv, k_pos = _gradient_metas(metadata(dk), metadata(dv), nope, layout, out_layout, pos_dims)
     heads, _, found = _check(kv, k_pos, nope, layout, out_layout, pairs, True, *_metas(angles))[:3]
     packed = dk.dim() == 3
     gk, gv = as_heads(dk, out_layout), as_heads(dv, out_layout)
@@ -202,26 +191,17 @@ def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
     tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
     total = gk[..., nope:].float().sum(2, keepdim=True)
     pos = angles_of.rotate(total, tables, 0, pairs, True).to(dk.dtype)
-    return _from_heads(dkv, layout, packed), _from_heads(pos, layout, packed).reshape(k_pos[1])
+    return from_heads(dkv, layout, packed), from_heads(pos, layout, packed).reshape(k_pos[1])
 
 
-def _shape(t: Any, layout: str, out_layout: str, last: Any) -> tuple[Any, ...]:
-    if t.dim() == 3:
-        return (*t.shape[:2], last)
-    sizes = [t.shape[i] for i in angles_of.LAYOUTS[layout]]
-    return (*(sizes[angles_of.LAYOUTS[out_layout].index(i)] for i in range(3)), last)
+def _outputs_fwd(kv, k_pos, nope, layout, out_layout):
+    heads, sizes = heads_of("kv", kv, layout), (nope + k_pos.shape[-1], kv.shape[-1] - nope)
+    shapes = (shape_in(out_layout, heads._replace(head_dim=size), kv.dim() == 3) for size in sizes)
+    return tuple(Memory(shape, kv.dtype) for shape in shapes)
 
 
-def _outputs_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles):
-    sizes = nope + k_pos.shape[-1], kv.shape[-1] - nope
-    return tuple(Memory(_shape(kv, layout, out_layout, size), kv.dtype) for size in sizes)
-
-
-def _outputs_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
-    shape = _shape(dk, out_layout, layout, nope + dv.shape[-1])
-    at = 1 if dk.dim() == 3 else _HEAD_DIMENSION[layout]
-    pos = (*shape[:at], *((1,) if pos_dims == dk.dim() else ()), *shape[at + 1 : -1], dk.shape[-1] - nope)
-    return Memory(shape, dk.dtype), Memory(pos, dk.dtype)
+def _outputs_bwd(dk, dv, nope, layout, out_layout, pos_dims):
+    return tuple(map(Memory.like, _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)))
 
 
 _OPTIONS = "int nope", "str layout", "str out_layout", "int pairs"
@@ -266,13 +246,14 @@ def _run(q, kv, k_pos, nope, layout, out_layout, pairs, in_place, *angles):
         IN_PLACE.call(q, None, layout, nope, rotary, pairs, False, *angles)
         y = q
     else:
-        q_args = q, None, layout, out_layout, nope, rotary, pairs, False, *angles
-        y, _ = FORWARD.replay(*q_args) or FORWARD.call(*q_args)
+        y, _ = FORWARD.call(q, None, layout, out_layout, nope, rotary, pairs, False, *angles)
     return (y, *KV_FORWARD.call(kv, k_pos, nope, layout, out_layout, pairs, *angles))
 
 
 def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
     """Raise an ArgumentError unless q, which is rotated by itself, has the tokens of kv."""
+    if q.dim() < 3:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}; expected 3 dimensions or 4, those of kv")
     check_same("q", q.dtype, kv.dtype, "dtype", of="kv")
     check_same("q", q.get_device(), kv.get_device(), "device index", of="kv")
     if q.shape[:-1] == kv.shape[:-1]:
@@ -327,10 +308,8 @@ def mla_rope(
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(mla_rope, locals())
-    if out is not None:
-        return into(mla_rope, locals())
+    if out is not None or not isinstance(q, Tensor):
+        return redirected(mla_rope, locals())
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
         q_made = mla_rope(**arguments)[0]

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import qk_norm_rope_plan as plans
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -50,8 +49,8 @@ def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
 def _prepare(qkv, q_weight, k_weight, options, inverse, angles):
     q_heads, kv_heads, grouped, layout, rotary, pairs = options[:6]
     found, tables = plans.check(
-        *map(metadata, (qkv, q_weight, k_weight)), q_heads, kv_heads, grouped, layout, rotary, pairs, inverse,
-        *map(metadata, angles[:4]), *angles[4:],
+        *map(metadata, (qkv, q_weight, k_weight)), q_heads, kv_heads, grouped, layout, rotary, pairs,
+        *map(metadata, angles[:4]), *angles[4:], inverse=inverse,
     )  # fmt: skip
     rotation = angles_of.reference_tables(*angles[:4], tables, found.batch, found.length)
     return found, rotation, _by_head(qkv, found, layout).float(), _columns(found, qkv.device)
@@ -97,15 +96,14 @@ def _reference_bwd(
     return dqkv.contiguous(), torch.stack(dweights).to(q_weight.dtype) if weight_grad else nothing(qkv)
 
 
-def _outputs_fwd(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, *args):
+def _outputs_fwd(qkv, q_heads, kv_heads, layout):
     outer = qkv.shape[:-1] if layout == "bshd" or qkv.dim() == 2 else (qkv.shape[1], qkv.shape[0])
     dim = qkv.shape[-1] // (q_heads + 2 * kv_heads)
     return tuple(Memory((*outer, heads, dim), qkv.dtype) for heads in (q_heads, kv_heads, kv_heads))
 
 
-def _outputs_bwd(dq, dk, dv, qkv, q_weight, k_weight, *args):
-    weight_grad = args[_OPTION_COUNT]
-    return Memory(qkv.shape, qkv.dtype), Memory((2, dq.shape[-1]), q_weight.dtype) if weight_grad else None
+def _outputs_bwd(dq, qkv, q_weight, weight_grad):
+    return Memory.like(qkv), Memory((2, dq.shape[-1]), q_weight.dtype) if weight_grad else None
 
 
 _OPTIONS = (
@@ -115,7 +113,7 @@ _INPUTS = UnitStride("qkv", None), *(UnitStride(name, None, optional=True) for n
 _GRADIENTS = (UnitStride(name, None) for name in ("dq", "dk", "dv"))
 FORWARD = Operator(
     "qk_norm_rope_fwd", (*_INPUTS, *_OPTIONS, *angles_of.ARGUMENTS), results="q k v", outputs=_outputs_fwd,
-    plan=plans.plan_fwd, reference=_reference_fwd, check=plans.check_fwd,
+    plan=plans.plan_fwd, reference=_reference_fwd, check=plans.check,
 )  # fmt: skip
 BACKWARD = Operator(
     "qk_norm_rope_bwd", (*_GRADIENTS, *_INPUTS, *_OPTIONS, "bool weight_grad", *angles_of.ARGUMENTS),
@@ -198,10 +196,8 @@ def qk_norm_rope(
     Returns:
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
     """
-    if not isinstance(qkv, Tensor):
-        return interop.call_with(qk_norm_rope, locals())
-    if out is not None:
-        return into(qk_norm_rope, locals())
+    if out is not None or not isinstance(qkv, Tensor):
+        return redirected(qk_norm_rope, locals())
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
         q_made = qk_norm_rope(**arguments)[0]

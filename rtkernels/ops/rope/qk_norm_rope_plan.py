@@ -80,9 +80,6 @@ BWD_ANY = Kernel(
 )  # fmt: skip
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-
 class Qkv(NamedTuple):
     """A fused projection as the kernels see it."""
 
@@ -161,20 +158,19 @@ def check_weights(q_weight: Meta | None, k_weight: Meta | None, qkv: Meta, head_
 
 def check(
     qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
-    rotary: int, pairs: int, inverse: bool, *angles: Any,
+    rotary: int, pairs: int, cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str,
+    cp_rank: int, cp_size: int, mscale: float, inverse: bool = False,
 ) -> tuple[Qkv, angles_of.Angles]:  # fmt: skip
     """Raise an ArgumentError for arguments that do not fit together."""
     found = check_qkv(qkv, q_heads, kv_heads, grouped, layout)
     check_weights(q_weight, k_weight, qkv, found.head_dim)
     rotary = angles_of.check_rotary(rotary, found.head_dim)
     tables = angles_of.check(
-        *angles, dtype=qkv[0], device=qkv[3], batch=found.batch, length=found.length, packed=len(qkv[1]) == 2,
-        rotary=rotary, adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
+        cos, sin, positions, cu_seqlens, sections, cp_rank, cp_size, mscale, dtype=qkv[0], device=qkv[3],
+        batch=found.batch, length=found.length, packed=len(qkv[1]) == 2, rotary=rotary,
+        adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
     )  # fmt: skip
     return found, tables
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | None, eps: float, offset: float):
@@ -232,9 +228,7 @@ def plan_fwd(
 ) -> Steps:  # fmt: skip
     cos, sin, converted = angles_of.uniform_tables(cos, sin)
     *angles, device = cos, sin, *rest
-    found, tables_found = check(
-        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles
-    )  # fmt: skip
+    found, tables_found = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, *angles)
     t, size, index = qkv.token, qkv.dtype.itemsize, angles_of.index_of(*angles[2:4])
     vec, rotary = 16 // size, tables_found.rotary
     strides = (found.batch_stride * size, found.place_stride * size)
@@ -300,13 +294,6 @@ def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | N
     return dims, (-(-found.tokens // tokens), parts), threads, shared
 
 
-def check_fwd(
-    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
-    rotary: int, pairs: int, silu: bool, eps: float, offset: float, *angles: Any,
-) -> None:  # fmt: skip
-    check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, False, *angles)
-
-
 def check_bwd(
     dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
     grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, weight_grad: bool,
@@ -315,7 +302,7 @@ def check_bwd(
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
     if weight_grad and q_weight is None:
         raise ArgumentError("weight_grad is True but there are no weights")
-    found, _ = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles)
+    found, _ = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, *angles, inverse=True)
     packed = len(qkv[1]) == 2
     for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
         check_same(name, d[0], qkv[0], "dtype", of="qkv")
@@ -329,14 +316,13 @@ def plan_bwd(
 ) -> Steps:  # fmt: skip
     cos, sin, converted = angles_of.uniform_tables(cos, sin)
     *angles, device = cos, sin, *rest
-    found, tables_found = check(
-        qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, True, *angles
-    )  # fmt: skip
+    heads = q_heads, kv_heads, grouped, layout
+    found, tables_found = check(qkv, q_weight, k_weight, *heads, rotary, pairs, *angles, inverse=True)
     dtype, shape, index = qkv.dtype, qkv.shape, angles_of.index_of(*angles[2:4])
     t, size, info = DTYPE_TOKEN[dtype], dtype.itemsize, device_info(device)
     vec, rotary = 16 // size, tables_found.rotary
     gradients = [s for d in (dq, dk, dv) for s in heads_of("", d, "bshd").strides]
-    dense = Qkv(*check_qkv((dtype, shape, dense_strides(shape), device), q_heads, kv_heads, grouped, layout))
+    dense = check_qkv((dtype, shape, dense_strides(shape), device), *heads)
     strides = (*gradients, dense.batch_stride, dense.place_stride)
     every = (found.batch_stride, found.place_stride, *strides)
     starts = misaligned(dq, dk, dv, qkv, q_weight, k_weight)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import mla_rope as mla
 from rtkernels.ops.rope import rope_operators as launch
+from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 _forward = FORWARD.call
@@ -95,10 +95,8 @@ def rope(
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
         aligned, fp32 tables of ``tokens * n`` entries are made on the way.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(rope, locals())
-    if out is not None:
-        return into(rope, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(rope, locals())
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
@@ -128,6 +126,6 @@ def no_gradient(cos: Tensor, sin: Tensor) -> None:
 OP = Op(
     "rope",
     public=("rope", "mla_rope", "rope_table"),
-    kernels=(launch.ROPE, launch.ROPE_TOKEN, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS),
-    torch_ops=(FORWARD, IN_PLACE, *mla.TORCH_OPS),
+    kernels=(launch.ROPE, launch.ROPE_TOKEN, launch.ROPE_ANY, launch.TABLES, *mla.KERNELS, rope_table.KERNEL),
+    torch_ops=(FORWARD, IN_PLACE, *mla.TORCH_OPS, rope_table.TABLE),
 )

@@ -89,6 +89,13 @@ def as_heads(t: Tensor, layout: str) -> Tensor:
     return t.unsqueeze(0) if t.dim() == 3 else t.permute(*LAYOUTS[layout], 3)
 
 
+def from_heads(t: Tensor, layout: str, packed: bool) -> Tensor:
+    """Return such a view as a dense tensor in a layout."""
+    if packed:
+        return t.squeeze(0).contiguous()
+    return t.permute(*(LAYOUTS[layout].index(i) for i in range(3)), 3).contiguous()
+
+
 def shape_in(layout: str, heads: Heads, packed: bool) -> tuple[int, ...]:
     """Return the shape of a dense tensor of these heads in a layout."""
     if packed:
@@ -97,11 +104,6 @@ def shape_in(layout: str, heads: Heads, packed: bool) -> tuple[int, ...]:
     for i, size in zip(LAYOUTS[layout], heads[:3], strict=True):
         shape[i] = size
     return tuple(shape)
-
-
-def unit_stride(*metas: Meta | None) -> bool:
-    """Return True if the last dimension of every tensor has stride 1."""
-    return all(m is None or m[1][-1] <= 1 or m[2][-1] == 1 for m in metas)
 
 
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
@@ -118,9 +120,6 @@ def chunk_lanes(head_dim: int, rotary: int, first: int, vec: int) -> int | None:
     if rotary // 2 % vec or first % vec or head_dim % vec or head_dim // vec > 32:
         return None
     return group_threads(head_dim // vec, 32)
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 class Tables(NamedTuple):
@@ -256,7 +255,7 @@ def _limit(tokens: int, heads: int, units: int) -> None:
 
 
 def _plan_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> Steps:
-    if not unit_stride(q, k):
+    if any(m is not None and m.shape[-1] > 1 and m.stride[-1] != 1 for m in (q, k)):
         return Steps(instead=_by_copy)
     return _plan(q, k, layout, layout, *values, in_place=True)
 
@@ -290,9 +289,7 @@ def _reference_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos,
         y = angles_of.rotate(given.float(), tables, first, pairs, inverse).to(t.dtype)
         # What is not rotated keeps its bits: a conversion may change those of a NaN.
         y[..., :first], y[..., first + rotary :] = given[..., :first], given[..., first + rotary :]
-        if t.dim() == 3:
-            return y.squeeze(0).contiguous()
-        return y.permute(*(LAYOUTS[out_layout].index(i) for i in range(3)), 3).contiguous()
+        return from_heads(y, out_layout, t.dim() == 3)
 
     return rotated(q), nothing(q) if k is None else rotated(k)
 
@@ -304,12 +301,9 @@ def _reference_in_place(q, k, layout, *args) -> None:
         k.copy_(ky)
 
 
-def _outputs(q, k, layout, out_layout, *args):
-    def like(t: Any) -> Memory:
-        if t.dim() == 3:
-            return Memory(t.shape, t.dtype)
-        sizes = [t.shape[i] for i in LAYOUTS[layout]]
-        return Memory((*(sizes[LAYOUTS[out_layout].index(i)] for i in range(3)), t.shape[3]), t.dtype)
+def _outputs(q, k, layout, out_layout):
+    def like(t: Meta) -> Memory:
+        return Memory(shape_in(out_layout, heads_of("x", t, layout), t.dim() == 3), t.dtype)
 
     return like(q), None if k is None else like(k)
 

@@ -2,12 +2,84 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.layout import FLOAT_DTYPES
+from rtkernels.runtime.checks import token
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import current_stream, is_capturing
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT
 from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.torch_private import dispatch_modes, is_dynamo_compiling
+
+_THREADS = 256
+KERNEL = Kernel(
+    "rope/rope_table.cu", "rope_table", template="T", variants=[("bf16",), ("fp16",), ("fp32",)], max_registers=80,
+    args="rates:ptr positions:ptr cos:ptr sin:ptr rows:i64 pairs:i64 scaling:f64",
+)  # fmt: skip
+_RATES_LIMIT = 64
+_rates: dict[Any, Tensor] = {}  # vectors by dim, base, device and stream, which are only read
+
+
+def _outputs(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> tuple[Memory, ...]:
+    table = Memory((rows, rates.shape[0]), dtype)
+    return table, table
+
+
+def _check(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> None:
+    token("the result", dtype, FLOAT_DTYPES)
+    for name, meta in {"rates": rates, "positions": positions}.items():
+        if meta is not None and meta.dtype != torch.float64:
+            raise ArgumentError(f"{name} has dtype {meta.dtype}; expected float64".replace("torch.", ""))
+    if len(rates.shape) != 1 or rows < 0:
+        raise ArgumentError(f"rates has shape {tuple(rates.shape)} and rows is {rows}; expected one dimension and rows")
+    if positions is not None and tuple(positions.shape) != (rows,):
+        raise ArgumentError(f"positions has shape {tuple(positions.shape)}; expected ({rows},)")
+
+
+def _plan(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
+    pairs = rates.shape[0]
+    grid = min(-(-rows * pairs // _THREADS), GRID_LIMIT)
+    launch = KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, _THREADS)
+    return Steps(Step(launch, "rates", "positions", "cos", "sin", rows, pairs, float(scaling)))
+
+
+def _reference(
+    rates: Tensor, positions: Tensor | None, rows: int, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if positions is None:
+        positions = torch.arange(rows, dtype=torch.float64, device=rates.device)
+    angles = (positions * scaling).unsqueeze(-1) * rates
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+TABLE = Operator(
+    "rope_table", (Dense("rates", None), Dense("positions", None, optional=True)),
+    options="SymInt rows, float scaling, ScalarType dtype", results="cos sin", outputs=_outputs, plan=_plan,
+    reference=_reference, check=_check,
+)  # fmt: skip
+
+
+def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
+    """Return ``base ** (-2 i / dim)``, kept from another call of this stream if that can be."""
+    if is_dynamo_compiling() or dispatch_modes():
+        return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+    key = dim, base, device, current_stream(device.index) if device.type == "cuda" else 0
+    rates = _rates.get(key)
+    if rates is None:
+        with torch.inference_mode(False):
+            rates = base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+        if device.type != "cuda" or not is_capturing():  # what a graph computes is its own
+            if len(_rates) >= _RATES_LIMIT:
+                _rates.clear()
+            _rates[key] = rates
+    return rates
 
 
 def rope_table(
@@ -17,7 +89,7 @@ def rope_table(
     """Return cos and sin of ``position * scaling * base ** (-2 i / dim)`` for the pairs of a head.
 
     For :func:`rope`, :func:`qkv_split` and :func:`append_kv_cache`, whichever elements make a pair. Worked out in
-    float64 and rounded once, in plain torch: for tables that are made when a model is loaded.
+    float64 and rounded to float32, and then to `dtype`.
 
     Args:
         positions: How many, from 0 on, or a tensor ``[...]`` of them.
@@ -36,12 +108,16 @@ def rope_table(
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
     if not a_number("base", base) > 0:
         raise ArgumentError(f"base is {base}; expected a number above 0")
-    if not isinstance(positions, Tensor):
-        if an_integer("positions", positions) < 0:
-            raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
-        positions = torch.arange(positions, dtype=torch.float64, device=device)
-    rates = float(base) ** (torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / -dim)
-    if a_number("scaling", scaling) != 1:
-        positions = positions.to(torch.float64) * float(scaling)
-    angles = positions.to(torch.float64).unsqueeze(-1) * rates
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    scaling = float(a_number("scaling", scaling))
+    if isinstance(positions, Tensor):
+        rates, flat = _rates_of(dim, float(base), positions.device), positions.reshape(-1).to(torch.float64)
+        table = _reference if torch.is_grad_enabled() and needs_grad(positions) else TABLE.call
+        cos, sin = table(rates, flat, flat.shape[0], scaling, dtype)
+        shape = *positions.shape, dim // 2
+        return cos.view(shape), sin.view(shape)
+    if an_integer("positions", positions) < 0:
+        raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return TABLE.call(_rates_of(dim, float(base), place), None, positions, scaling, dtype)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD as NORM
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.ops.router import router_gemm as router
-from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, norm_options, outputs, plan_with
+from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, outputs, plan
 from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -40,23 +40,21 @@ class NormRouter(NamedTuple):
     rstd: Tensor
 
 
-def _in_two(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout) -> tuple[Tensor, ...]:
-    options = norm_options(eps, offset, pow2_scale, scale_layout)
-    q, scale, rstd, y = NORM.launch(x, weight, None, None, None, None, *options)
-    return router.FORWARD.launch(y, router_weight, None, precision), y, q, scale, rstd
-
-
-def _reference(x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout) -> tuple[Tensor, ...]:
-    options = norm_options(eps, offset, pow2_scale, scale_layout)
-    q, scale, rstd, y = NORM.reference(x, weight, None, None, None, None, *options)
-    return router.FORWARD.reference(y, router_weight, None, precision), y, q, scale, rstd
+def _in_two(
+    norm, multiply, x, weight, router_weight, eps, offset, precision, pow2_scale, scale_layout
+) -> tuple[Tensor, ...]:
+    """Normalise and then multiply by two operators, given as launchers or references."""
+    given = x, weight, None, None, None, None
+    q, scale, rstd, y = norm(*given, eps, offset, "row", pow2_scale, scale_layout, True, False)
+    return multiply(y, router_weight, None, precision), y, q, scale, rstd
 
 
 FORWARD = Operator(
     "rms_norm_router_fwd", (Rows("x", None), Dense("weight", None, optional=True), Dense("router_weight", None)),
     options="float eps, float offset, int precision, bool pow2_scale, str scale_layout",
-    results="logits y q scale rstd", outputs=outputs, plan=plan_with(_in_two), reference=_reference, check=check,
-    plans_empty=True,
+    results="logits y q scale rstd", outputs=outputs, check=check, plans_empty=True,
+    plan=partial(plan, partial(_in_two, NORM.launch, router.FORWARD.launch)),
+    reference=partial(_in_two, NORM.reference, router.FORWARD.reference),
 )  # fmt: skip
 
 
@@ -123,10 +121,8 @@ def rms_norm_router(
     Returns:
         A :class:`NormRouter`.
     """
-    if not isinstance(x, Tensor):
-        return NormRouter(*interop.call_with(rms_norm_router, locals()))
-    if out is not None:
-        return into(rms_norm_router, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(rms_norm_router, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     level = PRECISIONS.get(precision)

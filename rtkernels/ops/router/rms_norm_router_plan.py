@@ -14,7 +14,7 @@ from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import row_count, vector_bytes
+from rtkernels.runtime.layout import vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps, matrix_boxes
 
@@ -41,26 +41,19 @@ KERNEL = Kernel(
 )  # fmt: skip
 
 
-def norm_options(eps: float, offset: float, pow2_scale: bool, scale_layout: str) -> tuple[Any, ...]:
-    """Return the arguments of the norm's operator after its tensors: codes of rows, y kept, not centred."""
-    return eps, offset, "row", pow2_scale, scale_layout, True, False
-
-
-def check(
-    x: Meta, weight: Meta | None, router: Meta, eps: float, offset: float, precision: int, pow2: bool, scale_layout: str
-) -> None:
+def check(x: Meta, weight: Meta | None, router_weight: Meta, scale_layout: str) -> None:
     """Raise an ArgumentError unless these go together."""
-    token("x", x[0], _INPUTS)
-    shapes.check(x, weight, None, None, None, None, *norm_options(eps, offset, pow2, scale_layout))
-    token("router_weight", router[0])
-    cols = x[1][-1]
-    if len(router[1]) != 2 or router[1][1] != cols:
-        raise ArgumentError(f"router_weight has shape {tuple(router[1])}; expected [experts, {cols}], the columns of x")
+    token("x", x.dtype, _INPUTS)
+    shapes.check(x, weight, None, None, None, None, "row", scale_layout, True, False)
+    token("router_weight", router_weight.dtype)
+    shape, cols = tuple(router_weight.shape), x.shape[-1]
+    if len(shape) != 2 or shape[1] != cols:
+        raise ArgumentError(f"router_weight has shape {shape}; expected [experts, {cols}], the columns of x")
 
 
-def outputs(x, weight, router, eps, offset, precision, pow2_scale, scale_layout):
-    made = shapes.outputs(x, weight, None, None, None, None, *norm_options(eps, offset, pow2_scale, scale_layout))
-    logits = Memory((*x.shape[:-1], router.shape[0]), torch.float32)
+def outputs(x, router_weight, scale_layout):
+    made = shapes.outputs(x, None, None, "row", scale_layout, True, False)
+    logits = Memory((*x.shape[:-1], router_weight.shape[0]), torch.float32)
     return logits, made["y"], made["q"], made["scale"], made["made_rstd"]
 
 
@@ -77,22 +70,21 @@ def _serves(x: Meta, weight: Meta | None, router: Meta, precision: int, device: 
     return KERNEL.supports(info.target) and blocks > 0 and blocks >= _BUSY * rounds * info.sm_count
 
 
-def plan_with(in_two: Callable[..., Any]) -> Callable[..., Steps]:
-    """Return the operator's plan; `in_two` normalises and then multiplies, where that is faster."""
-
-    def plan(x, weight, router, eps, offset, precision, pow2_scale, scale_layout, device) -> Steps:
-        if not _serves(x, weight, router, precision, device):
-            return Steps(instead=in_two)
-        rows, cols, experts, pitch = row_count(x.shape), x.shape[-1], router.shape[0], x.row_stride
-        maps = (
-            matrix_boxes("x", "bf16", rows, cols, pitch, _BLOCK_ROWS, _BOX),
-            matrix_boxes("router_weight", "bf16", experts, cols, cols, experts, _BOX),
-            matrix_boxes("logits", "fp32", rows, experts, experts, _BLOCK_ROWS, 32),
-        )
-        strides = (1, rows) if scale_layout == "column" else (groups_of(cols), 1)
-        weight_fp32 = weight is not None and weight.dtype == torch.float32
-        launch = KERNEL.bind(("bf16",), device, -(-rows // _BLOCK_ROWS), _THREADS, _SHARED)
-        numbers = rows, cols, experts, weight_fp32, *strides, int(pow2_scale), eps, offset
-        return Steps(Step(launch, *maps, "weight", "y", "q", "scale", "rstd", *numbers))
-
-    return plan
+def plan(
+    in_two: Callable[..., Any], x: Meta, weight: Meta | None, router_weight: Meta, eps: float, offset: float,
+    precision: int, pow2_scale: bool, scale_layout: str, device: int,
+) -> Steps:  # fmt: skip
+    """Return the launch, or that `in_two` normalises and then multiplies, where that is faster."""
+    if not _serves(x, weight, router_weight, precision, device):
+        return Steps(instead=in_two)
+    rows, cols, experts, pitch = x.rows, x.shape[-1], router_weight.shape[0], x.row_stride
+    maps = (
+        matrix_boxes("x", "bf16", rows, cols, pitch, _BLOCK_ROWS, _BOX),
+        matrix_boxes("router_weight", "bf16", experts, cols, cols, experts, _BOX),
+        matrix_boxes("logits", "fp32", rows, experts, experts, _BLOCK_ROWS, 32),
+    )
+    strides = (1, rows) if scale_layout == "column" else (groups_of(cols), 1)
+    weight_fp32 = weight is not None and weight.dtype == torch.float32
+    launch = KERNEL.bind(("bf16",), device, -(-rows // _BLOCK_ROWS), _THREADS, _SHARED)
+    numbers = rows, cols, experts, weight_fp32, *strides, int(pow2_scale), eps, offset
+    return Steps(Step(launch, *maps, "weight", "y", "q", "scale", "rstd", *numbers))

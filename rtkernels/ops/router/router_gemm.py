@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
-from rtkernels.ops.router.router_gemm_plan import plan_bwd_with, plan_fwd, plan_into
+from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_same, token
-from rtkernels.runtime.layout import metadata, nothing, row_count
+from rtkernels.runtime.layout import nothing, row_count
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.declared import (
-    DenseFloat,
-    InPlaceExact,
-    InPlaceOperator,
-    Meta,
-    Operator,
-    Rows,
-    UnitStride,
-)
+from rtkernels.runtime.operator.declared import InPlaceOperator, Operator
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride, meta_of
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -31,7 +25,7 @@ _INPUTS = (torch.bfloat16, torch.float16)
 _MAX_ROWS = 2**31 - 1
 
 
-def _check(x: Meta, weight: Meta, bias: Meta | None, precision: int) -> None:
+def _check(x: Meta, weight: Meta, bias: Meta | None = None) -> None:
     token("x", x.dtype, _INPUTS)
     token("weight", weight.dtype)
     if weight.dim() != 2:
@@ -50,18 +44,18 @@ def _check_dy(dy: Meta, x: Meta, experts: int) -> None:
     check_same("dy", tuple(dy.shape), (*x.shape[:-1], experts), "shape", of="x with weight's rows")
 
 
-def _check_bwd(dy: Meta, x: Meta, weight: Meta, precision: int, need_x: bool, need_weight: bool) -> None:
-    _check(x, weight, None, precision)
+def _check_bwd(dy: Meta, x: Meta, weight: Meta) -> None:
+    _check(x, weight)
     _check_dy(dy, x, weight.shape[0])
 
 
-def _check_main_grad(main_grad: tuple, shape: tuple[int, ...], device: int, of: str) -> None:
-    token("main_grad", main_grad[0], (torch.float32,))
-    check_same("main_grad", tuple(main_grad[1]), shape, "shape", of=of)
-    check_same("main_grad", main_grad[3], device, "device index", of=of)
+def _check_main_grad(main_grad: Meta, shape: tuple[int, ...], device: int, of: str) -> None:
+    token("main_grad", main_grad.dtype, (torch.float32,))
+    check_same("main_grad", tuple(main_grad.shape), shape, "shape", of=of)
+    check_same("main_grad", main_grad.device, device, "device index", of=of)
 
 
-def _check_into(main_grad: Meta, dy: Meta, x: Meta, precision: int) -> None:
+def _check_into(main_grad: Meta, dy: Meta, x: Meta) -> None:
     token("x", x.dtype, _INPUTS)
     if not x.shape or not dy.shape:
         raise ArgumentError("x and dy need at least one dimension")
@@ -104,21 +98,18 @@ def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) ->
         main_grad.addmm_(_rows_of(dy).float().t(), _rows_of(x).float())
 
 
-def _bwd_outputs(dy, x, weight, precision, need_x, need_weight):
-    dx, dweight = Memory(x.shape, x.dtype), Memory(weight.shape, weight.dtype)
-    return dx if need_x else None, dweight if need_weight else None
-
-
 _X, _DY, _WEIGHT = Rows("x", None), DenseFloat("dy", None), UnitStride("weight", None)
 FORWARD = Operator(
     "router_gemm_fwd", (_X, _WEIGHT, DenseFloat("bias", None, optional=True)), options="int precision", results="y",
-    outputs=lambda x, weight, *_: (Memory((*x.shape[:-1], weight.shape[0]), torch.float32),), plan=plan_fwd,
+    outputs=lambda x, weight: (Memory((*x.shape[:-1], weight.shape[0]), torch.float32),), plan=plan_fwd,
     reference=_reference_fwd, check=_check,
 )  # fmt: skip
 BACKWARD = Operator(
     "router_gemm_bwd", (_DY, _X, _WEIGHT), options="int precision, bool need_x, bool need_weight",
-    results="dx dweight", outputs=_bwd_outputs, plan=plan_bwd_with(_bwd_padded), reference=_reference_bwd,
-    check=_check_bwd,
+    results="dx dweight", plan=partial(plan_bwd, _bwd_padded), reference=_reference_bwd, check=_check_bwd,
+    outputs=lambda x, weight, need_x, need_weight: (
+        Memory.like(x) if need_x else None, Memory.like(weight) if need_weight else None,
+    ),
 )  # fmt: skip
 BACKWARD_INTO = InPlaceOperator(
     "router_gemm_bwd_into", (InPlaceExact("main_grad", None), _DY, _X), options="int precision", results="",
@@ -201,15 +192,13 @@ def router_gemm(
     Returns:
         Dense fp32 ``[..., experts]``.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(router_gemm, locals())
-    if out is not None:
-        return into(router_gemm, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(router_gemm, locals())
     level = PRECISIONS.get(precision)
     if level is None:
         raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
     if main_grad is not None:
-        _check_main_grad(metadata(main_grad), tuple(weight.shape), weight.get_device(), "weight")
+        _check_main_grad(meta_of(main_grad), tuple(weight.shape), weight.get_device(), "weight")
         if not main_grad.is_contiguous():
             raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
     if is_grad_enabled() and needs_grad(x, weight, bias):

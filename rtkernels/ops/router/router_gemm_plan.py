@@ -12,16 +12,7 @@ from torch import Tensor
 from rtkernels.ops.quant.column_absmax import column_steps
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
-from rtkernels.ops.router.router_gemm_kernels import (
-    DEPTH,
-    TILE,
-    input_gradient_terms,
-    packed_pairs,
-    promote_blocks,
-    term_pairs,
-    terms,
-    uses_wgmma,
-)
+from rtkernels.ops.router.router_gemm_kernels import DEPTH, TILE, promote_blocks, terms
 from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
@@ -53,7 +44,7 @@ class _Work:
     """Steps of a call as they are put together, and what they need."""
 
     def __init__(self, device: int, precision: int) -> None:
-        self.device, self.precision, self.wgmma = device, precision, uses_wgmma(device)
+        self.device, self.precision, self.wgmma = device, precision, kernels.uses_wgmma(device)
         self.steps: list[Step] = []
         self.scratch: dict[str, Memory] = {}
         self.converted: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -114,10 +105,10 @@ class _Work:
         launch, splits, each = kernels.mma_launch(self.device, a.token, *across, m, n, k, splits_allowed)
         if splits > 1:
             out, out_dtype, bias = self.partial(splits, m, n), torch.float32, 0
-        pairs = term_pairs(a.count, b.count)
+        pairs = kernels.term_pairs(a.count, b.count)
         kind = {"fp32": 0, "bf16": 1, "fp16": 2}[DTYPE_TOKEN[out_dtype]]
         numbers = (
-            m, n, k, a.pitch, b.pitch, a.step, b.step, packed_pairs(pairs), len(pairs), each,
+            m, n, k, a.pitch, b.pitch, a.step, b.step, kernels.packed_pairs(pairs), len(pairs), each,
             promote_blocks(self.precision) * len(pairs), kind, int(by_row),
         )  # fmt: skip
         self.steps.append(Step(launch, a.name, b.name, out, bias, scale, *numbers))
@@ -158,25 +149,24 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     return work.finished()
 
 
-def plan_bwd_with(padded: Callable[..., Any]) -> Callable[..., Steps]:
-    """Return the plan of the gradients; `padded` serves rows of x that do not fill vectors."""
-
-    def plan(dy, x, weight, precision, need_x, need_weight, device) -> Steps:
-        work = _Work(device, precision)
-        if need_x and work.wgmma and x.shape[-1] % 8:
-            return Steps(instead=padded)
-        if need_x:
-            _input_gradient(work, dy, weight, x.dtype)
-        if need_weight:
-            _weight_gradient(work, dy, x, "dweight", weight.dtype, after_other=need_x)
-        return work.finished()
-
-    return plan
+def plan_bwd(
+    padded: Callable[..., Any], dy: Meta, x: Meta, weight: Meta, precision: int, need_x: bool, need_weight: bool,
+    device: int,
+) -> Steps:  # fmt: skip
+    """Return the steps of the gradients; `padded` serves rows of x that do not fill vectors."""
+    work = _Work(device, precision)
+    if need_x and work.wgmma and x.shape[-1] % 8:
+        return Steps(instead=padded)
+    if need_x:
+        _input_gradient(work, dy, weight, x.dtype)
+    if need_weight:
+        _weight_gradient(work, dy, x, "dweight", weight.dtype, after_other=need_x)
+    return work.finished()
 
 
 def _input_gradient(work: _Work, dy: Meta, weight: Meta, dtype: torch.dtype) -> None:
     """Add what writes ``dy @ weight`` to dx, rounded to `dtype`. dy is dense fp32."""
-    count, raw = input_gradient_terms(DTYPE_TOKEN[dtype], work.precision), weight.dtype == torch.bfloat16
+    count, raw = kernels.input_gradient_terms(DTYPE_TOKEN[dtype], work.precision), weight.dtype == torch.bfloat16
     left = work.aligned("dy", dy) if work.wgmma else work.split("dy", dy, "bf16", count)
     right = work.aligned("weight", weight) if raw else work.split("weight", weight, "bf16", count)
     if not work.wgmma:

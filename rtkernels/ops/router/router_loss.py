@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
-
-
 _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
 
 
@@ -51,10 +45,8 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     Returns:
         float32, no dimensions; 0 without tokens.
     """
-    if not isinstance(logits, Tensor):
-        return interop.call_with(router_z_loss, locals())
-    if out is not None:
-        return into(router_z_loss, locals())
+    if out is not None or not isinstance(logits, Tensor):
+        return redirected(router_z_loss, locals())
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
@@ -90,10 +82,8 @@ def load_balancing_loss(
     Returns:
         float32, no dimensions; 0 without tokens.
     """
-    if not isinstance(logits, Tensor):
-        return interop.call_with(load_balancing_loss, locals())
-    if out is not None:
-        return into(load_balancing_loss, locals())
+    if out is not None or not isinstance(logits, Tensor):
+        return redirected(load_balancing_loss, locals())
     if score not in _SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():

@@ -44,9 +44,6 @@ _COUNTS = Kernel(
 )  # fmt: skip
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
-
-
 class Sequences(NamedTuple):
     """Which rows share counts."""
 
@@ -67,23 +64,22 @@ def sequences_of(shape: Sequence[int], sequence_dim: int) -> Sequences:
     return Sequences(shape[1 - sequence_dim], shape[sequence_dim], shape[1], sequence_dim == 0)
 
 
-def _check(x: Meta, counts: Meta | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> None:
+def _check(x: Meta, counts: Meta | None, sequence_dim: int, k: int) -> None:
     check_rows("logits", x, MAX_EXPERTS, "experts")
-    sequences, experts = sequences_of(x[1], sequence_dim), x[1][-1]
+    sequences = sequences_of(x.shape, sequence_dim)
     if k < 1:
         raise ArgumentError(f"k is {k}; expected at least 1")
     if counts is None:
         return
-    if counts[0] != torch.int32:
-        raise ArgumentError(f"counts has dtype {str(counts[0])[6:]}; expected int32")
-    wanted = (experts,) if sequence_dim == -1 else (sequences.number, experts)
-    check_shape("counts", counts[1], wanted)
+    if counts.dtype != torch.int32:
+        raise ArgumentError(f"counts has dtype {str(counts.dtype)[6:]}; expected int32")
+    check_shape("counts", counts.shape, _counts_shape(sequences.number, x.shape[-1], sequence_dim))
 
 
-def _check_bwd(g: Meta, *values: Any) -> None:
+def _check_bwd(g: Meta, x: Meta, counts: Meta | None, sequence_dim: int, k: int) -> None:
     if g.dtype != torch.float32 or g.numel() != 1:
         raise ArgumentError(f"g has dtype {str(g.dtype)[6:]} and shape {tuple(g.shape)}; expected one float32 number")
-    _check(*values)
+    _check(x, counts, sequence_dim, k)
 
 
 def _factor(shape: Sequence[int], sequences: Sequences, kind: int, k: int, coefficient: float) -> float:
@@ -118,17 +114,13 @@ def _work(
     return launch, grid, numbers
 
 
-def _plan_fwd(
-    x: Meta, counts: Meta | None, kind: int, sequence_dim: int, k: int, coefficient: float, device: int
-) -> Steps:
+def _plan_fwd(x: Meta, kind: int, sequence_dim: int, k: int, coefficient: float, device: int) -> Steps:
     launch, grid, numbers = _work(x, kind, sequence_dim, k, coefficient, device, False)
     step = Step(launch, "x", "counts", "partial", "loss", "ticket", *numbers)
     return Steps(step, scratch={"partial": Memory((grid,), torch.float32)}, zeros={"ticket": 1})
 
 
-def _plan_bwd(
-    g: Meta, x: Meta, counts: Meta | None, kind: int, sequence_dim: int, k: int, coefficient: float, device: int
-) -> Steps:
+def _plan_bwd(x: Meta, kind: int, sequence_dim: int, k: int, coefficient: float, device: int) -> Steps:
     launch, _, numbers = _work(x, kind, sequence_dim, k, coefficient, device, True)
     return Steps(Step(launch, "g", "x", "counts", "dx", *numbers))
 
@@ -224,12 +216,12 @@ def reference_counts(indices, experts, sequence_dim):
 _INPUTS = Rows("x", None), Dense("counts", None, optional=True)
 _OPTIONS = "int kind, int sequence_dim, int k, float coefficient"
 FORWARD = Operator(
-    "router_loss_fwd", _INPUTS, options=_OPTIONS, results="loss", outputs=lambda *_: (Memory((), torch.float32),),
+    "router_loss_fwd", _INPUTS, options=_OPTIONS, results="loss", outputs=lambda: (Memory((), torch.float32),),
     plan=_plan_fwd, reference=_reference_fwd, check=_check,
 )  # fmt: skip
 BACKWARD = Operator(
     "router_loss_bwd", (Argument("g", None), *_INPUTS), options=_OPTIONS, results="dx",
-    outputs=lambda g, x, *_: (Memory(x.shape, x.dtype),), plan=_plan_bwd, reference=_reference_bwd, check=_check_bwd,
+    outputs=lambda x: (Memory.like(x),), plan=_plan_bwd, reference=_reference_bwd, check=_check_bwd,
 )  # fmt: skip
 COUNTS = Operator(
     "router_counts", (Dense("indices", None),), options="int experts, int sequence_dim", results="counts",

@@ -7,26 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.router.warp_rows import (
-    COLUMNS,
-    KIND,
-    OCTET,
-    WARP_COLUMNS,
-    check_k,
-    check_rows,
-    lane_columns,
-    takes_octets,
-    whole_vectors,
-)
+from rtkernels.ops.router import warp_rows
+from rtkernels.ops.router.warp_rows import COLUMNS, KIND, OCTET, WARP_COLUMNS, check_k, check_rows
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -59,23 +49,23 @@ class TopK(NamedTuple):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Meta, k: int, int64: bool) -> None:
+def _check(x: Meta, k: int) -> None:
     check_rows("x", x, MAX_COLUMNS)
     check_k(k, x.shape[-1])
 
 
 def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
     rows, cols, stride = x.rows, x.shape[-1], x.row_stride
-    v = lane_columns(cols)
+    v = warp_rows.lane_columns(cols)
     if cols > WARP_COLUMNS:
         warps = -(-cols // WARP_COLUMNS)
         launch = _FWD_BLOCK.bind((v,), device, min(rows, GRID_LIMIT), 32 * warps, 8 * warps * k)
-    elif takes_octets(x, k):
+    elif warp_rows.takes_octets(x, k):
         grid = -(-rows * OCTET // _OCTET_THREADS)
         launch = _FWD_OCTETS.bind((x.dtype.itemsize,), device, min(grid, GRID_LIMIT), _OCTET_THREADS)
     else:
         launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
-    numbers = rows, cols, stride, k, KIND[x.dtype], int(whole_vectors(x, v)), int(int64)
+    numbers = rows, cols, stride, k, KIND[x.dtype], int(warp_rows.whole_vectors(x, v)), int(int64)
     return Steps(Step(launch, "x", "values", "indices", *numbers))
 
 
@@ -130,13 +120,10 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "topk_bwd", (Dense("g", None), Dense("indices", None)), options="int cols", results="dx",
-    outputs=lambda g, indices, cols: (Memory((*g.shape[:-1], cols), g.dtype),), plan=_plan_bwd,
-    reference=_reference_bwd, check=_check_bwd,
+    outputs=lambda g, cols: (Memory((*g.shape[:-1], cols), g.dtype),), plan=_plan_bwd, reference=_reference_bwd,
+    check=_check_bwd,
 )  # fmt: skip
 _replay, _forward = FORWARD.replay, FORWARD.call
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
 
 
 class _TopK(torch.autograd.Function):
@@ -181,10 +168,8 @@ def topk(
     Returns:
         TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.
     """
-    if not isinstance(x, Tensor):
-        return TopK(*interop.call_with(topk, locals()))
-    if out is not None:
-        return into(topk, locals())
+    if out is not None or not isinstance(x, Tensor):
+        return redirected(topk, locals())
     if index_dtype is not torch.int64 and index_dtype is not torch.int32:
         raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")
     int64 = index_dtype is torch.int64

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import topk_router_plan as plans
 from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
+from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
@@ -64,7 +63,7 @@ def _reference_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
     return plans.gradient(logits.float(), chosen, g, mode, scale, eps).to(logits.dtype).contiguous()
 
 
-def _outputs(logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense, routing_map):
+def _outputs(logits, k, dense, routing_map):
     compact, every = (*logits.shape[:-1], k), logits.shape
     return (
         Memory(compact, torch.float32),
@@ -86,7 +85,7 @@ BACKWARD = Operator(
     (Rows("logits", None), Dense("indices", None), Dense("g_compact", None, optional=True),
      Rows("g_dense", None, optional=True)),
     options="int mode, float scale, float eps", results="dx",
-    outputs=lambda logits, *_: (Memory(logits.shape, logits.dtype),), plan=plans.plan_bwd, reference=_reference_bwd,
+    outputs=lambda logits: (Memory.like(logits),), plan=plans.plan_bwd, reference=_reference_bwd,
     check=plans.check_bwd,
 )  # fmt: skip
 
@@ -161,12 +160,8 @@ def topk_router(
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
         dense results or None.
     """
-    if not isinstance(logits, Tensor):
-        results = interop.call_with(topk_router, locals())
-        none = [not dense_probs, not routing_map]
-        return Routing(*results[:3], *(None if skip else item for skip, item in zip(none, results[3:], strict=True)))
-    if out is not None:
-        return into(topk_router, locals())
+    if out is not None or not isinstance(logits, Tensor):
+        return redirected(topk_router, locals())
     mode = _mode(score, score_first, renormalize)
     an_integer("k", k)
     an_integer("num_groups", num_groups)
@@ -178,14 +173,12 @@ def topk_router(
         if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
             num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map
-    results = FORWARD.replay(*args)
-    if results is None and is_grad_enabled() and needs_grad(logits):
+    run = FORWARD.call
+    if is_grad_enabled() and needs_grad(logits):
+        run = _differentiable
         if is_dynamo_compiling():
             args = *args[:7], constant(scale), constant(eps), *args[9:]
-        results = _differentiable(*args)
-    elif results is None:
-        results = FORWARD.call(*args)
-    probs, indices, counts, dense, chosen = results
+    probs, indices, counts, dense, chosen = run(*args)
     return Routing(probs, indices, counts, dense if dense_probs else None, chosen if routing_map else None)
 
 

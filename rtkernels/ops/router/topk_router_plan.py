@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.router import warp_rows
 from rtkernels.ops.router.topk import largest, sort_key
-from rtkernels.ops.router.warp_rows import (
-    KIND,
-    OCTET,
-    WARP_COLUMNS,
-    check_k,
-    check_rows,
-    lane_columns,
-    takes_octets,
-    whole_vectors,
-)
+from rtkernels.ops.router.warp_rows import KIND, OCTET, WARP_COLUMNS, check_k, check_rows
 from rtkernels.ops.shared.experts import MAX_EXPERTS
 from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info
@@ -54,19 +44,14 @@ _BWD = Kernel(
 KERNELS = (_FWD, _FWD_SMALL, _BWD)
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-
-def check(
-    logits: Meta, bias: Meta | None, k: int, mode: int, num_groups: int, top_groups: int, group_k: int, *options: Any
-) -> None:
+def check(logits: Meta, bias: Meta | None, k: int, num_groups: int, top_groups: int, group_k: int) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
     check_rows("logits", logits, MAX_EXPERTS, "experts")
-    experts = logits[1][-1]
+    experts = logits.shape[-1]
     check_k(k, experts)
     if bias is not None:
-        token("bias", bias[0])
-        check_shape("bias", bias[1], (experts,), "one number for each expert")
+        token("bias", bias.dtype)
+        check_shape("bias", bias.shape, (experts,), "one number for each expert")
     if num_groups < 1 or experts % num_groups:
         raise ArgumentError(f"num_groups is {num_groups}; expected a divisor of the {experts} experts")
     if not 1 <= top_groups <= num_groups:
@@ -78,7 +63,7 @@ def check(
         raise ArgumentError(f"group_k is {group_k}; expected 1 to {size}, the experts of a group")
 
 
-def check_bwd(logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None, *options: Any) -> None:
+def check_bwd(logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None) -> None:
     """Raise an ArgumentError for gradients that do not belong to the logits."""
     token("logits", logits.dtype)
     if indices.dtype != torch.int32:
@@ -89,9 +74,6 @@ def check_bwd(logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta
         if g is not None:
             check_same(name, g.dtype, torch.float32, "dtype", of="probabilities")
             check_same(name, g.shape, like.shape, "shape", of="probabilities")
-
-
-# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def _lanes_of_group(v: int, experts: int, num_groups: int, group_k: int) -> int:
@@ -112,14 +94,14 @@ def plan_fwd(
     rows, experts, stride = logits.rows, logits.shape[-1], logits.row_stride
     results = "probs", "indices", "dense_probs" if dense else 0, "chosen" if routing_map else 0, "counts"
     tensors, sizes, sms = ("logits", "bias", *results), (rows, experts, stride, k), device_info(device).sm_count
-    if bias is None and num_groups == 1 and takes_octets(logits, k):
+    if bias is None and num_groups == 1 and warp_rows.takes_octets(logits, k):
         warps = min(_SMALL_WARPS, -(-rows * OCTET // 32))
         grid = min(-(-rows * OCTET // (32 * warps)), _SMALL_BLOCKS_PER_SM * sms)
         launch = _FWD_SMALL.bind((logits.dtype.itemsize,), device, grid, 32 * warps)
         return Steps(Step(launch, *tensors, *sizes, KIND[logits.dtype], mode, scale, eps))
-    several_warps, v = experts > WARP_COLUMNS, lane_columns(experts)
+    several_warps, v = experts > WARP_COLUMNS, warp_rows.lane_columns(experts)
     lanes = 0 if several_warps or num_groups == 1 else _lanes_of_group(v, experts, num_groups, group_k)
-    whole = whole_vectors(logits, v)
+    whole = warp_rows.whole_vectors(logits, v)
     if bias is not None:
         wanted = min(16, 4 * v)
         whole = whole and vector_bytes(bias.misaligned, limit=wanted) == wanted
@@ -143,9 +125,8 @@ def plan_fwd(
 
 
 def plan_bwd(
-    logits: Meta, indices: Meta, g_compact: Meta | None, g_dense: Meta | None, mode: int, scale: float, eps: float,
-    device: int,
-) -> Steps:  # fmt: skip
+    logits: Meta, indices: Meta, g_dense: Meta | None, mode: int, scale: float, eps: float, device: int
+) -> Steps:
     rows, experts, size = logits.rows, logits.shape[-1], logits.dtype.itemsize
     stride, vector = logits.row_stride, _VECTOR * size
     g_stride = 0 if g_dense is None else g_dense.row_stride

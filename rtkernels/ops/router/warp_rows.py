@@ -6,7 +6,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.layout import row_count, row_stride, vector_bytes
+from rtkernels.runtime.layout import vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -18,12 +18,11 @@ MAX_K = 64
 
 def check_rows(name: str, meta: Meta, limit: int, what: str = "columns") -> None:
     """Raise an ArgumentError unless a tensor is of a float type, with 1 to `limit` numbers in its last dimension."""
-    dtype, shape = meta[0], meta[1]
-    token(name, dtype)
-    if not shape:
+    token(name, meta.dtype)
+    if not meta.shape:
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
-    if not 1 <= shape[-1] <= limit:
-        raise ArgumentError(f"{name} has {shape[-1]} {what}; expected 1 to {limit}")
+    if not 1 <= meta.shape[-1] <= limit:
+        raise ArgumentError(f"{name} has {meta.shape[-1]} {what}; expected 1 to {limit}")
 
 
 def check_k(k: int, cols: int) -> None:
@@ -39,13 +38,12 @@ def lane_columns(cols: int) -> int:
 
 def whole_vectors(meta: Meta, v: int) -> bool:
     """Return True if a lane can read its columns in whole vectors."""
-    dtype, shape, stride = meta[:3]
-    size = dtype.itemsize
+    size = meta.dtype.itemsize
     wanted = min(16, v * size)
-    steps = 0 if row_count(shape) <= 1 else row_stride(shape, stride) * size
-    return shape[-1] % v == 0 and vector_bytes(meta.misaligned, steps, limit=wanted) == wanted
+    steps = 0 if meta.rows <= 1 else meta.row_stride * size
+    return meta.shape[-1] % v == 0 and vector_bytes(meta.misaligned, steps, limit=wanted) == wanted
 
 
 def takes_octets(meta: Meta, k: int) -> bool:
     """Return True if eight lanes can find the k largest numbers of a row (cuda_src/router/top8.cuh)."""
-    return k <= OCTET and meta[1][-1] <= WARP_COLUMNS and whole_vectors(meta, _GROUP)
+    return k <= OCTET and meta.shape[-1] <= WARP_COLUMNS and whole_vectors(meta, _GROUP)

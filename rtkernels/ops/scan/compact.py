@@ -15,6 +15,7 @@ from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.memory import allocator, kept_zeros
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta
@@ -38,11 +39,14 @@ _REPEAT = Kernel(
 )  # fmt: skip
 
 
-def _plan_count(x: Meta, distinct: bool, device: int) -> Steps:
-    slices = -(-x.numel() // _SLICE)
-    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS)
-    numbers = x.numel(), int(x.misaligned == 0), int(distinct)
-    return Steps(Step(launch, "x", "ends", "total", "ticket", *numbers), kept_zeros={"ticket": 1})
+def _plan_count(device: int, dtype: torch.dtype, n: int, aligned: bool, distinct: bool) -> tuple[Any, ...]:
+    """Return how to allocate the ends of slices, and the launch: no primitive, as the host's time decides here."""
+    slices = -(-n // _SLICE)
+    launch = _COUNT.bind((TOKEN[dtype],), device, slices, _THREADS, ending=(n, int(aligned), int(distinct)))
+    return allocator(device), ((slices,), (1,), torch.int64), launch
+
+
+_COUNTS = Plans(_plan_count)
 
 
 def _plan_place(
@@ -63,10 +67,6 @@ def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Ste
     return Steps(Step(launch, "ends", "out", ends.shape[0], total))
 
 
-_COUNTS = Primitive(
-    "compact_count", (Dense("x", None),), "distinct", results="ends total",
-    outputs=lambda x, _: (Memory((-(-x.numel() // _SLICE),), torch.int64), Memory((), torch.int64)), plan=_plan_count,
-)  # fmt: skip
 _REPEATED = Primitive(
     "repeated", (Dense("ends", None),), "dtype, total", results="out",
     outputs=lambda ends, dtype, total: (Memory((total,), dtype),), plan=_plan_repeat,
@@ -74,7 +74,10 @@ _REPEATED = Primitive(
 
 
 def _ends(x: Tensor, distinct: bool = False) -> tuple[Tensor, int]:
-    ends, total = _COUNTS(x, distinct)
+    device, address = x.get_device(), x.data_ptr()
+    allocate, memory, launch = _COUNTS[device, x.dtype, x.numel(), not address & 15, distinct]
+    ends, total = allocate(*memory), allocate((), (), torch.int64)
+    launch(address, ends.data_ptr(), total.data_ptr(), kept_zeros(device, 1).data_ptr())
     return ends, total.item()
 
 
@@ -101,9 +104,9 @@ def nonzero(x: Tensor) -> Tensor:
     Returns:
         (count, dimensions), int64; its columns lie side by side, as torch's do.
     """
-    x = x.contiguous()
+    x = x if x.is_contiguous() else x.contiguous()
     ends, total = _ends(x)
-    out = torch.empty_strided((total, x.dim()), (1, max(total, 1)), dtype=torch.int64, device=x.device)
+    out = allocator(x.get_device())((total, x.dim()), (1, max(total, 1)), torch.int64)
     return _place(x, ends, None, out, tuple(x.shape))
 
 
@@ -117,9 +120,10 @@ def chosen(source: Tensor, mask: Tensor) -> Tensor:
     Returns:
         One dimension, source's dtype.
     """
-    mask = mask.contiguous()
+    mask, source = (t if t.is_contiguous() else t.contiguous() for t in (mask, source))
     ends, total = _ends(mask)
-    return _place(mask, ends, source.contiguous(), source.new_empty(total), (mask.numel(),))
+    out = allocator(source.get_device())((total,), (1,), source.dtype)
+    return _place(mask, ends, source, out, (mask.numel(),))
 
 
 def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS = 256
+_THREADS, _BYTES = 256, 32  # RTK_SCAN_BYTES of cuda_src/scan/scan.cu: what a thread reads of a tile
 _SLICE = 4096  # elements of a slice, at least
 _FLOAT_TOKENS, _INT_TOKENS = ("bf16", "fp16", "fp32"), ("i64", "i32", "u8")
 _VARIANTS = [
@@ -50,12 +50,12 @@ def _plan(x: Meta, kind: str, dim: int, flip: bool, device: int) -> Steps:
     token, sums = TOKEN[x.dtype], kind == "sum"
     out = token if floating or not sums else "i64"
     variant = token, out, f"Running{'Sum' if sums else 'Maximum'}<{'float' if floating else 'rtk::i64'}>"
-    bytes_each = (4 if floating else 8) if sums else 16
+    bytes_each = (4 if floating else 8) * (1 if sums else 2)
     wanted = 3 * device_info(device).sm_count
     columns = outer * inner
     if inner == 1:
-        vector = 2 if size == 8 else 4
-        aligned = x_step == 1 and n % vector == 0 and x_row % vector == 0 and x.misaligned % (vector * size) == 0
+        vector = 4 if size == 1 else (_BYTES if floating and sums else 16) // size
+        aligned = x_step == 1 and n % vector == 0 and x_row % vector == 0 and x.misaligned % min(vector * size, 16) == 0
         vector = vector if aligned else 1
         threads = _THREADS if n > 32 * vector * 8 else 32
         slices = max(1, min(wanted // max(columns, 1), n // _SLICE, 512)) if threads == _THREADS else 1
@@ -100,7 +100,7 @@ def running(x: Tensor, kind: str, dim: int, *, flip: bool = False) -> tuple[Tens
         x: bfloat16, float16, float32, int64, int32, uint8 or bool; not empty, at least one dimension. Copied if the
             dimensions before or after `dim` are not evenly spaced.
         kind: "sum", or "maximum": the largest so far, NaN above all, and the index of the last that equals it.
-        dim: At least 0.
+        dim: At least 0. Maxima: of less than 2^31 elements.
         flip: Minima instead.
 
     Returns:

@@ -29,6 +29,28 @@ class BulkRing(NamedTuple):
         return self.block > self.groups * self.threads
 
 
+class CopyRing(NamedTuple):
+    """Geometry of a launch whose threads fetch rows themselves (common/row_ring.cuh): threads of a row and of a block,
+    blocks, bytes of shared memory."""
+
+    threads: int
+    block: int
+    blocks: int
+    shared: int
+
+
+def copy_ring(
+    info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, stages: int
+) -> CopyRing:
+    """Return how such a kernel is launched; arguments as for ``bulk_ring``, and how many rows a ring has."""
+    threads = group_threads(-(-vectors // chunks), _ROW_THREADS)
+    limit = max_threads // threads if threads <= 32 else min(max_threads // threads, 15)
+    groups = max(1, min(limit, rows // info.sm_count))
+    groups += -groups % (32 // min(threads, 32))  # whole warps
+    shared = stages * groups * threads * 16 * chunks * inputs
+    return CopyRing(threads, groups * threads, min(info.sm_count, -(-rows // groups)), shared)
+
+
 def bulk_ring(
     info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
 ) -> BulkRing | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import DTYPE_TOKEN
@@ -39,6 +39,12 @@ def overlaps_next(cols: int) -> bool:
     With more blocks of the sum that costs more than it saves (decisions/norm.md, sums that overlap).
     """
     return cols <= 2048
+
+
+def parts_grid(info: DeviceInfo, rows: int, cols: int, vec: int) -> tuple[int, int]:
+    """Return the grid of a kernel that sums rows up in parts: blocks of 256 times `vec` columns, and parts."""
+    across = -(-cols // (256 * vec))
+    return across, min(max(1, 4 * info.sm_count // across), rows, 65535)
 
 
 def column_sum_step(

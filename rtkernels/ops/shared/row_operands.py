@@ -24,7 +24,7 @@ def rows_of(name: str, t: Tensor | None, shape: Sequence[int], of: str = "x") ->
     shape, given = tuple(shape), tuple(t.shape)
     lead = (1,) * (len(shape) - len(given)) + given
     fits = len(given) <= len(shape) and all(a in (1, b) for a, b in zip(lead[:-1], shape[:-1], strict=True))
-    if not given or given[-1] != shape[-1] or not fits:
+    if not given or tuple(given[-1:]) != tuple(shape[-1:]) or not fits:
         raise ArgumentError(f"{name} has shape {given}; expected one that broadcasts to {shape}, that of {of}")
     if lead == shape:
         return t.reshape(shape), False

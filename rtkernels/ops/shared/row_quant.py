@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.block_formats import decode_e4m3, encode_nvfp4, swizzle, swizzled_bytes
+from rtkernels.ops.shared.block_formats import encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import extent, may_overlap, row_count
 from rtkernels.runtime.operator.arguments import a_number
@@ -226,13 +226,3 @@ def quantize_reference(
     s = (finite_amax(padded, -1) / limit).clamp_min(floor)
     scale_out.copy_(s)
     out.copy_(codes_of(padded, (1.0 / s).unsqueeze(-1), out.dtype).flatten(-2)[..., :cols])
-
-
-def dequantize_nvfp4_reference(packed: Tensor, scales: Tensor, g: Tensor | None) -> Tensor:
-    """Return float32 values of packed codes with scales by rows, ``[..., blocks]``."""
-    from rtkernels.ops.shared.block_formats import decode_e2m1
-
-    values = decode_e2m1(packed)
-    cols = values.shape[-1]
-    steps = decode_e4m3(scales) * (1.0 if g is None else g.reshape(()))
-    return values * steps.repeat_interleave(NVFP4_BLOCK, -1)[..., :cols]

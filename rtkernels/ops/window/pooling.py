@@ -1,4 +1,4 @@
-"""Average and maximum pooling, and nearest upsampling, of the last two dimensions."""
+"""Average and maximum pooling of the last two dimensions."""
 
 from __future__ import annotations
 
@@ -6,68 +6,59 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
-from rtkernels.ops.shared.strided import TOKEN, product
+from rtkernels.ops.shared.strided import TOKEN
+from rtkernels.ops.window.places import THREADS, blocks, divisors, plane_strides
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS = 256
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
+_DOWN = 2  # elements of a column that a thread owns: kDown in window/pool.cu
+_TYPES = [(t, kernel) for t in ("bf16", "fp16", "fp32") for kernel in (0, 2, 3)]
 _PLANES = (
     "count:i64 channels:i64 height:i64 width:i64 out_height:i64 out_width:i64 x_batch:i64 x_channel:i64 x_row:i64 "
-    "x_column:i64"
+    "x_column:i64 groups:i64 group_divisor:i64 width_divisor:i64"
 )
 _WINDOW = "kernel_h:i64 kernel_w:i64 stride_h:i64 stride_w:i64 pad_h:i64 pad_w:i64"
 _AVG = Kernel(
-    "window/pool.cu", "avg_pool", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "window/pool.cu", "avg_pool", template="T KERNEL", variants=_TYPES, max_registers=72, tier="aten",
     args=f"x:ptr y:ptr {_PLANES} {_WINDOW} count_padding:i64 divisor:i64",
 )  # fmt: skip
 _MAX = Kernel(
-    "window/pool.cu", "max_pool", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "window/pool.cu", "max_pool", template="T KERNEL", variants=_TYPES, max_registers=72, tier="aten",
     args=f"x:ptr y:ptr indices:ptr {_PLANES} {_WINDOW} dilation_h:i64 dilation_w:i64",
-)  # fmt: skip
-_NEAREST = Kernel(
-    "window/pool.cu", "upsample_nearest", template="BYTES", variants=[(1,), (2,), (4,)], max_registers=48, tier="aten",
-    args=f"x:ptr y:ptr {_PLANES} scale_h:f64 scale_w:f64 vectors:i64",
 )  # fmt: skip
 
 
 def _planes(x: Meta, out: tuple[int, int]) -> tuple[int, tuple[int, ...]]:
     """Return the grid, and the kernels' arguments that say where elements are. x: (batch, channels, height, width)."""
-    batch, channels, height, width = x.shape
-    count = batch * channels * product(out)
-    grid = -(-count // _THREADS)
-    if grid > GRID_LIMIT:
-        raise OverflowError("more blocks than a grid has")
-    return grid, (count, channels, height, width, *out, *x.stride)
-
-
-def _outputs(x: Meta, out: tuple[int, int], *_: object) -> tuple[Memory]:
-    return (Memory((*x.shape[:2], *out), x.dtype),)
+    groups = -(-out[0] // _DOWN)
+    count = x.shape[0] * x.shape[1] * groups * out[1]
+    channels, *strides = plane_strides(x)
+    places = *x.shape[2:], *out, *strides, groups, *divisors(count, groups, out[1])
+    return blocks(count), (count, channels, *places)
 
 
 def _plan_avg(x: Meta, out: tuple, window: tuple, count_padding: bool, divisor: int, device: int) -> Steps:
     grid, planes = _planes(x, out)
-    launch = _AVG.bind((TOKEN[x.dtype],), device, grid, _THREADS)
+    launch = _AVG.bind((TOKEN[x.dtype], _unrolled(x, window)), device, grid, THREADS)
     return Steps(Step(launch, "x", "y", *planes, *window, int(count_padding), divisor))
 
 
 def _plan_max(x: Meta, out: tuple, window: tuple, dilation: tuple, device: int) -> Steps:
     grid, planes = _planes(x, out)
-    launch = _MAX.bind((TOKEN[x.dtype],), device, grid, _THREADS)
+    kernel = _unrolled(x, window) if dilation == (1, 1) else 0
+    launch = _MAX.bind((TOKEN[x.dtype], kernel), device, grid, THREADS)
     return Steps(Step(launch, "x", "y", "indices", *planes, *window, *dilation))
 
 
-def _plan_nearest(x: Meta, out: tuple, scales: tuple, device: int) -> Steps:
-    grid, (count, *places) = _planes(x, out)
-    each = 16 // x.dtype.itemsize
-    if vectors := out[1] % each == 0:
-        count //= each
-        grid = -(-count // _THREADS)
-    launch = _NEAREST.bind((x.dtype.itemsize,), device, grid, _THREADS)
-    return Steps(Step(launch, "x", "y", count, *places, *scales, int(vectors)))
+def _unrolled(x: Meta, window: tuple[int, ...]) -> int:
+    """Return the size of windows that kernels know when they are compiled; 0 for others."""
+    return window[0] if window[0] == window[1] and window[0] in (2, 3) and x.stride[3] == 1 else 0
+
+
+def _outputs(x: Meta, out: tuple[int, int], *_: object) -> tuple[Memory]:
+    return (Memory((*x.shape[:2], *out), x.dtype),)
 
 
 _AVERAGE = Primitive(
@@ -78,9 +69,6 @@ _MAXIMUM = Primitive(
     "max_pool", (Argument("x", None),), "out, window, dilation", results="y indices",
     outputs=lambda x, out, *_: (*_outputs(x, out), Memory((*x.shape[:2], *out), torch.int64)), plan=_plan_max,
 )  # fmt: skip
-_UPSAMPLED = Primitive(
-    "upsample_nearest", (Argument("x", None),), "out, scales", results="y", outputs=_outputs, plan=_plan_nearest
-)
 
 
 def avg_pool(x: Tensor, out: tuple[int, int], window: tuple[int, ...], count_padding: bool, divisor: int) -> Tensor:
@@ -116,18 +104,4 @@ def max_pool(
     return _MAXIMUM(x, out, window, dilation)
 
 
-def upsample_nearest(x: Tensor, out: tuple[int, int], scales: tuple[float, float]) -> Tensor:
-    """Return each element of x as often as it is the nearest.
-
-    Args:
-        x: (batch, channels, height, width), elements of 1, 2 or 4 bytes; any strides; not empty.
-        out: Height and width of the result.
-        scales: Elements of x for each of the result, down and across.
-
-    Returns:
-        Dense, (batch, channels, *out).
-    """
-    return _UPSAMPLED(x, out, scales)
-
-
-OP = Op("pooling", public=(), kernels=(_AVG, _MAX, _NEAREST), torch_ops=())
+OP = Op("pooling", public=(), kernels=(_AVG, _MAX), torch_ops=())

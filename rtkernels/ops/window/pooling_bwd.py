@@ -1,4 +1,4 @@
-"""Gradients of pooling and nearest upsampling of the last two dimensions."""
+"""Gradients of pooling of the last two dimensions."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, product
+from rtkernels.ops.window.places import THREADS, blocks, divisors
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT
+from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS = 256
-_SIZES = "count:i64 height:i64 width:i64 out_height:i64 out_width:i64"
-_WINDOW = "kernel_h:i64 kernel_w:i64 stride_h:i64 stride_w:i64 pad_h:i64 pad_w:i64"
+_SIZES = (
+    "count:i64 height:i64 width:i64 out_height:i64 out_width:i64 height_divisor:i64 width_divisor:i64 kernel_h:i64 "
+    "kernel_w:i64 stride_h:i64 stride_w:i64 pad_h:i64 pad_w:i64 stride_h_divisor:i64 stride_w_divisor:i64"
+)
 
 
-def _kernel(entry: str, args: str) -> Kernel:
-    types = [("bf16",), ("fp16",), ("fp32",)]
-    return Kernel("window/pool_bwd.cu", entry, template="T", variants=types, max_registers=64, tier="aten", args=args)
+def _kernel(entry: str, tensors: str, options: str) -> Kernel:
+    variants = [(t, v) for t, each in (("bf16", 8), ("fp16", 8), ("fp32", 4)) for v in (each, 1)]
+    return Kernel(
+        "window/pool_bwd.cu", entry, template="T VEC", variants=variants, max_registers=72, tier="aten",
+        args=f"{tensors} {_SIZES} {options}",
+    )  # fmt: skip
 
 
-_AVG = _kernel("avg_pool_bwd", f"dy:ptr dx:ptr {_SIZES} {_WINDOW} count_padding:i64 divisor:i64")
-_MAX = _kernel("max_pool_bwd", f"dy:ptr indices:ptr dx:ptr {_SIZES} {_WINDOW} dilation_h:i64 dilation_w:i64")
-_NEAREST = _kernel("upsample_nearest_bwd", f"dy:ptr dx:ptr {_SIZES} scale_h:f64 scale_w:f64")
+_AVG = _kernel("avg_pool_bwd", "dy:ptr dx:ptr", "count_padding:i64 divisor:i64")
+_MAX = _kernel("max_pool_bwd", "dy:ptr indices:ptr dx:ptr", "dilation_h:i64 dilation_w:i64")
 
 
-def _launch(kernel: Kernel, dy: Meta, size: tuple[int, int], device: int) -> tuple:
-    """Return a launch with a thread for each element of dx, and the kernels' arguments that say where elements are."""
-    count = product(dy.shape[:2]) * product(size)
-    grid = -(-count // _THREADS)
-    if grid > GRID_LIMIT:
-        raise OverflowError("more blocks than a grid has")
-    return kernel.bind((TOKEN[dy.dtype],), device, grid, _THREADS), (count, *size, *dy.shape[2:])
+def _launch(kernel: Kernel, dy: Meta, size: tuple[int, int], window: tuple, device: int) -> tuple:
+    """Return a launch that covers dx, and the kernels' arguments that say where elements are."""
+    each = 16 // dy.dtype.itemsize
+    each = each if size[1] % each == 0 else 1
+    count = product(dy.shape[:2]) * product(size) // each
+    launch = kernel.bind((TOKEN[dy.dtype], each), device, blocks(count), THREADS)
+    by = divisors(count, size[0], size[1] // each)
+    return launch, (count, *size, *dy.shape[2:], *by, *window, divisor(window[2]), divisor(window[3]))
 
 
-def _plan_avg(dy: Meta, size: tuple, window: tuple, count_padding: bool, divisor: int, device: int) -> Steps:
-    launch, places = _launch(_AVG, dy, size, device)
-    return Steps(Step(launch, "dy", "dx", *places, *window, int(count_padding), divisor))
+def _plan_avg(dy: Meta, size: tuple, window: tuple, count_padding: bool, divided_by: int, device: int) -> Steps:
+    launch, places = _launch(_AVG, dy, size, window, device)
+    return Steps(Step(launch, "dy", "dx", *places, int(count_padding), divided_by))
 
 
 def _plan_max(dy: Meta, indices: Meta, size: tuple, window: tuple, dilation: tuple, device: int) -> Steps:
-    launch, places = _launch(_MAX, dy, size, device)
-    return Steps(Step(launch, "dy", "indices", "dx", *places, *window, *dilation))
-
-
-def _plan_nearest(dy: Meta, size: tuple, scales: tuple, device: int) -> Steps:
-    launch, places = _launch(_NEAREST, dy, size, device)
-    return Steps(Step(launch, "dy", "dx", *places, *scales))
+    launch, places = _launch(_MAX, dy, size, window, device)
+    return Steps(Step(launch, "dy", "indices", "dx", *places, *dilation))
 
 
 _AVERAGE = Primitive(
@@ -58,10 +58,6 @@ _AVERAGE = Primitive(
 _MAXIMUM = Primitive(
     "max_pool_bwd", (Dense("dy", None), Dense("indices", None)), "size, window, dilation", results="dx", plan=_plan_max,
     outputs=lambda dy, indices, size, *_: (Memory((*dy.shape[:2], *size), dy.dtype),),
-)  # fmt: skip
-_UPSAMPLED = Primitive(
-    "upsample_nearest_bwd", (Dense("dy", None),), "size, scales", results="dx", plan=_plan_nearest,
-    outputs=lambda dy, size, *_: (Memory((*dy.shape[:2], *size), dy.dtype),),
 )  # fmt: skip
 
 
@@ -101,18 +97,4 @@ def max_pool_grad(
     return _MAXIMUM(dy, indices, size, window, dilation)
 
 
-def upsample_nearest_grad(dy: Tensor, size: tuple[int, int], scales: tuple[float, float]) -> Tensor:
-    """Return the gradient of ``upsample_nearest``'s x.
-
-    Args:
-        dy: As for ``avg_pool_grad``.
-        size: As for ``avg_pool_grad``.
-        scales: As for ``upsample_nearest``.
-
-    Returns:
-        As ``avg_pool_grad``.
-    """
-    return _UPSAMPLED(dy, size, scales)
-
-
-OP = Op("pooling_bwd", public=(), kernels=(_AVG, _MAX, _NEAREST), torch_ops=())
+OP = Op("pooling_bwd", public=(), kernels=(_AVG, _MAX), torch_ops=())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -73,9 +74,12 @@ def dispatched() -> bool:
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
 _BATCH = 64
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a torch with CUDA
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a torch with CUDA
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_ZERO_BYTES = 128 << 10  # that are cleared at a time where only addresses are used, for hundreds of small calls,
+_MAX_ZERO_BYTES = 4 << 20  # and for calls that want many
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
+_zero_words: dict[tuple[int, int, int], list[tuple[Tensor, int]]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
 
@@ -91,16 +95,41 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     if device >= 0:
         if getattr(call_state, "dispatched", False) or is_capturing():
             return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
-        key = device, _current_stream(device), n
+        key = device, current_stream(device), n
     try:
         return _zeros[key].pop()
     except (KeyError, IndexError):
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            made = torch.zeros(_BATCH, -(-n // 32) * 32, dtype=torch.int32, device=place)
-            first, *rest = made[:, :n].unbind()
+            if n % 4:  # parts begin at multiples of 16 bytes
+                first, *rest = torch.zeros(_BATCH, -(-n // 4) * 4, dtype=torch.int32, device=place)[:, :n].unbind()
+            else:  # the same, and not as views of each other: that costs less
+                first, *rest = torch.zeros(_BATCH * n, dtype=torch.int32, device=place).unsafe_split(n)
         _zeros.setdefault(key, []).extend(rest)
         return first
+
+
+def zero_words(device: int, n: int) -> tuple[Tensor, int]:
+    """Return memory and an address in it with `n` int32 zeros, under the conditions of :func:`fresh_zeros`.
+
+    For scratch, of which only the address is used: no tensor is made for it. Whoever has the memory keeps it from being
+    given to another one.
+    """
+    if device < 0 or getattr(call_state, "dispatched", False) or is_capturing():
+        made = fresh_zeros(device, n)
+        return made, made.data_ptr()  # in the emulator an address belongs to a tensor of one call
+    key = device, current_stream(device), n
+    try:
+        return _zero_words[key].pop()
+    except (KeyError, IndexError):
+        step = -(-n // 32) * 128
+        count = max(1, _ZERO_BYTES // step, min(_BATCH, _MAX_ZERO_BYTES // step))
+        made = torch.zeros(count * step // 4, dtype=torch.int32, device=f"cuda:{device}")
+        first = made.data_ptr()
+        pairs = list(zip(repeat(made), range(first, first + count * step, step)))
+        found = pairs.pop()
+        _zero_words[key] = pairs
+        return found
 
 
 def kept_zeros(device: int, n: int) -> Tensor:
@@ -113,7 +142,7 @@ def kept_zeros(device: int, n: int) -> Tensor:
     if device >= 0:
         if dispatched() or is_capturing():
             return torch.zeros(n, dtype=torch.int32, device=place)
-        key = device, torch._C._cuda_getCurrentRawStream(device)
+        key = device, current_stream(device)
     kept = _kept.get(key)
     if kept is None or kept.numel() < n:
         with torch.inference_mode(False):

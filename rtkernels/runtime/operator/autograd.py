@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -117,8 +118,14 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _not_tensors(*values: Any) -> ArgumentError:
-    got = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | None))
-    return ArgumentError(f"got {got} beside a torch.Tensor; expected all array arguments to be tensors")
+    """Return an error that names arguments as the caller of ``needs_grad`` or ``detached`` does."""
+    names = {id(value): name for name, value in sys._getframe(2).f_locals.items()}
+    got = [
+        f"{names.get(id(value), 'an argument')} is a {type(value).__name__}"
+        for value in values
+        if not isinstance(value, Tensor | None)
+    ]
+    return ArgumentError(f"{', '.join(got)} beside a torch.Tensor; expected all array arguments to be tensors")
 
 
 def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.operator.by_name import by_name
 from rtkernels.runtime.operator.kinds import (
     Aligned,
     Argument,
@@ -26,6 +27,7 @@ from rtkernels.runtime.operator.kinds import (
     InPlaceExact,
     InPlaceRows,
     Meta,
+    OwnRows,
     Rows,
     UnitStride,
     dense_as,
@@ -50,6 +52,7 @@ __all__ = [
     "Internal",
     "Meta",
     "Operator",
+    "OwnRows",
     "Rows",
     "UnitStride",
     "dense_as",
@@ -78,7 +81,8 @@ class Declared:
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
-        Below, `values` are the operator's arguments in order, with a ``Meta`` (or None) for each tensor.
+        Below, `values` are the operator's arguments in order, with a ``Meta`` (or None) for each tensor. Functions of
+        values or arguments may name those that they want, and the device, instead of taking all (``by_name``).
 
         Args:
             name: The operator's.
@@ -107,8 +111,11 @@ class Declared:
         self.results = None if results is None else tuple(results.split())
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
-        self._outputs, self._make_steps, self._check_all, self._check_numbers = outputs, plan, check, check_numbers
-        self._written_reference, self._prepare, self._plans_empty = reference, prepare, plans_empty
+        known = [name for name in self.names if name not in self._numbers]
+        self._make_steps = by_name(plan, [*known, "device"])
+        self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
+        self._written_reference = reference and by_name(reference, self.names)
+        self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
         self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
@@ -200,7 +207,7 @@ def launch({names}):
         checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
         source = f"""
 def run_and_keep({names}):
-    global last_call, last_plain_call
+    global last_calls, last_plain_calls
 {checks}    plan = {self._key()}
     matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
     if matches is None or not matches({tensors}):
@@ -208,9 +215,9 @@ def run_and_keep({names}):
 {pointers}\
     if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
         return run_and_keep_slowly(plan, {names})
-    last_call = matches, plan.run, ({options})
+    last_calls = last_with(last_calls, matches, plan.run, ({options}))
     if not ({wants_grad}):
-        last_plain_call = matches, plan.run_plain, ({options})
+        last_plain_calls = last_with(last_plain_calls, matches, plan.run_plain, ({options}))
     made = plan.run({run})
 {counted}    return made
 """

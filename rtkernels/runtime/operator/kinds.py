@@ -177,6 +177,17 @@ class InPlaceRows(Rows):
     written = True
 
 
+class OwnRows(InPlaceRows):
+    """The same; its rows must not overlap."""
+
+    def check(self, given: dict[str, Any]) -> None:
+        super().check(given)
+        meta = given[self.name]
+        stride = meta.row_stride if meta.rows > 1 else None
+        if stride is not None and abs(stride) < meta.shape[-1]:
+            raise ArgumentError(f"{self.name} has overlapping rows; in_place needs memory of its own for every element")
+
+
 class InPlaceDense(Dense):
     """One that the operator overwrites; if it is not contiguous, by way of a copy."""
 

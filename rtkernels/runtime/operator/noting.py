@@ -27,6 +27,7 @@ from rtkernels.runtime.operator.plan import StepPlan, Steps
 MAX_PARTS = 16  # of a list among the arguments
 _MAX_LINES = 64
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _UNKNOWN_RESULTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -91,7 +92,7 @@ class Line(NamedTuple):
         plan: Of an operator, which takes addresses; None for others.
         function: Of torch, or an operator that wants tensors; None for a plan, and for memory that is only allocated.
         given: Its arguments: ``View`` for tensors.
-        keywords: The same by name.
+        keywords: The same by name; of memory that is only allocated, whether it is to be cleared.
         written: Arguments of the operator that it overwrites.
         changes: It overwrites memory, so that it is called whether or not its results are used.
     """
@@ -278,8 +279,9 @@ class Notes(TorchDispatchMode):
             return
         if any(base is not None for base in aliases) and not writes:
             raise NotRepeatable(f"{func} returns views of some arguments")
-        if func._schema.name.removeprefix("aten::") in _ALLOCATIONS and self._is_plain(result):
-            self._add_line(Line(None, None, (), {}), result)
+        name = func._schema.name.removeprefix("aten::")
+        if (name in _ALLOCATIONS or name in _ZEROS) and self._is_plain(result):
+            self._add_line(Line(None, None, (), {"zero": True} if name in _ZEROS else {}), result)
             return
         views = torch.utils._pytree.tree_map(lambda v: self.view_of(v) if isinstance(v, Tensor) else v, (args, kwargs))
         self._add_line(Line(None, func, views[0], views[1], changes=writes), None if writes else result)

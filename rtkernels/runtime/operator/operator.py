@@ -26,7 +26,6 @@ from rtkernels.runtime.torch_private import (
     forward_ad,
     functorch_transform,
     is_dynamo_compiling,
-    never,
     same_tensors,
 )
 
@@ -34,7 +33,15 @@ _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 # What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
 _NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
+_AT_HAND = 4  # calls that the next one is compared with, before a look-up: layers of different shapes alternate
 _fell_back: set[str] = set()
+
+
+def last_with(
+    calls: tuple[Any, ...], matches: Callable[..., bool], run: Callable[..., Any], options: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the last calls of an operator, each with what it is compared by, its plan and options, with a new one."""
+    return (matches, run, options), *[call for call in calls if call[1] is not run][: _AT_HAND - 1]
 
 
 class TorchOp:
@@ -42,7 +49,7 @@ class TorchOp:
 
     Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
     ``autograd.Function`` around it does. With a `plan`, public functions ask ``replay`` first, which takes the same
-    arguments: if this call is like the one before, and no tensor requires a gradient, it runs that one's plan; if not,
+    arguments: if this call is like one of the last, and no tensor requires a gradient, it runs that one's plan; if not,
     it gives None.
 
     Args:
@@ -119,12 +126,13 @@ class TorchOp:
         # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
         # GPU ask that themselves, and so do the tables of lists. So do lazy conjugates.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
-        replay, launch, on_gpu = "", "launch", resolved
+        replay, globals_, launch, on_gpu = "", "", "launch", resolved
         if self._plan is not None:
-            launch, replay, on_gpu = "run_and_keep", self._replay_lines("last_call"), "True"
+            launch, replay, on_gpu = "run_and_keep", self._replay_lines("last_calls"), "True"
+            globals_ = "    global last_calls\n"
         source = f"""
 def call({names}):
-{empty}{replay}\
+{globals_}{empty}{replay}\
 {self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda and {on_gpu}:
@@ -161,12 +169,13 @@ def call({names}):
             "overload": self.overload,
             "run_and_keep": lambda *args: self._run_and_keep(scope, args),
             "increment_version": torch.autograd.graph.increment_version,
+            "last_with": last_with,
         }
         if self._plan is not None:
-            nothing = (never, None, None)
-            scope |= {"last_call": nothing, "last_plain_call": nothing}
-            Plans.replays.append(lambda: scope.update(last_call=nothing, last_plain_call=nothing))
-            source += f"\ndef replay({names}):\n{self._replay_lines('last_plain_call')}"
+            scope |= {"last_calls": (), "last_plain_calls": ()}
+            Plans.replays.append(lambda: scope.update(last_calls=(), last_plain_calls=()))
+            source += f"\ndef replay({names}):\n    global last_plain_calls\n"
+            source += self._replay_lines("last_plain_calls")
         exec(written_code(source, f"<rtkernels {self.name}>"), scope)
         self.replay = scope.get("replay")
         return scope["call"]
@@ -197,17 +206,21 @@ def call({names}):
             counted = "; ".join(
                 f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
             )
-            done = "made" if last == "last_call" else "True if made is None else made"  # None is: another call
+            done = "made" if last == "last_calls" else "True if made is None else made"  # None is: another call
             run = f"made = {run.removeprefix('return ')}; {counted}; return {done}"
-        assign = "".join(f"            {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
+        assign = "".join(f"                {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         same = f" and options == ({', '.join(options)},)" if options else ""
         return f"""\
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
-        matches, run, options = {last}
-        if matches({", ".join(tensors)}){same}:
+        calls = {last}
+        for one in calls:
+            matches, run, options = one
+            if matches({", ".join(tensors)}){same}:
 {assign}\
-            if not ({" | ".join(pointers)}) & 15:
-                {run}
+                if not ({" | ".join(pointers)}) & 15:
+                    if one is not calls[0] and calls is {last}:
+                        {last} = last_with(calls, *one)
+                    {run}
 """
 
     def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
@@ -242,9 +255,11 @@ def call({names}):
                     return made
                 plan.matches = same_tensors(given)
             options = tuple(value for i, value in enumerate(args) if i not in self._tensors)
-            scope["last_call"] = plan.matches, plan.run, options  # one assignment: other threads see all or none
+            # One assignment: other threads see all or none.
+            scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
             if not any(tensor is not None and tensor.requires_grad for tensor in given):
-                scope["last_plain_call"] = plan.matches, getattr(plan, "run_plain", plan.run), options
+                run = getattr(plan, "run_plain", plan.run)
+                scope["last_plain_calls"] = last_with(scope["last_plain_calls"], plan.matches, run, options)
         elif self._lazy(args):
             return self._launch_resolved(args)
         made = plan.run(*addresses, *[args[i] for i in self._number_places])

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import allocator, dense_strides, fresh_zeros, kept_zeros
+from rtkernels.runtime.launch.memory import allocator, dense_strides, fresh_zeros, kept_zeros, zero_words
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
+_PARTS = ("shape", "strides", "dtype")  # of a layout
 _MAPS_PER_STEP = 256  # addresses whose tensor maps an argument remembers
 
 
@@ -47,6 +48,16 @@ class Memory(NamedTuple):
     zero: bool = False  # cleared first
     fill: float | None = None  # or filled with this number
     fresh: bool = False  # int32 zeros in one dimension that cost no launch (``memory.fresh_zeros``)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds anything at first, and something at all."""
+        return not self.zero and self.fill is None and not self.fresh and 0 not in self.shape
+
+    @classmethod
+    def like(cls, tensor: Any) -> Memory:
+        """Return dense memory for a tensor of the shape and dtype of another one, or of its ``Meta``."""
+        return cls(tensor.shape, tensor.dtype)
 
 
 class Boxes(NamedTuple):
@@ -144,7 +155,7 @@ class StepPlan(Plan):
         absent: Arguments that are None in all calls of this plan.
     """
 
-    __slots__ = ("_made_of", "converted", "run", "run_plain", "source", "steps")
+    __slots__ = ("_launches", "_made_of", "converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -153,53 +164,33 @@ class StepPlan(Plan):
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
         self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent
-        scope: dict[str, Any] = {"allocate": allocator(device), "device": device}
-        scope |= {"memory": into.memory, "calls_under_way": into.calls_under_way}
-        scope |= {"fresh_zeros": fresh_zeros, "kept_zeros": kept_zeros, "ResidencyError": ResidencyError}
-        lines: list[str] = []
+        made = self.memory()
+        if both := {*arguments, *numbers} & {*made, *steps.scratch}:
+            raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
+        self._launches = self._fixed_launches()
+        scope: dict[str, Any] = {"memory": into.memory, "calls_under_way": into.calls_under_way}
+        scope |= {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
+        allocations: list[str] = []
         in_plain: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
-        known = {argument: "0" if argument in absent else f"p_{argument}" for argument in arguments}
-        known |= {number: number for number in numbers}
-        made = {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()}
-        for variable, memory in {**made, **steps.scratch}.items():
-            if variable in known:
-                raise ValueError(f"{name}: {variable} is the name of two tensors")
-            strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
-            layout = {"shape": tuple(memory.shape), "strides": strides, "dtype": memory.dtype}
-            scope[f"m_{variable}"] = tuple(layout.values())
-            scope |= {f"{part}_{variable}": value for part, value in layout.items()}
+        for variable, memory in made.items():
+            layout = scope[f"m_{variable}"] = layout_of(memory)
+            scope |= {f"{part}_{variable}": value for part, value in zip(_PARTS, layout, strict=True)}
             given = f"memory('{name}.{variable}', m_{variable}, allocate)"
             allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
             made_by = f"{allocated} if not calls_under_way else {given}"
             if memory.fresh:
-                made_by = f"fresh_zeros(device, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
-            lines.append(f"t_{variable} = ({made_by}){_fill_call(memory)}")
+                made_by = f"fresh_zeros({device}, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
+            allocations.append(f"t_{variable} = ({made_by}){fill_call(memory)}")
             if variable in outputs and outputs[variable] is None:
-                known[variable] = "0"
-                scope[f"e_{variable}"] = scope["allocate"](*scope[f"m_{variable}"])
-                in_plain[lines[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
-            else:
-                known[variable] = f"t_{variable}.data_ptr()"
-        for variable, count in steps.zeros.items():
-            lines.append(f"t_{variable} = fresh_zeros(device, {count})")
-            known[variable] = f"t_{variable}.data_ptr()"
-        for variable, tensor in steps.kept.items():
-            scope[f"t_{variable}"] = tensor
-            known[variable] = f"t_{variable}.data_ptr()"
-        for variable, count in steps.kept_zeros.items():
-            lines.append(f"t_{variable} = kept_zeros(device, {count})")
-            known[variable] = f"t_{variable}.data_ptr()"
-        for i, step in enumerate(steps.steps):
-            fixed = {j: 0 if known.get(a) == "0" else a for j, a in enumerate(step.arguments) if _is_fixed(a, known)}
-            fixed = fixed if hasattr(step.launch, "with_fixed") else {}
-            scope[f"launch_{i}"] = step.launch.with_fixed(fixed) if fixed else step.launch
-            given = {j: a for j, a in enumerate(step.arguments) if j not in fixed}
-            written = [self._written(f"{i}_{j}", a, known, scope) for j, a in given.items()]
-            lines.append(f"launch_{i}({', '.join(written)})")
-        for name_of_call in ("before", "after"):
-            if getattr(steps, name_of_call) is not None:
-                scope[name_of_call] = getattr(steps, name_of_call)
-                lines.insert(0 if name_of_call == "before" else len(lines), f"{name_of_call}()")
+                scope[f"e_{variable}"] = allocator(device)(*layout)
+                in_plain[allocations[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
+        given = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
+        where = {variable: f"t_{variable}.data_ptr()" for variable in made}
+        for variable in (variable for variable in made if self.uses(variable) > 1):
+            allocations.append(f"p_{variable} = {where[variable]}")
+            where[variable] = f"p_{variable}"
+        before, launches = self.launch_lines("", given | where, scope)
+        lines = [*before, *allocations, *launches]
         results = "".join(f"t_{variable}, " for variable in outputs)
         if returned == "list":
             results = f"[{results}]"
@@ -225,6 +216,87 @@ class StepPlan(Plan):
             exec(written_code(source, f"<rtkernels plain plan of {name}>"), scope)
             self.run_plain = scope["run"]
 
+    @property
+    def arguments(self) -> Sequence[str]:
+        """Names of the operator's tensors, and then of its numbers."""
+        return [*self._made_of[1], *self._made_of[2]]
+
+    @property
+    def results(self) -> Sequence[str]:
+        """Names of what it returns."""
+        return [*self._made_of[3]]
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether other functions may have its lines among their own (``launch_lines``)."""
+        return self._made_of[5].if_not_resident is None
+
+    def memory(self) -> dict[str, Memory]:
+        """Return what it makes by name, results first; empty for results that nobody asked for."""
+        outputs, steps = self._made_of[3], self._made_of[5]
+        return {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()} | steps.scratch
+
+    def uses(self, name: str) -> int:
+        """Return how many arguments of launches have the address of a tensor."""
+        names = [getattr(a, "name", a) for step in self.steps for a in step.arguments]
+        return 0 if name in self._absent() else names.count(name)
+
+    def _absent(self) -> set[str]:
+        """Return the names whose address is 0 in all calls."""
+        return {*self._made_of[7], *(name for name, memory in self._made_of[3].items() if memory is None)}
+
+    def _fixed_launches(self) -> list[tuple[Launch, list[Any]]]:
+        """Return launches with the arguments that are left, those fixed that are the same in all calls."""
+        absent, found = self._absent(), []
+        for step in self.steps:
+            fixed = {
+                j: 0 if isinstance(a, str) else a
+                for j, a in enumerate(step.arguments)
+                if isinstance(a, (int, float)) or a in absent
+            }
+            fixed = fixed if hasattr(step.launch, "with_fixed") else {}
+            given = [a for j, a in enumerate(step.arguments) if j not in fixed]
+            given = [_Maps(a) if isinstance(a, Boxes) else 0 if a in absent else a for a in given]
+            found.append((step.launch.with_fixed(fixed) if fixed else step.launch, given))
+        return found
+
+    def launch_lines(self, prefix: str, known: Mapping[str, str], scope: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """Return the lines that come before memory is allocated, and those that launch.
+
+        Args:
+            prefix: Of names that the lines use besides.
+            known: Expressions of the addresses of arguments, results and scratch, and of numbers.
+            scope: Gets what the lines refer to.
+        """
+        steps, device = self._made_of[5:7]
+        scope |= {"allocate": allocator(device), "zero_words": zero_words, "kept_zeros": kept_zeros}
+        known, lines = dict(known) | dict.fromkeys(self._absent(), "0"), []
+        for variable, count in steps.zeros.items():
+            known[variable] = f"p_{prefix}{variable}"
+            lines.append(f"t_{prefix}{variable}, p_{prefix}{variable} = zero_words({device}, {count})")
+        for variable, count in steps.kept_zeros.items():
+            lines.append(f"t_{prefix}{variable} = kept_zeros({device}, {count})")
+            known[variable] = f"t_{prefix}{variable}.data_ptr()"
+        for variable, tensor in steps.kept.items():
+            scope[f"t_{prefix}{variable}"] = tensor
+            known[variable] = f"t_{prefix}{variable}.data_ptr()"
+        for i, (launch, arguments) in enumerate(self._launches):
+            scope[f"launch_{prefix}{i}"] = launch
+            written = [_written(f"{prefix}{i}_{j}", a, known, scope) for j, a in enumerate(arguments)]
+            lines.append(f"launch_{prefix}{i}({', '.join(written)})")
+        first = []
+        if steps.before is not None:
+            scope[f"before_{prefix}"] = steps.before
+            first.append(f"before_{prefix}()")
+        if steps.after is not None:
+            scope[f"after_{prefix}"] = steps.after
+            lines.append(f"after_{prefix}()")
+        return first, lines
+
+    def is_asked_for(self, name: str) -> bool:
+        """Return True for scratch, and for a result that this call is to make."""
+        return self._made_of[3].get(name, True) is not None
+
     def is_allocated(self, i: int) -> bool:
         """Return True if memory of its own is allocated for a result."""
         memory = [*self._made_of[3].values()][i]
@@ -239,25 +311,32 @@ class StepPlan(Plan):
             changed[key] = outputs[key]._replace(shape=shape, strides=strides, dtype=dtype)
         return StepPlan(name, arguments, numbers, changed, *rest)
 
-    @staticmethod
-    def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
-        if isinstance(argument, str):
-            return known[argument]
-        if isinstance(argument, Offset):
-            return f"{known[argument.name]} + {argument.offset}"
-        if isinstance(argument, Boxes):
-            maps = scope[f"map_{place}"] = _Maps(argument)
-            scope[f"kept_{place}"] = maps.kept.get  # a method of C, which nearly always has the map
-            return f"(kept_{place}(address := {known[argument.name]}) or map_{place}(address))"
-        scope[f"c_{place}"] = argument
-        return f"c_{place}"
+
+def layout_of(memory: Memory) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return shape, strides and dtype, as allocators want them."""
+    strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
+    return tuple(memory.shape), strides, memory.dtype
 
 
-def _is_fixed(argument: Any, known: Mapping[str, str]) -> bool:
-    return isinstance(argument, (int, float)) or (isinstance(argument, str) and known[argument] == "0")
+def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
+    """Return the expression of an argument of a launch."""
+    if isinstance(argument, str):
+        return known[argument]
+    if isinstance(argument, Offset):
+        return f"{known[argument.name]} + {argument.offset}"
+    if isinstance(argument, _Maps):
+        scope[f"map_{place}"] = argument
+        scope[f"kept_{place}"] = argument.kept.get  # a method of C, which nearly always has the map
+        address = known[argument.boxes.name]
+        if address.isidentifier():
+            return f"(kept_{place}({address}) or map_{place}({address}))"
+        return f"(kept_{place}(address := {address}) or map_{place}(address))"
+    scope[f"c_{place}"] = argument
+    return f"c_{place}"
 
 
-def _fill_call(memory: Memory) -> str:
+def fill_call(memory: Memory) -> str:
+    """Return what is written behind an allocation: a call that fills it, or nothing."""
     return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 

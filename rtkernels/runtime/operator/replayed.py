@@ -1,9 +1,10 @@
 """``@replayed``: a public function whose repeated calls cost no more host time than their launches.
 
 The second call with the same metadata of tensors and the same other arguments is noted (``noting.py``), and a function
-is written that compares arguments, allocates and launches. A call like the last one costs one comparison in C++; one
-like another one before costs a look-up by metadata. Calls that need gradients, tensor subclasses, dispatch modes,
-transforms, compilation and ``out=`` by ``into`` go to the function itself, and so does what cannot be noted.
+is written that compares arguments, allocates and launches. A call like one of the last ones costs a comparison in C++
+for each of them; one like another one before costs a look-up by metadata. Calls that need gradients, tensor
+subclasses, dispatch modes, transforms, compilation and ``out=`` by ``into`` go to the function itself, and so does what
+cannot be noted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rtkernels.runtime.torch_private import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LIMIT = 1024  # calls that a function knows
+_AT_HAND = 4  # of them, which are compared one by one: layers of different shapes alternate
 _ATTEMPTS = 4  # to note calls of one key: what C++ compares is more than a key has
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
@@ -84,11 +86,16 @@ def call({names}):
         "calls_under_way": calls_under_way,
     }
     exec(written_code(source, f"<rtkernels replayed {function.__name__}>"), scope)
-    finder = _Finder(function.__name__, scope, [*parameters], by_into="into" in function.__code__.co_names)
+    finder = _Finder(function.__name__, scope, [*parameters], by_into=_puts_into(function))
     made = functools.wraps(function)(scope[function.__name__])
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     made.replays = finder
     return made
+
+
+def _puts_into(function: Callable[..., Any]) -> bool:
+    """Return True for a function that leaves its argument `out` to ``into``."""
+    return not {"into", "redirected"}.isdisjoint(function.__code__.co_names)
 
 
 def _miss(*_: Any) -> Any:
@@ -129,14 +136,23 @@ class _Finder:
         self.name, self._scope, self._names = name, scope, names
         self._out = names.index("out") if by_into else None
         self.known: dict[Any, _Known] = {}
+        self._at_hand: tuple[Callable[..., Any], ...] = ()
         Plans.replays.append(self.forget)
 
     def forget(self) -> None:
         """Forget all calls: plans may have changed."""
         self.known.clear()
+        self._at_hand = ()
         self._scope["last"] = _miss
 
     def __call__(self, values: tuple[Any, ...]) -> Any:
+        last = self._scope["last"]
+        for replay in self._at_hand:
+            if replay is not last:
+                made = replay(*values)
+                if made is not MISS:
+                    self._scope["last"] = replay
+                    return made
         key = self._key(values)
         if key is None:
             return self._scope["call"](*values)
@@ -156,6 +172,8 @@ class _Finder:
             made = known.replay(*values)
             if made is not MISS:
                 self._scope["last"] = known.replay
+                if known.replay not in self._at_hand:
+                    self._at_hand = known.replay, *self._at_hand[: _AT_HAND - 1]
                 return made
         if known.attempts >= _ATTEMPTS:
             return self._scope["call"](*values)

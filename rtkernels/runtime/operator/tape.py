@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.plan import StepPlan
 
 
@@ -37,18 +38,21 @@ tape = _Tape()
 
 
 def note_primitive(declared: Any, args: tuple[Any, ...], made: Any) -> None:
-    """Note a call of a primitive: `declared` finds its plan."""
+    """Note a call of a primitive: `declared` finds its plan. It may write to its first tensor, which is `made` then."""
     plan = declared._find(*args)
-    if type(plan) is not StepPlan or plan.converted or declared._written:
+    if type(plan) is not StepPlan or plan.converted or declared._written not in ([], [declared.names[0]]):
         tape.calls.append(None)
         return
-    tensors = tuple(args[i] for i in declared._places)
-    tape.calls.append(Call(plan.run, tensors, tuple(args[i] for i in declared._number_places), made))
+    tensors, numbers = (tuple(args[i] for i in at) for at in (declared._places, declared._number_places))
+    if declared._written:
+        tape.calls.append(Call(plan.run, tensors, numbers, args[0], may_overlap))
+    else:
+        tape.calls.append(Call(plan.run, tensors, numbers, made))
 
 
 def noted(operator: Any, *args: Any) -> Any:
-    """Call a declared operator, and note it."""
-    made = operator.call(*args)
+    """Call a declared operator, and note it; one that writes to its first tensor is launched without the dispatcher."""
+    made = operator.launch(*args) if operator._written else operator.call(*args)
     if tape.calls is not None:
         note_primitive(operator, args, made)
     return made

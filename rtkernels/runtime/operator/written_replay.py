@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.runtime.launch.memory import allocator
+from rtkernels.runtime.launch.memory import allocator, fresh_zeros
+from rtkernels.runtime.operator import replay_memory
 from rtkernels.runtime.operator.noting import Arguments, Line, Notes, NotRepeatable, Root, View
+from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
 from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
+_BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
 MISS = object()  # what a written function returns for a call that is not like the one it was made of
 
 
@@ -39,13 +42,16 @@ def written_call(name: str, arguments: Arguments, notes: Notes, result: Any) -> 
 class _Writer:
     def __init__(self, name: str, arguments: Arguments, notes: Notes) -> None:
         self.name, self.arguments, self.notes = name, arguments, notes
-        first = next(iter(notes.arguments.values()))
+        self.device = next(iter(notes.arguments.values())).get_device()
         self.scope: dict[str, Any] = {
-            "MISS": MISS, "allocate": allocator(first.get_device()), "is_grad_enabled": torch.is_grad_enabled,
-            "increment_versions": increment_versions,
+            "MISS": MISS, "allocate": allocator(self.device), "is_grad_enabled": torch.is_grad_enabled,
+            "increment_versions": increment_versions, "fresh_zeros": fresh_zeros,
         }  # fmt: skip
         self.body: list[str] = []
         self.constants = 0
+        self.scratch: list[str] = []  # names of memory of plans
+        self.given_memory: dict[int, View] = {}  # what results of plans are written to, by root
+        self.packed: dict[Any, int] = {}  # where in the memory that is allocated as one: of roots and scratch
 
     def constant(self, value: Any) -> str:
         """Return an expression of a value."""
@@ -59,11 +65,19 @@ class _Writer:
         """Return the written function."""
         returned: list[View] = []
         expression = self.returned(result, returned)
-        self.drop_unused(returned)
-        self.reshape_memory(returned)
+        self.given_memory = replay_memory.write_in_place(self.notes, returned)
+        replay_memory.drop_unused(self.notes, returned)
+        seen = replay_memory.seen_views(self.notes, returned)
+        replay_memory.reshape_memory(self.notes, seen)
+        self.packed, total = replay_memory.packed_memory(self.notes, seen, self.given_memory)
+        if self.packed:
+            self.scope["uint8"] = torch.uint8
+            self.body.append(f"memory_between = allocate({self.constant((total,))}, {self.constant((1,))}, uint8)")
+            self.body.append("p_between = memory_between.data_ptr()")
         for i, line in enumerate(self.notes.lines):
-            self.write(i, line)
+            self.write(i, line, seen)
         self.body.append(f"return {expression()}")
+        self.keep_addresses()
         self.free_memory()
         source = f"def {self.name}({', '.join(self.arguments.names)}):\n    "
         source += "\n    ".join([*self.comparison(), *self.body]) + "\n"
@@ -115,26 +129,67 @@ class _Writer:
 
     # ---- what it does ----
 
-    def write(self, i: int, line: Line) -> None:
+    def write(self, i: int, line: Line, seen: replay_memory.Seen) -> None:
         """Write one line."""
-        made = sorted((root for root in self.notes.roots() if root.line is line), key=lambda root: root.part or 0)
+        made = replay_memory.results_of(self.notes, line)
         names = "".join(f"{root.name}, " for root in made) if made and made[0].part is not None else ""
         names = f"{names or made[0].name} = " if made else ""
         if line.plan is not None:
-            self.scope[f"run_{i}"] = line.plan.run_plain
             given = [
                 self.address(v) if isinstance(v, View) else self.constant(0 if v is None else v) for v in line.given
             ]
-            self.body.append(f"{names}run_{i}({', '.join(given)})")
+            if line.plan.is_straight:
+                self.write_plan(i, line.plan, given, made, seen)
+            else:
+                self.scope[f"run_{i}"] = line.plan.run_plain
+                self.body.append(f"{names}run_{i}({', '.join(given)})")
             for name in dict.fromkeys(view.root.name for view in line.written if view.root.argument):
                 self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
         elif line.function is None:
-            layout = ", ".join(map(self.constant, (made[0].shape, made[0].strides, made[0].dtype)))
-            self.body.append(f"{names}allocate({layout})")
+            if id(made[0]) not in self.packed:
+                self.allocate(made[0].name, Memory(made[0].shape, made[0].dtype, made[0].strides, **line.keywords))
         else:
-            self.scope[f"call_{i}"] = getattr(line.function, "_op", line.function)  # without the wrapper of torch
             given = [self.value(v) for v in line.given] + [f"{k}={self.value(v)}" for k, v in line.keywords.items()]
-            self.body.append(f"{names}call_{i}({', '.join(given)})")
+            if _converts(line):
+                self.body.append(f"{names}{given[0]}.to({self.constant(line.keywords['dtype'])})")
+            else:
+                self.scope[f"call_{i}"] = _fast(line.function)
+                self.body.append(f"{names}call_{i}({', '.join(given)})")
+
+    def write_plan(
+        self, i: int, plan: StepPlan, given: Sequence[str], made: Sequence[Root], seen: replay_memory.Seen
+    ) -> None:
+        """Write what the ``run`` of a plan does, without memory that nobody needs."""
+        known = dict(zip(plan.arguments, given, strict=True))
+        results, at = dict(zip(plan.results, made, strict=True)), len(self.body)
+        for name, memory in plan.memory().items():
+            root = results.get(name)
+            where = (i, name) if root is None else id(root)
+            variable = f"t_{i}_{name}" if root is None else root.name
+            if where in self.packed:
+                known[name] = self.in_packed(where)
+            elif where in self.given_memory:
+                known[name] = self.address(self.given_memory[where])
+            elif plan.is_asked_for(name):
+                self.allocate(variable, memory)
+                known[name] = f"{variable}.data_ptr()"
+                self.scratch += [variable] if root is None else []
+            elif id(root) in seen:  # an empty one, the same in all calls
+                self.scope[f"e_{variable}"] = self.scope["allocate"](*layout_of(memory))
+                self.body.append(f"{variable} = e_{variable}")
+        before, launches = plan.launch_lines(f"{i}_", known, self.scope)
+        self.body[at:at] = before
+        self.body += launches
+
+    def allocate(self, name: str, memory: Memory) -> None:
+        """Write the line that makes a tensor."""
+        layout = ", ".join(map(self.constant, layout_of(memory)))
+        made_by = f"fresh_zeros({self.device}, {memory.shape[0]})" if memory.fresh else f"allocate({layout})"
+        self.body.append(f"{name} = {made_by}{fill_call(memory)}")
+
+    def in_packed(self, where: Any) -> str:
+        """Return the address of memory that is allocated with other memory."""
+        return f"p_between + {self.packed[where]}" if self.packed[where] else "p_between"
 
     def value(self, value: Any) -> str:
         """Return the expression of an argument of torch's functions."""
@@ -145,10 +200,13 @@ class _Writer:
             return f"[{inner}]" if isinstance(value, list) else f"({inner})"
         return self.constant(value)
 
-    @staticmethod
-    def address(view: View) -> str:
+    def address(self, view: View) -> str:
         """Return the expression of an address."""
+        if id(view.root) in self.given_memory:
+            target = self.given_memory[id(view.root)]
+            return self.address(target._replace(first=target.first + view.first))
         base = f"p_{view.root.name}" if view.root.argument else f"{view.root.name}.data_ptr()"
+        base = self.in_packed(id(view.root)) if id(view.root) in self.packed else base
         return f"{base} + {view.first}" if view.first else base
 
     def tensor(self, view: View) -> str:
@@ -156,8 +214,12 @@ class _Writer:
         root, name = view.root, view.root.name
         if view.is_root:
             return name
+        if (view.first, view.dtype, view.shape, view.strides) == (0, root.dtype, root.shape[::-1], root.strides[::-1]):
+            if len(root.shape) == 2:
+                return f"{name}.t()"
         dense = _is_dense(root.shape, root.strides)
-        if not view.first and dense and _is_dense(view.shape, view.strides) and _bytes(view) == _bytes(root):
+        same_size = not view.first and replay_memory.size(view) == replay_memory.size(root)
+        if same_size and dense and _is_dense(view.shape, view.strides):
             retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
             if retyped and view.dtype.itemsize != root.dtype.itemsize:
                 retyped = f".view(-1){retyped}"
@@ -187,56 +249,23 @@ class _Writer:
             return lambda: self.constant(result)
         raise NotRepeatable(f"the result is a {type(result).__name__}")
 
-    def drop_unused(self, returned: list[View]) -> None:
-        """Leave out lines whose results nobody uses: a function may work out more than this call asks for."""
-        used, kept = {id(view.root) for view in returned}, []
-        made: dict[int, list[Root]] = {}
-        for root in self.notes.roots():
-            made.setdefault(id(root.line), []).append(root)
-        for line in reversed(self.notes.lines):
-            if line.changes or any(id(root) in used for root in made.get(id(line), [])):
-                kept.insert(0, line)
-                leaves = torch.utils._pytree.tree_leaves((line.given, line.keywords), is_leaf=_is_view)
-                used |= {id(view.root) for view in leaves if isinstance(view, View)}
-        self.notes.lines[:] = kept
-
-    def reshape_memory(self, returned: list[View]) -> None:
-        """Let memory be allocated as it is returned, where only its address is used besides: views take host time."""
-        seen: dict[int, set[View]] = {}
-        for view in returned:
-            seen.setdefault(id(view.root), set()).add(view)
-        for line in self.notes.lines:
-            if line.function is not None:
-                for view in torch.utils._pytree.tree_leaves((line.given, line.keywords), is_leaf=_is_view):
-                    if isinstance(view, View):
-                        seen.setdefault(id(view.root), set()).add(view)
-        remade: dict[int, dict[int, View]] = {}
-        for views in seen.values():
-            (view, *others) = views
-            root = view.root
-            if others or root.argument or view.first or view.is_root or root.line.function is not None:
+    def keep_addresses(self) -> None:
+        """Ask for an address that is used several times in the line after the one that makes its tensor."""
+        names = [root.name for root in self.notes.roots() if not root.argument] + self.scratch
+        for name in names:
+            asked = re.compile(rf"\b{name}\.data_ptr\(\)")
+            if len(asked.findall("\n".join(self.body))) < 2:
                 continue
-            if _span(view) != _span(root) or _bytes(view) != _bytes(root):
-                continue
-            if root.line.plan is not None:
-                if not root.line.plan.is_allocated(root.part or 0):
-                    continue
-                i = next(i for i, line in enumerate(self.notes.lines) if line is root.line)
-                remade.setdefault(i, {})[root.part or 0] = view
-            root.shape, root.strides, root.dtype = view.shape, view.strides, view.dtype
-        for i, parts in remade.items():
-            line = self.notes.lines[i]
-            plan = line.plan.with_layouts({part: (v.shape, v.strides, v.dtype) for part, v in parts.items()})
-            self.notes.lines[i] = new = line._replace(plan=plan)
-            for root in self.notes.roots():
-                root.line = new if root.line is line else root.line
+            self.body = [asked.sub(f"p_{name}", line) for line in self.body]
+            made = next(i for i, line in enumerate(self.body) if name in _words([line.partition(" = ")[0]]))
+            self.body.insert(made + 1, f"p_{name} = {name}.data_ptr()")
 
     def free_memory(self) -> None:
         """Let go of what no later line uses, as a function does whose variables are overwritten."""
-        names = [root.name for root in self.notes.roots() if not root.argument]
+        names = [root.name for root in self.notes.roots() if not root.argument] + self.scratch
         last: dict[int, list[str]] = {}
         for name in names:
-            uses = [i for i, line in enumerate(self.body) if name in _words([line])]
+            uses = [i for i, line in enumerate(self.body) if {name, f"p_{name}"} & _words([line])]
             if uses and uses[-1] < len(self.body) - 2:
                 last.setdefault(uses[-1], []).append(name)
         for i in sorted(last, reverse=True):
@@ -247,20 +276,21 @@ def _words(lines: Sequence[str]) -> set[str]:
     return set(re.findall(r"\w+", " ".join(lines)))
 
 
-def _is_view(value: Any) -> bool:
-    return isinstance(value, View)
+def _converts(line: Line) -> bool:
+    """Return True for a copy with another dtype and nothing else that is new."""
+    name = getattr(getattr(line.function, "_schema", None), "name", "")
+    return name == "aten::_to_copy" and [*line.keywords] == ["dtype"] and line.keywords["dtype"] != line.given[0].dtype
 
 
-def _bytes(t: View | Root) -> int:
-    count = 1
-    for size in t.shape:
-        count *= size
-    return count * t.dtype.itemsize
+def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the least host time: Python's own binding of an operator, or the operator without its wrapper.
 
-
-def _span(t: View | Root) -> int:
-    """Return how many bytes lie between the first element and the end of the last one."""
-    return (sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True)) + 1) * t.dtype.itemsize
+    Arguments are the same for both.
+    """
+    name = getattr(getattr(function, "_schema", None), "name", "").removeprefix("aten::")
+    if name in _BINDINGS:
+        return getattr(Tensor if name.endswith("_") else torch, name)
+    return getattr(function, "_op", function)
 
 
 def _begin(view: View) -> str:
@@ -268,7 +298,7 @@ def _begin(view: View) -> str:
 
 
 def _end(view: View) -> str:
-    return f"p_{view.root.name} + {view.first + _span(view)}"
+    return f"p_{view.root.name} + {view.first + replay_memory.span(view)}"
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

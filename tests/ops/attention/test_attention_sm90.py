@@ -13,7 +13,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.emulator import recording
-from rtkernels.ops.attention import sm90_plan
+from rtkernels.errors import ResidencyError
+from rtkernels.ops.attention import sm90_backward_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
 from rtkernels.runtime.launch.device import device_info, emulate_features
 from rtkernels.runtime.operator.plan import Memory, StepPlan
@@ -359,6 +360,23 @@ def test_backward_gives_the_same_bits_in_any_order_of_blocks(options: dict[str, 
     with rtkernels.emulate("sm_90", order=3):
         got = backward(p, q, k, v, {}, dout, None)
     assert all(torch.equal(got[name], want[name]) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.slow
+def test_backward_without_chunks_where_blocks_are_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver refuses is made by blocks that wait for earlier ones only."""
+    bind, tried = sm90_backward_plan.BACKWARD.bind, []
+
+    def refused(*args: Any) -> None:
+        raise ResidencyError("2 blocks of 384 threads must run at the same time")
+
+    def bind_or_refuse(*args: Any, resident: bool = False, **options: Any) -> Any:
+        tried.append(resident)
+        return refused if resident else bind(*args, **options)
+
+    monkeypatch.setattr(sm90_backward_plan.BACKWARD, "bind", bind_or_refuse)
+    check_backward(*qkv(1, 256, 150, 1, 1, 128))
+    assert tried == [True, False]
 
 
 def test_backward_softcap_and_sinks() -> None:

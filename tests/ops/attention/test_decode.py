@@ -158,8 +158,8 @@ def bad(message: str, **changes: Any) -> tuple[Any, str]:
 
 
 BAD = {
-    "lengths": bad("lengths has dtype int64; expected int32", seqlens=torch.zeros(2, dtype=torch.int64)),
-    "batch": bad("lengths has shape", seqlens=torch.zeros(3, dtype=torch.int32)),
+    "lengths": bad("seqlens has dtype int64; expected int32", seqlens=torch.zeros(2, dtype=torch.int64)),
+    "batch": bad("seqlens has shape", seqlens=torch.zeros(3, dtype=torch.int32)),
     "cache dtype": bad("k_cache has dtype float32", k_cache=torch.zeros(2, 8, 2, 64)),
     "caches differ": bad("v_cache has dtype", v_cache=torch.zeros(2, 8, 2, 64, dtype=INT8)),
     "strides": bad("k_cache has strides", k_cache=torch.zeros(2, 8, 2, 66, dtype=BF16)[..., 1:65]),

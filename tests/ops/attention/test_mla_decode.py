@@ -129,7 +129,7 @@ BAD = {
     "value_width": bad("value_width is 72; expected a multiple of 8 to 64", value_width=72),
     "width": bad("kv_cache has width 128; expected 64", kv_cache=random(1, 16, 128)),
     "dtype": bad("kv_cache has dtype float16", kv_cache=random(1, 16, 64, dtype=FP16)),
-    "lengths": bad("lengths has dtype int64", seqlens=torch.tensor([5])),
+    "lengths": bad("seqlens has dtype int64", seqlens=torch.tensor([5])),
     "batch": bad("kv_cache has 2 sequences", kv_cache=random(2, 16, 64)),
     "scale": bad("scale is 0.0", scale=0.0),
 }

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.compare import running_on
 from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made
-from support.places import error_tests
+from support.places import at, error_tests
 from torch import Tensor
 
 import rtkernels
@@ -109,13 +110,24 @@ def test_out_empty_and_beyond_the_table() -> None:
     assert q[0].isfinite().all() and q[1:].isnan().all() and v.isfinite().all()
 
 
-def test_tables() -> None:
-    cos, sin = rope_table(5, 8, base=100.0, scaling=0.5)
-    angles = torch.arange(5)[:, None] * 0.5 * 100.0 ** (-torch.arange(0, 8, 2) / 8)
-    torch.testing.assert_close(cos, angles.cos())
-    torch.testing.assert_close(sin, angles.sin())
-    assert torch.equal(rope_table(torch.tensor([[3, 1]]), 8)[0][0, 1], rope_table(2, 8)[0][1])
-    assert rope_table(4, 8, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+@at("cpu", "sm_80", "cuda")
+def test_tables(place: str) -> None:
+    rates = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    many = torch.randint(1 << 20, (3, 5), generator=torch.Generator().manual_seed(0))
+    with running_on(place) as device:
+        for positions in (0, 5, torch.tensor(7), many, many.int()[:, ::2], many / 3):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                given = positions if isinstance(positions, int) else positions.to(device)
+                for _ in range(2):
+                    tables = rope_table(given, 8, base=100.0, scaling=0.5, dtype=dtype, device=device)
+                p = torch.arange(positions) if isinstance(positions, int) else positions
+                angles = (p.double() * 0.5)[..., None] * rates
+                for table, wanted in zip(tables, (angles.cos(), angles.sin()), strict=True):
+                    torch.testing.assert_close(table.cpu(), wanted.to(dtype), rtol=0, atol=2e-7)
+        assert torch.equal(rope_table(torch.tensor([[3, 1]]), 8)[0][0, 1], rope_table(2, 8)[0][1])
+        positions = torch.ones(2, requires_grad=True, device=device)
+        rope_table(positions, 8)[1].sum().backward()
+        assert positions.grad.isfinite().all()
 
 
 @pytest.mark.gpu

@@ -84,3 +84,9 @@ def test_bad_arguments() -> None:
         sdpa(q, k, v, torch.ones(3, 4, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="q has dtype float32"):
         sdpa(q.float(), k.float(), v.float())
+
+
+@pytest.mark.parametrize("shape", ((0, 8), (2, 0, 8), (3, 0, 2, 5, 8)))
+def test_nothing_to_attend(shape: tuple[int, ...]) -> None:
+    q = torch.ones(shape, dtype=BF16)
+    assert sdpa(q, q, q).shape == F.scaled_dot_product_attention(q, q, q).shape

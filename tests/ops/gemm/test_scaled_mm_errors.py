@@ -196,7 +196,7 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
         ),
         "gated": (lambda: gated_mm(A16, B16[:7]), "b has 7 rows; expected a multiple of 2: those of the gate"),
         "gated, act": (lambda: gated_mm(A16, B16, act=None), "act is None; expected one of relu, silu"),
-        "grouped": (lambda: grouped_mm(A16, B3), "offs and m_indices: expected one of them"),
+        "grouped": (lambda: grouped_mm(A16, B3), "offs and m_indices are both None; expected one of them"),
         "grouped, offs": (
             lambda: grouped_mm(A16, B3, offs=OFFS.float()),
             r"offs has dtype float32 and shape \(2,\); expected int32 of shape",

@@ -253,6 +253,8 @@ def test_the_most_chunks(place: str) -> None:
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     test_sort_chunks("sm_90", "plain")
+    with rtkernels.emulate("sm_90"):
+        rtkernels.id_bounds(torch.arange(4100))
 
 
 @emulated

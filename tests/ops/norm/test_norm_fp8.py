@@ -550,7 +550,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "not a tensor": (lambda: rms_norm_fp8([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),
     "mixed kinds": (
         lambda: rms_norm_fp8(X, np.ones(8, "f4")),
-        "got ndarray beside a torch.Tensor; expected all array arguments to be tensors",
+        "weight is a ndarray beside a torch.Tensor; expected all array arguments to be tensors",
     ),
 }
 

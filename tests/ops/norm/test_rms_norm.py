@@ -283,10 +283,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: module.BACKWARD(torch.ones(4, 8), torch.ones(4, 8), None, None, 1e-6, 0.0, True),
         "weight_grad is True but there is no weight",
     ),
-    "not a tensor": (lambda: rms_norm([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),
+    "not a tensor": (lambda: rms_norm([1.0, 2.0]), "x is a list; expected a torch.Tensor or an array with __dlpack__"),
     "mixed kinds": (
         lambda: rms_norm(torch.ones(4, 8), np.ones(8, "f4")),
-        "got ndarray beside a torch.Tensor; expected all array arguments to be tensors",
+        "weight is a ndarray beside a torch.Tensor; expected all array arguments to be tensors",
     ),
 }
 

@@ -160,7 +160,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "block": (lambda: hadamard(X, 48), "block is 48; expected one of 32, 64, 128, 256"),
     "columns": (lambda: hadamard(X, 128), "x has 64 columns; expected a multiple of the block, 128"),
     "no dimensions": (lambda: hadamard(X[0, 0], 32), "x has no dimensions; expected at least one"),
-    "result": (lambda: hadamard(X, 32, dtype=torch.float16), "the result has dtype float16; expected one of float32"),
+    "result": (
+        lambda: hadamard(X.bfloat16(), 32, dtype=torch.float16),
+        "the result has dtype float16; expected one of bfloat16, float32",
+    ),
     "codes": (
         lambda: quantize_fp8_hadamard(X, 32, dtype=torch.float16),
         "the result has dtype float16; expected one of",

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.compare import running_on
 from support.inference import EVERYWHERE, assert_captures, made, results
-from support.places import error_tests
+from support.places import at, error_tests
 from torch import Tensor
 
 import rtkernels
@@ -117,6 +118,7 @@ def test_threads_that_have_several_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 def emulated_coverage() -> None:
     for rule in ("two levels", "search, zero"):
         test_nvfp4_has_the_bits_of_the_reference("sm_90", rule)
+    test_scales_are_swizzled("sm_90")
 
 
 @pytest.mark.slow
@@ -184,15 +186,24 @@ def test_scales_follow_their_rule() -> None:
     assert scale.view(torch.uint8).item() == 0x7E
 
 
-def test_swizzle_and_back() -> None:
-    for count, cols in ((1, 16), (130, 80), (128, 64), (300, 4096)):
+@at("cpu", "sm_90", "cuda")
+def test_scales_are_swizzled(place: str) -> None:
+    for count, cols in ((1, 16), (130, 80), (128, 64), (300, 4096), (0, 64)):
         scales = torch.randint(0, 120, (count, -(-cols // 16)), dtype=torch.uint8)
-        flat = rtkernels.nvfp4_swizzle(scales)
-        assert flat.numel() == rtkernels.nvfp4_scale_bytes(count, cols)
-        assert torch.equal(rtkernels.nvfp4_unswizzle(flat, count, cols), scales)
+        with running_on(place) as device:
+            on_device = scales.to(device)
+            padded = torch.nn.functional.pad(on_device, (0, 3))[:, : scales.shape[1]]
+            flat = rtkernels.nvfp4_swizzle(on_device)
+            coded = rtkernels.nvfp4_swizzle(padded.view(torch.float8_e4m3fn))
+            assert coded.dtype == torch.float8_e4m3fn and torch.equal(coded.view(torch.uint8), flat)
+            assert flat.numel() == rtkernels.nvfp4_scale_bytes(count, cols)
+            assert torch.equal(rtkernels.nvfp4_unswizzle(flat, count, cols).cpu(), scales)
+            flat = flat.cpu()
+        if not count:
+            continue
         r, b, tiles = count - 1, scales.shape[1] - 1, -(-scales.shape[1] // 4)
-        place = ((r // 128) * tiles + b // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
-        assert flat[place] == scales[r, b]
+        byte = ((r // 128) * tiles + b // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + b % 4
+        assert flat[byte] == scales[r, b]
         assert int(flat.int().sum()) == int(scales.int().sum())  # the rest is 0
 
 
@@ -248,7 +259,7 @@ BAD = {
         "scales is torch.uint8 .2, 3.; expected torch.float8_e4m3fn .2, 2.",
     ),
     "bytes": (lambda: rtkernels.nvfp4_unswizzle(torch.zeros(7, dtype=torch.uint8), 2, 32), "scales has 7 bytes; expe"),
-    "mx rule": (lambda: rtkernels.quantize_mxfp4(X, rule="up"), "scale_rule is 'up'; expected one of 'ocp'"),
+    "mx rule": (lambda: rtkernels.quantize_mxfp4(X, rule="up"), "^rule is 'up'; expected one of 'ocp'"),
 }
 test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(BAD)
 

@@ -175,7 +175,7 @@ BAD = {
     ),
     "scale can be given for granularity 'tensor' only": lambda: quantize_fp8(X, torch.ones(1), granularity="row"),
     "pow2_scale rounds computed scales": lambda: quantize_fp8(X, torch.ones(1), pow2_scale=True),
-    "expected a torch.Tensor or an array with __dlpack__, got builtins.list": lambda: quantize_fp8([1.0]),
+    "x is a list; expected a torch.Tensor or an array with __dlpack__": lambda: quantize_fp8([1.0]),
     "q has dtype float32; expected one of float8_e4m3fn": lambda: dequantize_fp8(X, torch.ones(())),
     "q has dtype uint8; expected one of float8_e4m3fn": lambda: dequantize_fp8(Q.view(torch.uint8), torch.ones(())),
     "q has dtype float8_e4m3fn; expected float8_e5m2, as code_dtype says, or uint8": lambda: dequantize_fp8(

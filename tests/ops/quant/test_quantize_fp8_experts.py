@@ -21,6 +21,7 @@ from rtkernels.ops.quant import quantize_fp8_experts as module
 from rtkernels.ops.shared import tile_stream as stream
 from rtkernels.ops.shared.fp8_layout import LAYOUTS, row_blocks_of
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.declared import Meta
 
 quantize_fp8_experts = rtkernels.quantize_fp8_experts
 NAMES = ("q", "scale", "q_t", "scale_t")
@@ -189,7 +190,7 @@ BAD = {
         meta_on(-1, X), meta_on(0, COUNTS), "row", E4M3, False
     ),
     "x has 2147483648 rows; expected less than": lambda: module._check(
-        (torch.float32, (2**31, 4), (4, 1), 0), (torch.int64, (2,), (1,), 0), "row", E4M3
+        Meta(torch.float32, (2**31, 4), (4, 1), 0, 0), Meta(torch.int64, (2,), (1,), 0, 0), "row", E4M3
     ),
 }
 

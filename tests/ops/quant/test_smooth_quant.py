@@ -227,7 +227,7 @@ X, S, C = torch.ones(4, 8), torch.ones(8), torch.tensor([1, 3])
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: quantize_fp8_smooth(X.double(), S), "x has dtype float64; expected one of"),
     "result": (lambda: quantize_fp8_smooth(X, S, dtype=torch.float16), "the result has dtype float16; expected one of"),
-    "no tensor": (lambda: quantize_fp8_smooth(X, [1.0]), "got list beside a torch.Tensor"),
+    "no tensor": (lambda: quantize_fp8_smooth(X, [1.0]), "smooth is a list beside a torch.Tensor"),
     "alpha": (lambda: rtkernels.smooth_factors(S, alpha=2.0), "alpha is 2.0; expected 0 to 1"),
     "smooth shape": (
         lambda: quantize_fp8_smooth(X, S[:4]),

@@ -190,6 +190,7 @@ def emulated_coverage() -> None:
         for case in ("plain", "odd_sizes", "sections"):
             check(CASES[case](Maker(case, torch.float32, "cpu")))
         check_mla(MLA_CASES["plain"], torch.float32, "cpu")
+        rtkernels.rope_table(3, 8)
 
 
 @at("cpu", "sm_90", "cuda")

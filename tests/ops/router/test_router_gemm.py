@@ -18,7 +18,6 @@ import rtkernels
 from rtkernels.errors import RtkError
 from rtkernels.ops.router import router_gemm as module
 from rtkernels.ops.router import router_gemm_kernels as kernels
-from rtkernels.ops.router import router_gemm_plan as launchers
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
@@ -197,7 +196,7 @@ def test_order_of_threads_does_not_matter(target: str, case: str) -> None:
 def test_promises_at_real_sizes(monkeypatch: pytest.MonkeyPatch, wgmma: bool, sizes: tuple[int, ...]) -> None:
     rows, experts, depth = sizes
     if not wgmma:
-        monkeypatch.setattr(launchers, "uses_wgmma", lambda device: False)
+        monkeypatch.setattr(kernels, "uses_wgmma", lambda device: False)
         Plans.forget_all()
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(rows, depth, device="cuda", generator=g)
@@ -422,10 +421,11 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver gets: the addresses of the maps, then pointers to eight bytes for each other argument."""
     seen = []
 
-    def driver(config: int, function: int, pointers: int, extra: int) -> int:
+    def driver(config: ctypes.c_void_p, function: ctypes.c_void_p, pointers: ctypes.c_void_p, extra: None) -> int:
         words = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_uint64))
         values = [ctypes.cast(words[i], ctypes.POINTER(ctypes.c_int64))[0] for i in (2, 3)]
-        seen.append((function, words[0], words[1], *values, ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]))
+        columns = ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]
+        seen.append((function.value, words[0], words[1], *values, columns))
         return 0
 
     monkeypatch.setattr(launching, "_launch_kernel_ex", lambda: driver)
@@ -433,9 +433,9 @@ def test_launch_with_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     maps = TensorMap(), TensorMap()
-    launch = launching.launcher(77, launching.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    launch = launching.launcher(77, launching.Arguments(2, "qq"), 0, (5, 1, 1), 128, 0, overlap=True, cluster=1)
     launch(*maps, -3, 4)
-    ended = launching.launcher(77, launching.Arguments(2, "qq", {1: 6}), 0, (5, 1, 1), 128, 0, overlap=False, cluster=1)
+    ended = launching.launcher(77, launching.Arguments(2, "qq", {1: 6}), 0, (5, 1, 1), 128, 0, overlap=True, cluster=1)
     ended(*reversed(maps), 5)
     first, second = (m.address for m in maps)
     assert seen == [(77, first, second, -3, 4, 5), (77, second, first, 5, 6, 5)]

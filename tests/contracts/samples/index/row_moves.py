@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rtkernels.ops.index.id_bounds import BOUNDS
 from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
 
 
@@ -20,4 +21,6 @@ def samples(device: str):
     yield SCATTER_INTO, (torch.ones(10, 16, device=device), x[:9].bfloat16(), indices, None, True)
     counts, order = torch.tensor([3, 0, 5, 2], device=device), torch.tensor([2, 3, 0, 1], device=device)
     yield CHUNKS, (x, counts, order, None, False)
+    yield BOUNDS, (torch.tensor([2, 2, 5], device=device),)
+    yield BOUNDS, (torch.arange(4100, device=device, dtype=torch.int32) // 3,)
     yield CHUNKS, (x.bfloat16(), counts.int(), order.int(), scale, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.quant.nvfp4 import DEQUANTIZE, QUANTIZE
+from rtkernels.ops.quant.nvfp4 import DEQUANTIZE, QUANTIZE, SWIZZLE
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -23,4 +23,5 @@ def samples(device: str):
         QUANTIZE,
         (x, None, None, empty(3, 64, dtype=E4M3), empty(3, 2, dtype=E8M0), None, "mxfp8", False, "nv", "rne", 1.0),
     )
+    yield SWIZZLE, (empty(3, 5) + 7,)
     yield DEQUANTIZE, (codes, scales, g, torch.zeros(3, 64, device=device), "nvfp4", False)

@@ -1,0 +1,203 @@
+"""Linear layers that multiply fp8 codes: recipes, codes of what layers read, one product for several layers.
+
+The three projections of an attention read one tensor, and so do gate and up: a norm gives them codes (``lazy_norm``);
+codes of any other tensor are kept on the tensor object, and found there by the next layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+from rtkernels.models import fp8_products as products
+from rtkernels.models import replace
+from rtkernels.models.fp8_products import Codes
+from rtkernels.models.lazy_norm import LazyNorm
+from rtkernels.models.merged import Adjacent, adjacent, is_plain
+from rtkernels.nn.fp8_linear import main_grad_of
+from rtkernels.ops.quant.quantize_fp8 import BOTH
+from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.operator.sharding import is_sharded
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
+
+RECIPES = ("block", "row", "tensor")
+MULTIPLE = 16  # of rows and columns that codes can have
+BLOCK = 128  # rows and columns of a weight that share a scale
+_KEPT = "_rtkernels_codes"
+_quantize = BOTH.at_site()
+
+
+class Recipe(NamedTuple):
+    """How linear layers multiply codes, for ``patch(fp8=...)``.
+
+    Attributes:
+        name: "block" (scales of 128 values and of 128 x 128 weights), "row" or "tensor".
+        wgrad: "bf16" for gradients of weights from 16-bit numbers; codes then do not travel between layers.
+        pow2_scale: Round scales up to powers of two.
+        save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
+        save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
+            norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
+        parts: In how many parts of the rows the gradient of a gated MLP goes from its result to its input, with
+            `fused_layers`. Four take an eighth off a layer's peak, for one more copy of the codes of gate's and up's
+            gradient; same bits.
+        skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
+    """
+
+    name: str = "block"
+    wgrad: str = "fp8"
+    pow2_scale: bool = False
+    save_weight: bool = False
+    save: str = "codes"
+    parts: int = 1
+    skip: tuple[str, ...] = ()
+
+    @property
+    def by_codes(self) -> bool:
+        """True if norms and activations may give codes to layers of this recipe."""
+        return self.name == "block" and self.wgrad == "fp8" and not self.pow2_scale
+
+
+def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
+    """Return the recipe that ``patch(fp8=...)`` names, None for none."""
+    if fp8 is None or fp8 is False:
+        return None
+    recipe = fp8 if isinstance(fp8, Recipe) else Recipe("block" if fp8 is True else fp8)
+    if recipe.name not in RECIPES:
+        raise ArgumentError(f"fp8 is {recipe.name!r}; expected True or one of {', '.join(map(repr, RECIPES))}")
+    if recipe.wgrad not in ("fp8", "bf16"):
+        raise ArgumentError(f"fp8 has wgrad {recipe.wgrad!r}; expected 'fp8' or 'bf16'")
+    if recipe.save not in ("codes", "input"):
+        raise ArgumentError(f"fp8 has save {recipe.save!r}; expected 'codes' or 'input'")
+    if not isinstance(recipe.parts, int) or recipe.parts < 1:
+        raise ArgumentError(f"fp8 has parts {recipe.parts!r}; expected a positive integer")
+    return recipe._replace(skip=tuple(recipe.skip))
+
+
+def codes_of(x: Any) -> Any:
+    """Return the codes of x by rows and columns, made at the first call with this tensor object; x if compiled."""
+    if isinstance(x, LazyNorm):
+        return x.codes()
+    if is_dynamo_compiling() or not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
+        return x
+    if is_sharded(x):
+        return x
+    kept = getattr(x, _KEPT, None)
+    both = torch.is_grad_enabled()
+    if kept is not None and kept[0] == x._version and (kept[1][2] is not None or not both):
+        return Codes(*kept[1], x)
+    if both:
+        made = products.quantized(_quantize, x.detach())
+    else:
+        made = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
+    setattr(x, _KEPT, (x._version, made))  # not with x itself, which must not hold itself
+    return Codes(*made, x)
+
+
+def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any) -> Tensor:
+    """Return ``x @ weight.T + bias`` of a tensor, a lazy norm or codes with scales in columns."""
+    if recipe.by_codes and not is_sharded(weight):
+        x = codes_of(x)
+    elif isinstance(x, LazyNorm):
+        x = x.tensor()
+    return rtkernels.fp8_linear(
+        x, weight, bias, recipe=recipe.name, scale_layout="column", wgrad=recipe.wgrad, pow2_scale=recipe.pow2_scale,
+        save_weight=recipe.save_weight and options.get("weight_codes") is None, **options,
+    )  # fmt: skip
+
+
+def weight_maker(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
+    """Return what makes codes of a weight, transposed ones if told so."""
+
+    def make(weight: Tensor, transposed: bool) -> Any:
+        return rtkernels.fp8_weight(weight, recipe=recipe.name, pow2_scale=recipe.pow2_scale, transposed=transposed)
+
+    return make
+
+
+def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, recipe: Recipe) -> Tensor | None:
+    """Return the product of x and the weights of layers, `matrix`, as one step of the graph.
+
+    None where the layers go by ``fp8_linear``: without gradients, for codes that cannot be transposed, for biases of
+    some layers only.
+    """
+    if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
+        return None
+    shape, biases = getattr(x, "shape", ()), [m._parameters["bias"] for m in linears]
+    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE:
+        return None
+    if biases[0] is None:
+        bias = None
+    elif None in biases:
+        return None
+    else:
+        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+    codes = codes_of(x)
+    if getattr(codes, "q_t", None) is None:
+        return None
+    weights = (m._parameters["weight"] for m in linears)
+    at = products.sites_of(matrix.shape)
+    return products.linear(codes.y, bias, codes, matrix, given, recipe.save_weight and given is None, at, *weights)
+
+
+def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
+    """Return the result of a linear layer for a tensor or for codes."""
+    weight = module.weight
+    codes = module.codes_of("weight", weight, weight_maker(recipe)) if module._kept is not None else None
+    main_grad = main_grad_of(weight)
+    if main_grad is None and type(weight) in TENSOR_TYPES:
+        made = _as_step(x, (module,), weight, codes, recipe)
+        if made is not None:
+            return made
+    return multiply(x, weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
+
+
+class Merged(NamedTuple):
+    """Weights of fp8 layers that lie one behind the other as one, with codes if they are kept, and the recipe."""
+
+    matrix: Tensor
+    codes: Any
+    recipe: Recipe
+
+
+def merged_weights(linears: Sequence[nn.Module]) -> Merged | None:
+    """Return the weights of fp8 layers as one, None where the layers have to be called by themselves.
+
+    They lie one behind the other, in blocks of 128 rows, so that codes and scales are what they are alone.
+    """
+    kind = replace.replaced(linears[0])
+    if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear":
+        return None
+    recipe, same = dict(kind.options)["recipe"], type(linears[0])
+    if not recipe.by_codes:
+        return None
+    if not all(is_plain(m, same) and m.out_features % BLOCK == 0 for m in linears):
+        return None
+    weights = [m._parameters["weight"] for m in linears]
+    matrix = adjacent(weights)
+    if matrix is None:
+        return None
+    codes = None
+    if linears[0]._kept is not None:
+        versions = tuple(w._version for w in weights)
+        codes = linears[0].codes_of("merged", matrix, weight_maker(recipe), version=versions)
+    return Merged(matrix, codes, recipe)
+
+
+def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
+    """Return the results of fp8 layers as columns of one tensor, None where they have to be called by themselves."""
+    made = merged_weights(linears)
+    if made is None:
+        return None
+    result = _as_step(x, linears, made.matrix, made.codes, made.recipe)
+    if result is not None:
+        return result
+    biases = [m.bias for m in linears if m.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        return None
+    whole = Adjacent.apply(*(m.weight for m in linears)) if torch.is_grad_enabled() else made.matrix
+    return multiply(x, whole, torch.cat(biases) if biases else None, made.recipe, weight_codes=made.codes)

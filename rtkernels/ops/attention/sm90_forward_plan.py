@@ -1,0 +1,132 @@
+"""Attention by wgmma and the bulk copy engine (sm_90a), the forward: kernel, tiles and launch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Boxes, Step, Steps
+
+KINDS = {None: 0, "bf16": 1, "fp16": 2, "fp32": 3}  # of sinks and bias, for the kernels
+_L2_BYTES = 24 << 20  # of keys and values that heads whose tiles are worked on together may have
+
+
+class Tile(NamedTuple):
+    """A tile of the forward: padded widths of q and v, keys in a tile, warpgroups of 64 queries."""
+
+    d_qk: int
+    d_v: int
+    keys: int
+    groups: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: q, two stages of keys and values, barriers, and what alignment costs."""
+        row_qk, row_v = -(-self.d_qk // 64) * 128, -(-self.d_v // 64) * 128
+        return 64 * self.groups * row_qk + 2 * self.keys * (row_qk + row_v) + 256 + 1024
+
+
+# The first one that fits is taken.
+TILES = (
+    Tile(64, 64, 128, 3),
+    Tile(96, 96, 128, 2),
+    Tile(128, 128, 176, 2),
+    Tile(192, 128, 128, 2),
+    Tile(192, 192, 112, 2),
+    Tile(256, 256, 80, 2),
+)
+# Where scores are made element by element, with a bias and without one; there are no registers for a bias in the last.
+BIAS_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 96, 2))
+EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
+
+FORWARD = Kernel(
+    "attention/attention_sm90_fwd.cu",
+    "attention_sm90_fwd",
+    template="T DQK DV BN kGroups EXTRAS",
+    args="q:tmap k:tmap v:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr "
+    "counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "
+    "out_head:i64 lse_batch:i64 lse_head:i64 left:i64 right:i64 heads_together:i64 sinks_kind:i64 bias_kind:i64 "
+    "bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 scale:f64 softcap:f64",
+    variants=[
+        (t, *tile, extras)
+        for t in ("bf16", "fp16")
+        for extras, tiles in ((0, TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
+        for tile in tiles
+    ],
+    max_registers=168,
+    needs=("wgmma",),
+)
+
+
+def rows_map(problem: Attention, name: str, heads: int, width: int, box_rows: int, strides: Strides) -> Boxes:
+    """Return the tensor map of q, k or v (or a gradient) in boxes of `box_rows` rows and 64 columns."""
+    p = problem
+    of_q = name not in ("k", "v")
+    rows = (p.total_q if of_q else p.total_k) if p.varlen else (p.lq if of_q else p.lkv)
+    sizes = (width, rows, heads, 1 if p.varlen else p.batch)
+    # What is not walked may have any stride, the copy engine wants multiples of 16 bytes.
+    bytes_apart = tuple(
+        2 * s if n > 1 else 16 * -(-width // 8)
+        for s, n in zip((strides.row, strides.head, strides.batch), sizes[1:], strict=True)
+    )
+    return Boxes(name, p.token, sizes, bytes_apart, (64, box_rows, 1, 1))
+
+
+def extras(problem: Attention) -> bool:
+    """Return whether scores are made element by element."""
+    p = problem
+    return p.softcap != 0 or p.bias is not None or p.kv_limit is not None or not p.scale > 0
+
+
+def forward_tile(problem: Attention) -> tuple[Tile, int]:
+    """Return the tile of a problem, and what its kernel can do besides (EXTRAS)."""
+    p = problem
+    tiles = EXTRA_TILES if extras(p) else TILES
+    tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
+    return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
+
+
+def heads_in_l2(pairs: int, bytes_of_a_head: float, alike: bool) -> int:
+    """Return how many heads' tiles of queries are worked on together: as many as have keys and values in L2.
+
+    Where all tiles take as long (`alike`), one by one is as good and has the fewest keys in use.
+    """
+    return 1 if alike else max(1, min(pairs, int(_L2_BYTES / max(bytes_of_a_head, 1))))
+
+
+def heads_together(problem: Attention) -> int:
+    """Return ``heads_in_l2`` of a problem."""
+    p = problem
+    each = 2 * p.lkv * (p.d_qk + p.d_v) / p.group
+    return heads_in_l2(p.batch * p.heads_q, each, p.right < 0 and p.left < 0 and not p.varlen)
+
+
+def bias_arguments(problem: Attention) -> tuple[int, ...]:
+    """Return the kind and the strides of a bias."""
+    b = problem.bias
+    return (0, 0, 0, 0, 0) if b is None else (KINDS[b.token], b.batch, b.head, b.row, b.column)
+
+
+def steps_forward(problem: Attention, device: int) -> Steps:
+    """Return the launches: out and lse of a problem that is not ``unsupported``."""
+    p, (tile, more) = problem, forward_tile(problem)
+    if 0 in (p.batch, p.heads_q, p.lq) or p.rows_q == 0:
+        return Steps()
+    tiles = p.batch * p.heads_q * math.ceil(p.lq / (64 * tile.groups))
+    blocks = min(device_info(device).sm_count, tiles)
+    counter = "counter" if blocks < tiles else 0
+    launch = FORWARD.bind((p.token, *tile, more), device, blocks, 128 * (tile.groups + 1), tile.shared)
+    kv_rows = tile.keys
+    step = Step(
+        launch,
+        rows_map(p, "q", p.heads_q, p.d_qk, 64 * tile.groups, p.q),
+        rows_map(p, "k", p.heads_kv, p.d_qk, kv_rows, p.k),
+        rows_map(p, "v", p.heads_kv, p.d_v, kv_rows, p.v),
+        "out", "lse", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k", counter,
+        p.batch, p.heads_q, p.group, p.lq, p.lkv, p.d_v, *p.out[:3], *p.lse_strides(), p.left, p.right,
+        heads_together(p), KINDS[p.sinks], *bias_arguments(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+    )  # fmt: skip
+    return Steps(step, zeros={"counter": 1} if counter else None)
