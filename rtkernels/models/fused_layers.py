@@ -29,6 +29,8 @@ Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("rms_norm", "fp8_norm", "served_norm")
 _GATE_UP = ("gate_proj", "up_proj")
+# From 5.23 on, transformers wraps the forward of every subclass of its layers, ours among them, in checkpointing.
+_CHECKPOINTING = "transformers.modeling_layers"
 
 
 class AttentionForm(NamedTuple):
@@ -54,7 +56,9 @@ ATTENTIONS = {
 
 @cache
 def form_of(forward: Forward) -> str:
-    """Return the hash of a forward's text, "" if it has none or is wrapped."""
+    """Return the hash of a forward's text, "" if it has none or somebody wrapped it."""
+    while getattr(forward, "__globals__", {}).get("__name__") == _CHECKPOINTING and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
     if hasattr(forward, "__wrapped__"):
         return ""
     try:
