@@ -45,10 +45,15 @@ def _size(n: int, window: int, step: int, pad: int, dilation: int, ceil_mode: bo
 
 
 def _windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """Return the result's height and width, and what kernels know of a window; None for what torch refuses."""
+    """Return the result's height and width, and what kernels know of a window.
+
+    None for what torch refuses, and for numbers with which places would leave 32 bits.
+    """
     kernel, padding, dilation = _pair(kernel), _pair(padding), _pair(dilation)
     stride = kernel if isinstance(stride, (list, tuple)) and not stride else _pair(stride)
     if None in (kernel, stride, padding, dilation) or min(*kernel, *stride, *dilation) < 1:
+        return None
+    if max(*kernel, *stride, *dilation) >= 2**29:
         return None
     if any(pad < 0 or 2 * pad > window for pad, window in zip(padding, kernel, strict=True)):
         return None

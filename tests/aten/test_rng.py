@@ -20,11 +20,64 @@ def test_known_answers() -> None:
     out, seed = torch.empty(4), torch.zeros(1, dtype=torch.int64)
     with rtkernels.emulate("sm_90"):
         philox._DRAWN(out, seed, "uniform", 0.0, 1.0, 0, 0)
-        known = torch.empty(4)
-        philox._DRAWN(known, None, "uniform", 0.0, 1.0, -1, -1)
     words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    assert out.tolist() == [(word >> 8) / 2**24 for word in words]
-    assert not torch.equal(out, known)
+    assert out.tolist() == [(word >> 8) / 2**24 for word in words] == philox_units(4, 0, 0)
+
+
+def philox_units(n: int, key: int, offset: int) -> list[float]:
+    """Return numbers of Philox 4x32-10 in [0, 1), worked out by Python."""
+    found, low = [], 2**32 - 1
+    for counter in range(-(-n // 4)):
+        c = [counter & low, counter >> 32, offset & low, offset >> 32 & low]
+        k = [key & low, key >> 32 & low]
+        for _ in range(10):
+            left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+            c = [right >> 32 ^ c[1] ^ k[0], right & low, left >> 32 ^ c[3] ^ k[1], left & low]
+            k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+        found += [(word >> 8) / 2**24 for word in c]
+    return found[:n]
+
+
+@emulated
+@pytest.mark.parametrize(("key", "offset"), [(0, 4), (-3, 0), (0x123456789ABCDEF, 1 << 33), (-(1 << 63), 2**40 + 12)])
+def test_keys_and_offsets_of_the_host(key: int, offset: int) -> None:
+    """The numbers and the mask that a generator's state stands for; at odd addresses, too."""
+    want = torch.tensor(philox_units(37, key, offset))
+    with rtkernels.emulate("sm_90"):
+        for first in (0, 1):
+            out = torch.empty(38)[first : first + 37]
+            philox._DRAWN(out, None, "uniform", 0.0, 1.0, key, offset)
+            assert torch.equal(out, want)
+            y, mask = philox._DROPPED(torch.ones(38)[first : first + 37], None, 0.25, 4.0, key, offset)
+            assert torch.equal(mask, want < 0.25) and torch.equal(y, mask * 4.0)
+
+
+def test_calls_have_offsets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call draws is not drawn by another, nor by torch's own kernels, whose key is the seed."""
+
+    class Generator:
+        offset, seed = 8, 2**64 - 5
+
+        def get_offset(self) -> int:
+            return self.offset
+
+        def set_offset(self, offset: int) -> None:
+            assert offset % 4 == 0 and offset > self.offset
+            self.offset = offset
+
+        def initial_seed(self) -> int:
+            return self.seed
+
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.setattr(philox, "is_capturing", lambda: False)
+    generator = Generator()
+    states = [philox._state(OnCuda(), generator) for _ in range(3)]
+    assert len(set(states)) == 3 and all(seed is None for seed, *_ in states)
+    assert {key for _, key, _ in states} != {-5} and all(-(2**63) <= key < 2**63 for _, key, _ in states)
+    generator.offset = 8  # as set_state does
+    assert philox._state(OnCuda(), generator) == states[0]
 
 
 @emulated

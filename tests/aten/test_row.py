@@ -10,7 +10,7 @@ from support.places import at, emulated
 import rtkernels
 from rtkernels.aten import row
 from rtkernels.emulator import EmulatorError
-from rtkernels.ops.reduce import nll_loss
+from rtkernels.ops.reduce import nll_loss, row_norm, weight_norm
 
 PLACES = ("sm_90", "cuda")
 
@@ -164,6 +164,48 @@ def test_the_gradient_of_nll_loss_beyond_32_bits(monkeypatch: pytest.MonkeyPatch
     with rtkernels.emulate("sm_90"):
         dx = nll_loss.nll_loss_grad(dy, target, None, torch.zeros(()), 8, 1, -100, 0)
     torch.testing.assert_close(dx.view(6, 8), x.grad)
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, terms: int = 1) -> None:
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-19}[got.dtype]
+    torch.testing.assert_close(got.double().view(want.shape), want, rtol=step, atol=terms**0.5 * 2**-18)
+
+
+@emulated
+@at("sm_80", "sm_90")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "cols", "off"), [(300, 40, 0), (300, 40, 1), (7, 4104, 0), (3, 1031, 0), (70, 264, 8)]
+)
+def test_norms_of_16_bits_and_odd_addresses(place: str, dtype: torch.dtype, rows: int, cols: int, off: int) -> None:
+    """Vectors and single elements, groups of lanes and blocks, and several slices of rows for the parameters."""
+    torch.manual_seed(0)
+    x, dy, w, b, g = (torch.randn(n + 16).to(dtype)[off:] for n in (*[rows * cols] * 2, cols, cols, rows))
+    x, dy = (t[: rows * cols].view(rows, cols) for t in (x, dy))
+    w, b, g = w[:cols], b[:cols], g[:rows]
+    with rtkernels.emulate(place):
+        for centered in (True, False):
+            y, mean, rstd = row_norm.FORWARD(x, w, b if centered else None, 1, centered, 1e-5)
+            statistics = (mean if centered else None, rstd)
+            dx = row_norm.BACKWARD(dy, x, w, *statistics, 1)
+            dw, db = row_norm.PARAMETERS(dy, x, *statistics, 1, centered)
+            middle = x.double().mean(1, keepdim=True) if centered else 0.0
+            inverse = ((x.double() - middle).square().mean(1, keepdim=True) + 1e-5).rsqrt()
+            z, grads = (x.double() - middle) * inverse, dy.double() * w.double()
+            _close(y, z * w.double() + (b.double() if centered else 0.0))
+            _close(rstd, inverse)
+            taken_away = grads.mean(1, keepdim=True) if centered else 0.0
+            _close(dx, inverse * (grads - taken_away - z * (grads * z).mean(1, keepdim=True)), 16)
+            _close(dw, (dy.double() * z).sum(0), 64 * rows)
+            if centered:
+                _close(db, dy.double().sum(0), 64 * rows)
+        made, norms = weight_norm.weight_norm(x, g)
+        dv, dg = weight_norm.weight_norm_grads(dy, x, g, norms)
+    length, along = x.double().norm(dim=1, keepdim=True), (dy.double() * x.double()).sum(1, keepdim=True)
+    _close(norms, length)
+    _close(made, x.double() * g.double()[:, None] / length)
+    _close(dg, along / length, cols)
+    _close(dv, g.double()[:, None] * (dy.double() / length - x.double() * along / length**3), 16)
 
 
 @emulated

@@ -7,6 +7,9 @@ import torch
 from support.overrides import compare, device_of, numbers, taken, views
 from support.places import at, emulated
 
+import rtkernels
+from rtkernels.ops.scan.running import running
+
 SLOW = pytest.mark.slow
 DTYPES = [torch.float32, *(pytest.param(t, marks=SLOW) for t in (torch.bfloat16, torch.int64, torch.int32, torch.bool))]
 PLACES = ("sm_90", "cuda")
@@ -43,6 +46,27 @@ def test_long_ones_in_slices(place: str, shape: tuple[int, ...], name: str) -> N
     compare(place, "scan", lambda x: FUNCTIONS[name](x, len(shape) - 1 if shape[0] < 3 else 0), x, rtol=1e-4, atol=1e-3)
     if len(shape) == 3:
         compare(place, "scan", lambda x: FUNCTIONS[name](x, 1), x, rtol=1e-4, atol=1e-4)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.int32, torch.uint8], ids=str
+)
+@pytest.mark.parametrize(("rows", "n"), [(9, 48), (2, 4112), (1, 20480)])
+def test_running_over_vectors(dtype: torch.dtype, rows: int, n: int) -> None:
+    """Whole vectors of every type by a warp, a block and slices; the same from odd addresses, one by one."""
+    torch.manual_seed(0)
+    exact = torch.float64 if dtype.is_floating_point else torch.int64
+    wide = numbers(dtype, rows, n + 16)
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}.get(dtype, 0.0)
+    for x in (wide[:, :n].contiguous(), wide[:, 16:], wide[:, 8:-8], wide[:, 1:-15]):
+        with rtkernels.emulate("sm_90"):
+            sums, _ = running(x, "sum", 1)
+            for flip in (False, True):
+                found, places = running(x, "maximum", 1, flip=flip)
+                want, wanted = x.to(exact).cummin(1) if flip else x.to(exact).cummax(1)
+                assert torch.equal(found.to(exact), want) and torch.equal(places, wanted)
+        torch.testing.assert_close(sums.to(exact), x.to(exact).cumsum(1), rtol=step, atol=n * 2**-20 if step else 0)
 
 
 @emulated

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from support.overrides import compare
+from support.overrides import compare, taken
 from support.places import at, emulated
 from torch.nn import functional
+
+from rtkernels.ops.window import pooling, pooling_bwd, upsampling
 
 PLACES = ("sm_90", "cuda")
 WINDOWS = [
@@ -108,6 +112,53 @@ def test_pools_of_vectors(place: str) -> None:
         compare(place, "win", with_gradient(lambda x, window=window: functional.avg_pool2d(x, **window)), x)
         how = {**window, "return_indices": True}
         compare(place, "win", with_gradient(lambda x, how=how: functional.max_pool2d(x, **how)[0]), x)
+
+
+@emulated
+@pytest.mark.parametrize("step", [2**29, 2**31 - 1, 2**31, 2**63 - 1])
+def test_steps_that_leave_32_bits_are_torchs(step: int) -> None:
+    """Of a whole warp whose first windows lie within the input: nothing is read for windows that do not exist."""
+    x = torch.randn(1, 1, 3, 60)
+    for function in (torch.ops.aten.avg_pool2d, torch.ops.aten.max_pool2d_with_indices):
+        for how in ([[3, 3], [step, 1]], [[3, 3], [1, step]]):
+            try:
+                want = function(x, *how)
+            except RuntimeError as error:
+                with taken("sm_90", "win"), pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
+                    function(x, *how)
+                continue
+            compare("sm_90", "win", lambda x, function=function, how=how: function(x, *how), x, ours=False)
+            with taken("sm_90", "win"):
+                torch.testing.assert_close(function(x, *how), want)
+
+
+@emulated
+def test_windows_of_elements_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of so many elements are divided in 64 bits; here, of few."""
+    for module in (pooling, pooling_bwd, upsampling):
+        monkeypatch.setattr(module, "divisors", lambda count, *sizes: (0,) * len(sizes))
+    x = torch.randn(3, 2, 5, 8).transpose(0, 1)
+    for window in ({"kernel_size": 3, "stride": 2, "padding": 1}, {"kernel_size": (1, 2)}):
+        compare("sm_90", "win", with_gradient(lambda x, window=window: functional.avg_pool2d(x, **window)), x)
+        how = {**window, "return_indices": True}
+        compare("sm_90", "win", with_gradient(lambda x, how=how: functional.max_pool2d(x, **how)[0]), x)
+    for scale in (2, 3):
+        bigger = lambda x, scale=scale: functional.interpolate(x, scale_factor=scale, mode="nearest")  # noqa: E731
+        compare("sm_90", "win", bigger, x, rtol=0, atol=0)
+        compare("sm_90", "win", with_gradient(bigger), x.contiguous())
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_upsample_of_vectors(place: str, dtype: torch.dtype) -> None:
+    """16 bytes of the result from columns that are apart, at odd addresses, and by factors that are not 2."""
+    x = torch.randn(2, 3, 4, 17).to(dtype)
+    for part in (x[..., 1:], x[..., ::2][..., 1:], x[:, :2, :, 1:9].transpose(2, 3), x[..., :8].contiguous()):
+        for scale in (4, (2, 4), (0.5, 8)):
+            bigger = lambda x, scale=scale: functional.interpolate(x, scale_factor=scale, mode="nearest")  # noqa: E731
+            compare(place, "win", bigger, part, rtol=0, atol=0)
+            compare(place, "win", with_gradient(bigger), part.contiguous(), rtol=2**-6, atol=1e-5)
 
 
 @emulated

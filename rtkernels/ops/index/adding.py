@@ -64,9 +64,10 @@ def addable(
         reads: The sums are added to something.
     """
     inner, outer, tokens, size = product(shape[dim + 1 :]), product(shape[:dim]), index.numel(), source.element_size()
-    if tokens > MAX_TOKENS or max(outer, shape[dim] >> 7) >= 1 << 16 or inner * size < 64:
+    stretches = -(-shape[dim] // _MAX_ROWS)
+    if tokens > MAX_TOKENS or max(outer, stretches) > 65535 or inner * size < 64:
         return False
-    blocks = outer * -(-shape[dim] // _MAX_ROWS) * -(-inner * size // 1024)
+    blocks = outer * stretches * -(-inner * size // 1024)
     moved = size * (3 * source.numel() + (0 if in_place else (1 + reads) * product(shape)))
     if moved > MAX_BYTES or blocks * tokens * 8 > max(_FREE_BYTES, moved):
         return False

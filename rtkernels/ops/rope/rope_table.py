@@ -66,19 +66,26 @@ TABLE = Operator(
 )  # fmt: skip
 
 
+def _made_rates(dim: int, base: float, device: torch.device) -> Tensor:
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+
+
 def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
-    """Return ``base ** (-2 i / dim)``, kept from another call of this stream if that can be."""
-    if is_dynamo_compiling() or dispatch_modes():
-        return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
-    key = dim, base, device, current_stream(device.index) if device.type == "cuda" else 0
+    """Return ``base ** (-2 i / dim)``, kept from another call of this stream if that can be.
+
+    A graph computes its own: what is kept may be given back before the graph is replayed.
+    """
+    on_cuda = device.type == "cuda"
+    if is_dynamo_compiling() or dispatch_modes() or (on_cuda and is_capturing()):
+        return _made_rates(dim, base, device)
+    key = dim, base, device, current_stream(device.index) if on_cuda else 0
     rates = _rates.get(key)
     if rates is None:
         with torch.inference_mode(False):
-            rates = base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
-        if device.type != "cuda" or not is_capturing():  # what a graph computes is its own
-            if len(_rates) >= _RATES_LIMIT:
-                _rates.clear()
-            _rates[key] = rates
+            rates = _made_rates(dim, base, device)
+        if len(_rates) >= _RATES_LIMIT:
+            _rates.clear()
+        _rates[key] = rates
     return rates
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import rtkernels
 from rtkernels import qkv_split, rope_table
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.rope import rope_table as tables_module
 
 normal = made(0)
 COS, SIN = rope_table(32, 16)
@@ -128,6 +129,22 @@ def test_tables(place: str) -> None:
         positions = torch.ones(2, requires_grad=True, device=device)
         rope_table(positions, 8)[1].sum().backward()
         assert positions.grad.isfinite().all()
+
+
+def test_a_graph_has_rates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for later calls is given back when there is too much of it; a graph would still read it."""
+    device, kept, made = torch.device("cuda", 0), torch.zeros(4), torch.ones(4)
+    capturing = [False]
+    monkeypatch.setattr(tables_module, "current_stream", lambda index: 5)
+    monkeypatch.setattr(tables_module, "is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(tables_module, "_made_rates", lambda *_: made)
+    monkeypatch.setattr(tables_module, "_rates", {(8, 100.0, device, 5): kept})
+    assert tables_module._rates_of(8, 100.0, device) is kept
+    capturing[0] = True
+    assert tables_module._rates_of(8, 100.0, device) is made
+    assert tables_module._rates_of(16, 100.0, device) is made and len(tables_module._rates) == 1
+    capturing[0] = False
+    assert tables_module._rates_of(16, 100.0, device) is made and len(tables_module._rates) == 2
 
 
 @pytest.mark.gpu
