@@ -51,7 +51,7 @@ def test_sums_of_any_layout(
     x = shifted(torch.randn(rows, columns).to(dtype), x_off)
     source = shifted(torch.randn(tokens, columns + gap).to(dtype), source_off)[:, :columns]
     index = torch.randint(0, rows, (tokens,))
-    index[20:55] = 7  # more than a warp takes by itself
+    index[20:38], index[38:55] = 7, 6  # more than a warp takes by itself, for two rows of a block
     index[index == 2] = 3  # a row that is not named
     want = x.double().index_add(0, index, source.double(), alpha=0.5)
     from_end = torch.where(torch.rand(tokens) < 0.5, index, index - rows)
@@ -122,7 +122,10 @@ def test_grids_have_room(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_moved_by_groups(place: str, shape: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)
     wide = torch.randn(*shape[:-1], shape[-1] + 4)
-    for x in (wide[..., : shape[-1]].contiguous(), wide[..., : shape[-1]], wide[..., 4:], wide[..., 1:-3]):
+    views = [wide[..., : shape[-1]].contiguous(), wide[..., : shape[-1]], wide[..., 4:], wide[..., 1:-3]]
+    if dim:  # rows at multiples of 16 bytes, but not from one outer entry to the next
+        views.append(torch.randn(shape[0], shape[1] * shape[2] + 1)[:, :-1].unflatten(1, shape[1:]))
+    for x in views:
         index = torch.randint(-shape[dim], shape[dim], (11,))
         with rtkernels.emulate(place):
             got = gathering.gather(x, index.int(), dim, select=True, from_end=True)
@@ -140,6 +143,7 @@ def test_rows_read_as_a_whole(place: str, dtype: torch.dtype, monkeypatch: pytes
         index = torch.randint(0, columns, (rows, wanted))
         with rtkernels.emulate(place):
             assert torch.equal(gathering.gather(x, index, 1), x.gather(1, index))
+            assert torch.equal(gathering.gather(x, index.int(), 1), x.gather(1, index))  # by elements
 
 
 @emulated

@@ -81,7 +81,9 @@ def _select_step(x: Meta, index: Meta, dim: int, from_end: bool, device: int) ->
 def _staged_step(x: Meta, index: Meta, dim: int, device: int) -> Step | None:
     """Return the launch that reads whole rows of x; None where few elements of them are wanted, or they are long."""
     size, columns, per_row = x.dtype.itemsize, x.shape[-1], index.shape[-1]
-    if dim != len(x.shape) - 1 or x.shape[:-1] != index.shape[:-1] or x.row_stride is None or not is_dense(index):
+    if dim != len(x.shape) - 1 or x.shape[:-1] != index.shape[:-1] or x.row_stride is None:
+        return None
+    if index.dtype != torch.int64 or not is_dense(index):
         return None
     step, row_bytes = x.row_stride * size, columns * size
     limit = min(_MAX_STAGED, device_info(device).shared_per_block)
