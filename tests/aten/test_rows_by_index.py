@@ -14,7 +14,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.declared import Meta
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-MOST_ROWS = 65535 * 128  # of one launch: a grid has that many blocks in y
+MAX_ROWS = 65535 * 128  # of one launch: a grid has that many blocks in y
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -95,13 +95,13 @@ def test_an_index_that_is_no_row_stops_the_kernels(bad: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("rows", [MOST_ROWS, MOST_ROWS + 1, 2**23 - 1, 2**23])
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1, 2**23 - 1, 2**23])
 def test_grids_have_room(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     index, source = torch.arange(4), torch.randn(4, 16)
     grids = []
     monkeypatch.setattr(Kernel, "bind", lambda self, variant, device, grid, *_: grids.append(grid))
     addable = adding.addable((rows, 16), index, source, 0, in_place=True)
-    assert addable == (rows <= MOST_ROWS)
+    assert addable == (rows <= MAX_ROWS)
     metas = (Meta(t.dtype, tuple(t.shape), t.stride(), -1, 0) for t in (index, source))
     adding._plan_in_place(Meta(torch.float32, (rows, 16), (16, 1), -1, 0), *metas, 0, False, -1)
     assert (max(grids[0][1:]) <= 65535) == addable
@@ -121,8 +121,8 @@ def test_grids_have_room(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_rows_moved_by_groups(place: str, shape: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)
-    wide = torch.randn(*shape[:-1], shape[-1] + 4)
-    views = [wide[..., : shape[-1]].contiguous(), wide[..., : shape[-1]], wide[..., 4:], wide[..., 1:-3]]
+    longer = torch.randn(*shape[:-1], shape[-1] + 4)
+    views = [longer[..., : shape[-1]].contiguous(), longer[..., : shape[-1]], longer[..., 4:], longer[..., 1:-3]]
     if dim:  # rows at multiples of 16 bytes, but not from one outer entry to the next
         views.append(torch.randn(shape[0], shape[1] * shape[2] + 1)[:, :-1].unflatten(1, shape[1:]))
     for x in views:

@@ -57,9 +57,9 @@ def test_running_over_vectors(dtype: torch.dtype, rows: int, n: int) -> None:
     """Whole vectors of every type by a warp, a block and slices; the same from odd addresses, one by one."""
     torch.manual_seed(0)
     exact = torch.float64 if dtype.is_floating_point else torch.int64
-    wide = numbers(dtype, rows, n + 16)
+    longer = numbers(dtype, rows, n + 16)
     step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}.get(dtype, 0.0)
-    for x in (wide[:, :n].contiguous(), wide[:, 16:], wide[:, 8:-8], wide[:, 1:-15]):
+    for x in (longer[:, :n].contiguous(), longer[:, 16:], longer[:, 8:-8], longer[:, 1:-15]):
         with rtkernels.emulate("sm_90"):
             sums, _ = running(x, "sum", 1)
             for flip in (False, True):

@@ -11,14 +11,16 @@ from support.places import emulated
 
 import rtkernels
 from rtkernels.ops.act import glu
-from rtkernels.ops.index import embedding, row_moves_operators
+from rtkernels.ops.index import adding, embedding, gathering, row_moves_operators
 from rtkernels.ops.layout import transpose
 from rtkernels.ops.loss import cross_entropy_operators, cross_entropy_plan, divergence_operators, divergence_plan
 from rtkernels.ops.norm import layer_norm, norm_fp8_operators, rms_norm
 from rtkernels.ops.pointwise import inplace
-from rtkernels.ops.quant import column_absmax, quantize_fp8, smooth_quant
+from rtkernels.ops.quant import column_absmax, quantize_fp8, smooth_quant, swizzle
 from rtkernels.ops.reduce import row_dot, softmax
 from rtkernels.ops.router import topk, topk_router, topk_router_plan
+from rtkernels.ops.scan import running
+from rtkernels.ops.window import pooling, upsampling
 
 COLS = 128
 F8 = torch.float8_e4m3fn
@@ -36,6 +38,14 @@ def _glu_backward(which: int) -> None:
 
 def _topk_router() -> None:
     topk_router.FORWARD(far_rows(COLS), None, 2, topk_router_plan.SOFTMAX, 1, 1, 1, 1.0, 1e-20, False, False)
+
+
+def _far_planes() -> torch.Tensor:
+    return far_rows(COLS).unflatten(1, (1, 8, 16))
+
+
+def _far_lines() -> torch.Tensor:
+    return far_rows(COLS)[None, None]
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -74,6 +84,26 @@ CALLS: dict[str, Callable[[], object]] = {
     "embedding": lambda: embedding.FORWARD(far_rows(COLS), torch.tensor([1]), 0),
     "row_select": lambda: row_moves_operators.SELECT(far_rows(COLS), torch.tensor([1]), None),
     "transpose": lambda: transpose.TRANSPOSE(far_rows(COLS), 0, 1, 1),
+    "add_rows": lambda: adding.add_rows(_near(), torch.tensor([1, 0]), far_rows(COLS), 0),
+    "add_rows_by_elements": lambda: adding.add_rows(
+        _near()[:, 1:].clone(), torch.tensor([1, 0]), far_rows(COLS - 1), 0
+    ),
+    "select_rows": lambda: gathering.gather(far_rows(COLS), torch.tensor([1]), 0, select=True),
+    "select_units": lambda: gathering.gather(far_rows(COLS - 2), torch.tensor([1]), 0, select=True),
+    "gather_staged": lambda: gathering.gather(far_rows(COLS), torch.zeros(2, 32).long(), 1),
+    "gather_elements": lambda: gathering.gather(far_rows(COLS), torch.ones(1, COLS).long(), 0),
+    "running_rows": lambda: running.running(far_rows(COLS), "sum", 1),
+    "running_columns": lambda: running.running(far_rows(COLS), "maximum", 0),
+    "avg_pool": lambda: pooling.avg_pool(_far_planes(), (4, 8), (2, 2, 2, 2, 0, 0), True, 0),
+    "avg_pool_lines": lambda: pooling.avg_pool(_far_lines(), (1, 64), (2, 2, 2, 2, 0, 0), True, 0),
+    "avg_pool_of_any_window": lambda: pooling.avg_pool(_far_lines(), (1, 32), (2, 4, 2, 4, 0, 0), True, 0),
+    "max_pool": lambda: pooling.max_pool(_far_planes(), (4, 8), (2, 2, 2, 2, 0, 0), (1, 1)),
+    "max_pool_lines": lambda: pooling.max_pool(_far_lines(), (1, 64), (2, 2, 2, 2, 0, 0), (1, 1)),
+    "max_pool_of_any_window": lambda: pooling.max_pool(_far_lines(), (1, 32), (2, 4, 2, 4, 0, 0), (1, 1)),
+    "upsample": lambda: upsampling.upsample_nearest(_far_planes(), (24, 16), (1 / 3, 1.0)),
+    "upsample_lines": lambda: upsampling.upsample_nearest(_far_lines(), (6, COLS + 1), (1 / 3, 1.0)),
+    "upsample_twice": lambda: upsampling.upsample_nearest(_far_planes(), (16, 32), (0.5, 0.5)),
+    "swizzle": lambda: swizzle.SWIZZLE(far_rows(COLS, torch.uint8)),
 }
 
 

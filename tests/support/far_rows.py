@@ -38,8 +38,8 @@ def _first_rows_only() -> Iterator[None]:
 
     class FirstRow(whole):
         def __init__(self, index: int | tuple[int, int], name: str, tensor: Tensor) -> None:
-            far = tensor.dim() == 2 and tensor.stride(0) >= FAR
-            super().__init__(index, name, tensor[:1] if far else tensor)
+            far = [dim for dim, step in enumerate(tensor.stride()) if step >= FAR and tensor.shape[dim] > 1]
+            super().__init__(index, name, tensor.narrow(far[0], 0, 1) if far else tensor)
 
     _launch._Buffer = FirstRow
     try:
