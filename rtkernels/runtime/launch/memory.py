@@ -101,10 +101,10 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     except (KeyError, IndexError):
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            if n % 4:  # parts begin at multiples of 16 bytes
-                first, *rest = torch.zeros(_BATCH, -(-n // 4) * 4, dtype=torch.int32, device=place)[:, :n].unbind()
-            else:  # the same, and not as views of each other: that costs less
-                first, *rest = torch.zeros(_BATCH * n, dtype=torch.int32, device=place).unsafe_split(n)
+            size = -(-n // 4) * 4  # parts begin at multiples of 16 bytes
+            # They are no views of one tensor, whose versions would be counted together.
+            parts = torch.zeros(_BATCH * size, dtype=torch.int32, device=place).unsafe_split(size)
+            first, *rest = parts if size == n else [part[:n] for part in parts]
         _zeros.setdefault(key, []).extend(rest)
         return first
 
