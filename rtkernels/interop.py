@@ -31,21 +31,22 @@ def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) ->
     Raises:
         ArgumentError: `first` is neither a tensor nor an array, or the arrays are of different libraries.
     """
+    names = [*inspect.signature(function).parameters]
     if not hasattr(first, "__dlpack__"):
-        name = next(iter(inspect.signature(function).parameters))
-        raise ArgumentError(f"{name} is a {_type(first)}; expected a torch.Tensor or an array with __dlpack__")
+        raise ArgumentError(f"{names[0]} is a {_type(first)}; expected a torch.Tensor or an array with __dlpack__")
     kind = _kind(first)
 
-    def convert(value: Any) -> Any:
+    def convert(name: str, value: Any) -> Any:
         if not hasattr(value, "__dlpack__"):
             return value
         if isinstance(value, Tensor) or _kind(value) != kind:
             raise ArgumentError(
                 f"{function.__name__}: arrays of different libraries in one call ({_type(first)} and {_type(value)})"
             )
-        return to_torch(value)
+        return to_torch(value, name)
 
-    result = function(to_torch(first), *map(convert, args), **{name: convert(value) for name, value in kwargs.items()})
+    given = [to_torch(first, names[0]), *map(convert, [*names[1:], *["an argument"] * len(args)], args)]
+    result = function(*given, **{name: convert(name, value) for name, value in kwargs.items()})
     if isinstance(result, tuple):
         converted = [from_torch(item, kind) for item in result]
         return type(result)._make(converted) if hasattr(result, "_make") else tuple(converted)
@@ -67,18 +68,25 @@ def _kind(value: Any) -> str:
     return "jax" if name == "jaxlib" else name
 
 
-def to_torch(value: Any) -> Tensor:
+def to_torch(value: Any, name: str = "an array") -> Tensor:
     """Return a tensor that shares memory with an array.
 
+    Args:
+        value: The array.
+        name: What messages call it.
+
     Raises:
-        ArgumentError: The array runs backwards; ``torch.from_dlpack`` would end the process.
+        ArgumentError: The array runs backwards; ``torch.from_dlpack`` would end the process. Or torch refuses it.
     """
     if any(step < 0 for step in getattr(value, "strides", None) or ()):
-        raise ArgumentError(f"an array has strides {value.strides}; expected none below 0 (call .copy())")
+        raise ArgumentError(f"{name} has strides {value.strides}; expected none below 0 (call .copy())")
     dtype = _BY_NAME.get(str(getattr(value, "dtype", "")))
-    if dtype is not None and _kind(value) in ("numpy", "cupy"):
-        return torch.from_dlpack(value.view(f"uint{8 * dtype.itemsize}")).view(dtype)
-    return torch.from_dlpack(value)
+    try:
+        if dtype is not None and _kind(value) in ("numpy", "cupy"):
+            return torch.from_dlpack(value.view(f"uint{8 * dtype.itemsize}")).view(dtype)
+        return torch.from_dlpack(value)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{name} is a {_type(value)} that torch.from_dlpack does not take: {error}") from error
 
 
 def from_torch(value: Any, kind: str) -> Any:

@@ -41,14 +41,19 @@ _LAZY = NotHandled("lazy negative or conjugate")
 # ---- promotion ------------------------------------------------------------------------------------------------------
 
 
-def promoted(metas: Sequence[Any]) -> torch.dtype | None:
-    """Return the dtype that torch promotes tensors (a ``Meta``) and numbers (their types) to; None: complex."""
+def promoted(metas: Sequence[Any], default: torch.dtype) -> torch.dtype | None:
+    """Return the dtype that torch promotes tensors (a ``Meta``) and numbers (their types) to; None: complex.
+
+    Args:
+        metas: Of the operands.
+        default: ``torch.get_default_dtype()``: that of numbers that are floats.
+    """
     by_kind: list[torch.dtype | None] = [None, None, None]  # tensors with dimensions, without, numbers
     for meta in metas:
         if isinstance(meta, tuple):
             kind, dtype = (0 if len(meta[0]) else 1), meta[2]
         else:
-            kind, dtype = 2, {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}.get(meta)
+            kind, dtype = 2, {bool: torch.bool, int: torch.int64, float: default}.get(meta)
             if dtype is None:
                 return None
         before = by_kind[kind]
@@ -75,15 +80,15 @@ class _Plan:
 
 
 def _build(
-    functor: Functor, device: int, common: Any, result: Any, out: Meta | None, *metas: Any
+    functor: Functor, device: int, default: torch.dtype, common: Any, result: Any, out: Meta | None, *metas: Any
 ) -> _Plan | NotHandled:
     counted = [meta for i, meta in enumerate(metas) if not functor.own >> i & 1]
     if common is None:
-        common = promoted(counted)
+        common = promoted(counted, default)
         if common is None:
             return _COMPLEX
         if functor.promotion == "float" and common not in FLOATS and not common.is_floating_point:
-            common = torch.get_default_dtype()
+            common = default
         elif functor.promotion == "first":
             common = counted[0][2]
     if common not in functor.dtypes or common not in TOKENS:
@@ -213,7 +218,7 @@ def run(
             if isinstance(operand, Tensor) and operand is not out and _shares_partly(operand, out):
                 return OVERLAP
         to = meta_of(out)
-    plan = _PLANS[(functor, device, common, result, to, *metas)]
+    plan = _PLANS[(functor, device, torch.get_default_dtype(), common, result, to, *metas)]
     if type(plan) is NotHandled:
         return plan
     bits = _encoded(plan, numbers, scalars)

@@ -109,7 +109,7 @@ def _layer_norm_backward(
         dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
         dw, db = row_norm.PARAMETERS(grad_out, x, mean, rstd, over, output_mask[2])
-    return dx, dw if output_mask[1] else None, db
+    return dx, dw if output_mask[1] else None, db if output_mask[2] else None
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:

@@ -141,7 +141,7 @@ def get(name: str) -> Any:
         ArgumentError: The value is not one of the accepted ones.
     """
     variable = _BY_NAME[PREFIX + name]
-    for listener in questions:
+    for listener in tuple(questions):  # other threads add and remove theirs
         listener(variable.name)
     text = os.environ.get(variable.name, "").strip()
     if not text:

@@ -169,7 +169,7 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
         return False
     (first, last), (begin, end) = extent(a), extent(b)
     overlap = begin < last and first < end
-    for listener in overlap_questions:
+    for listener in tuple(overlap_questions):  # other threads add and remove theirs
         listener(a, b, overlap)
     return overlap
 

@@ -147,3 +147,34 @@ def test_results_of_another_size_each_time() -> None:
     with taken("sm_80", "scan"):
         for a in (torch.tensor([1, 0, 1, 0]), torch.tensor([1, 1, 1, 0])):
             assert torch.nonzero(a).numel() == a.sum()
+
+
+def test_integers_become_the_default_dtype_of_the_call() -> None:
+    a = torch.arange(1, 9, dtype=torch.int32)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    try:
+        with taken("sm_80", ["mul", "sqrt", "div"]):
+            for dtype in [d for d in dtypes for _ in range(2)]:
+                torch.set_default_dtype(dtype)
+                assert [t.dtype for t in (a * 2.5, a.sqrt(), a / a)] == [dtype] * 3
+                assert (a.float() * 2.5).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_every_nan_is_the_same_number() -> None:
+    a = torch.randn(4, 8)
+    with taken("sm_80", ["masked_fill", "mul"]):
+        for _ in range(3):
+            assert torch.masked_fill(a, a > 0, float("nan")).isnan().equal(a > 0)
+            assert (a * float("nan")).isnan().all()
+        assert len(known("masked_fill.Scalar", "sm_80")) == len(known("mul.Tensor", "sm_80")) == 1
+
+
+def test_a_call_with_aligned_tensors_is_not_like_one_with_others() -> None:
+    buffer = torch.randn(4 * 64 + 1)
+    with taken("sm_80", "sum"):
+        for _ in range(3):
+            buffer[1:].view(4, 64).sum(1)
+        buffer[:-1].view(4, 64).sum(1)
+    assert len(known("sum.dim_IntList", "sm_80")) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.overrides import compare, device_of, taken
@@ -70,6 +72,16 @@ def test_layer_norm(place: str, shape: tuple[int, ...], over: int, affine: bool)
     torch.manual_seed(0)
     parameters = [torch.randn(shape[-over:]) for _ in range(2)] if affine else []
     compare(place, "row", both, torch.randn(shape) + 3, torch.randn(shape), *parameters, rtol=1e-4, atol=1e-4)
+
+
+@at("sm_80", "cuda")
+def test_gradients_of_layer_norm_that_nobody_wants_are_none(place: str) -> None:
+    for wanted in itertools.product((True, False), repeat=3):
+        with torch.device(device_of(place)), taken(place, "native_layer_norm_backward"):
+            given = torch.randn(6, 40), torch.randn(6, 40), [40], torch.randn(6, 1), torch.rand(6, 1)
+            for _ in range(2):
+                made = torch.ops.aten.native_layer_norm_backward(*given, torch.randn(40), torch.randn(40), wanted)
+                assert tuple(gradient is not None for gradient in made) == wanted
 
 
 @emulated

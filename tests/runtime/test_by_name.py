@@ -30,3 +30,8 @@ def test_all_values_in_order_for_other_names() -> None:
 def test_a_name_that_nobody_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="wieght"):
         by_name(lambda x, wieght: None, NAMES)
+
+
+def test_a_value_under_the_name_of_another_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"epsilon.* not as weight, x"):
+        by_name(lambda weight, x, epsilon, device: None, NAMES)

@@ -47,8 +47,28 @@ def test_not_an_array() -> None:
 
 
 def test_arrays_that_run_backwards() -> None:
-    with pytest.raises(ArgumentError, match="expected none below 0"):
-        rtkernels.rms_norm(np.ones((2, 4), np.float32)[::-1])
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(ArgumentError, match=r"x has strides .* expected none below 0"):
+        rtkernels.rms_norm(x[::-1])
+    with pytest.raises(ArgumentError, match=r"weight has strides .* expected none below 0"):
+        rtkernels.rms_norm(x, x[0, ::-1])
+
+
+def test_arrays_that_torch_does_not_take() -> None:
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(ArgumentError, match=r"x is a numpy\.ndarray that torch\.from_dlpack does not take"):
+        rtkernels.rms_norm(x.astype(object))
+    with pytest.raises(ArgumentError, match=r"weight is a numpy\.ndarray that torch\.from_dlpack does not take"):
+        rtkernels.rms_norm(x, np.array(["a"] * 4))
+
+
+def test_the_argument_that_is_no_tensor_is_named() -> None:
+    """Also where an option has the same value as what came in the place of a tensor."""
+    x = torch.ones(2, 3, 2, 8)
+    with pytest.raises(ArgumentError, match=r"^up is a str"):
+        rtkernels.glu(x, "silu", act="silu")
+    with pytest.raises(ArgumentError, match=r"^cos is a int, sin is a int"):
+        rtkernels.rope(x, 1, 1)
 
 
 def test_mixed_libraries() -> None:

@@ -101,10 +101,10 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     except (KeyError, IndexError):
         place = "cpu" if device < 0 else f"cuda:{device}"
         with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            if n % 4:  # parts begin at multiples of 16 bytes
-                first, *rest = torch.zeros(_BATCH, -(-n // 4) * 4, dtype=torch.int32, device=place)[:, :n].unbind()
-            else:  # the same, and not as views of each other: that costs less
-                first, *rest = torch.zeros(_BATCH * n, dtype=torch.int32, device=place).unsafe_split(n)
+            size = -(-n // 4) * 4  # parts begin at multiples of 16 bytes
+            # They are no views of one tensor, whose versions would be counted together.
+            parts = torch.zeros(_BATCH * size, dtype=torch.int32, device=place).unsafe_split(size)
+            first, *rest = parts if size == n else [part[:n] for part in parts]
         _zeros.setdefault(key, []).extend(rest)
         return first
 
@@ -113,7 +113,7 @@ def zero_words(device: int, n: int) -> tuple[Tensor, int]:
     """Return memory and an address in it with `n` int32 zeros, under the conditions of :func:`fresh_zeros`.
 
     For scratch, of which only the address is used: no tensor is made for it. Whoever has the memory keeps it from being
-    given to another one.
+    given to another one. What is left of it is kept for each n that was asked for: see :func:`zero_words_for`.
     """
     if device < 0 or getattr(call_state, "dispatched", False) or is_capturing():
         made = fresh_zeros(device, n)
@@ -130,6 +130,15 @@ def zero_words(device: int, n: int) -> tuple[Tensor, int]:
         found = pairs.pop()
         _zero_words[key] = pairs
         return found
+
+
+def zero_words_for(device: int, n: int) -> int:
+    """Return how many zeros a plan asks ``zero_words`` for that wants `n`: one of a few numbers.
+
+    Numbers of tokens differ from step to step. On the CPU, where nothing is kept for long, the emulator is to find
+    accesses beyond n.
+    """
+    return n if device < 0 else max(32, 1 << (n - 1).bit_length())
 
 
 def kept_zeros(device: int, n: int) -> Tensor:

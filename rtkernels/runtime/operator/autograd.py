@@ -119,12 +119,15 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _not_tensors(*values: Any) -> ArgumentError:
     """Return an error that names arguments as the caller of ``needs_grad`` or ``detached`` does."""
-    names = {id(value): name for name, value in sys._getframe(2).f_locals.items()}
-    got = [
-        f"{names.get(id(value), 'an argument')} is a {type(value).__name__}"
-        for value in values
-        if not isinstance(value, Tensor | None)
-    ]
+    names: dict[int, list[str]] = {}  # of an option, too: tensors come first, and its value may be the same object
+    for name, value in sys._getframe(2).f_locals.items():
+        names.setdefault(id(value), []).append(name)
+    got = []
+    for value in values:
+        if not isinstance(value, Tensor | None):
+            name, *others = names.get(id(value), ["an argument"])
+            names[id(value)] = others or [name]
+            got.append(f"{name} is a {type(value).__name__}")
     return ArgumentError(f"{', '.join(got)} beside a torch.Tensor; expected all array arguments to be tensors")
 
 

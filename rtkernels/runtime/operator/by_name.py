@@ -15,9 +15,10 @@ def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
     all of them by their order.
 
     Raises:
-        ValueError: It takes neither some of the names nor as many values as there are.
+        ValueError: It takes neither some of the names nor as many values as there are, or by their order one would
+            come under the name of another.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return function
     unknown = [p.name for p in parameters if p.name not in names]
@@ -29,4 +30,9 @@ def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
         return lambda *values: function(**{name: values[i] for name, i in wanted.items()})
     if not len(required) <= len(names) <= len(parameters):
         raise ValueError(f"{function} takes {', '.join(unknown)}; expected some of {', '.join(names)}")
+    if misplaced := [p.name for p, name in zip(parameters, names, strict=False) if p.name in names and p.name != name]:
+        raise ValueError(
+            f"{function} takes {', '.join(unknown)}, so values come by their order, and not as {', '.join(misplaced)}; "
+            f"expected some of {', '.join(names)}"
+        )
     return function

@@ -66,7 +66,8 @@ under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
 def own_notes() -> Any:
     """Return the notes that this thread takes, unless it is inside of a call that they have as a whole."""
     thread = threading.get_ident()
-    return next((notes for notes in under_way if notes.thread == thread and not notes.inside), None)
+    others = tuple(under_way)  # from which other threads take theirs at any time
+    return next((notes for notes in others if notes.thread == thread and not notes.inside), None)
 
 
 class Declared:

@@ -21,7 +21,7 @@ from rtkernels import emulator
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Declared, under_way
-from rtkernels.runtime.operator.operator import TorchOp
+from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 MAX_PARTS = 16  # of a list among the arguments
@@ -118,6 +118,7 @@ class Notes(TorchDispatchMode):
         self.debug = False  # the call asked whether it is to look at values
         self.inside = False  # of an operator that is noted as a whole
         self.thread = threading.get_ident()
+        self.device = next(iter(arguments.values())).device
         self.apart: list[tuple[View, View]] = []  # tensors that do not overlap, which the call wanted to know
         self._roots: dict[int, list[Root]] = {}  # by storage
         self._views: dict[Any, View | None] = {}  # by all that a tensor is; None: of several roots
@@ -221,8 +222,11 @@ class Notes(TorchDispatchMode):
     def _run_operator(self, operator: Declared, args: list[Any]) -> Any:
         plan, used = None, args
         if operator._prepare is None:
-            with self:  # copies are noted
-                plan, used = operator._planned(tuple(args))
+            try:
+                with self:  # copies are noted
+                    plan, used = operator._planned(tuple(args))
+            except CANNOT_LAUNCH as error:  # the operator may fall back, or raises it once more
+                self.refuse(str(error))
         if type(plan) is Steps and plan.instead is not None:
             with self:  # and so is what other operators do
                 made = plan.instead(*used)
@@ -270,6 +274,8 @@ class Notes(TorchDispatchMode):
         if not all(isinstance(t, Tensor) for t in results):
             raise NotRepeatable(f"{func} returns other things than tensors")
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.device == self.device for t in given) and any(t.device != self.device for t in results):
+            raise NotRepeatable(f"{func} copies to where the host may read it")
         storages = {_storage(t): t for t in given}
         aliases = [storages.get(_storage(t)) for t in results]
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -287,8 +293,7 @@ class Notes(TorchDispatchMode):
         self._add_line(Line(None, func, views[0], views[1], changes=writes), None if writes else result)
 
     def _is_plain(self, t: Tensor) -> bool:
-        device = next(iter(self.arguments.values())).device
-        return t.device == device and t.layout == torch.strided and not t.is_pinned()
+        return t.device == self.device and t.layout == torch.strided and not t.is_pinned()
 
     def _add_line(self, line: Line, made: Any) -> None:
         if len(self.lines) >= _MAX_LINES:

@@ -30,7 +30,7 @@ from rtkernels.runtime.torch_private import (
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
-_CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
+CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 # What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
 _NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
 _AT_HAND = 4  # calls that the next one is compared with, before a look-up: layers of different shapes alternate
@@ -157,7 +157,7 @@ def call({names}):
             "functorch_transform": functorch_transform,
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
-            "cannot_launch": _CANNOT_LAUNCH,
+            "cannot_launch": CANNOT_LAUNCH,
             "no_number": _NO_NUMBER,
             "launch": self.launch,
             "fall_back": self._fall_back,
@@ -284,7 +284,7 @@ def call({names}):
         call_state.dispatched = True
         try:
             return self.launch(*args)
-        except _CANNOT_LAUNCH as error:
+        except CANNOT_LAUNCH as error:
             return self._fall_back(error, args)
         finally:
             call_state.dispatched = False

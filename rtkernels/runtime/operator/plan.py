@@ -15,7 +15,14 @@ from torch import Tensor
 
 from rtkernels.errors import ResidencyError
 from rtkernels.runtime.launch.driver import Launch
-from rtkernels.runtime.launch.memory import allocator, dense_strides, fresh_zeros, kept_zeros, zero_words
+from rtkernels.runtime.launch.memory import (
+    allocator,
+    dense_strides,
+    fresh_zeros,
+    kept_zeros,
+    zero_words,
+    zero_words_for,
+)
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.written import written_code
@@ -273,6 +280,7 @@ class StepPlan(Plan):
         known, lines = dict(known) | dict.fromkeys(self._absent(), "0"), []
         for variable, count in steps.zeros.items():
             known[variable] = f"p_{prefix}{variable}"
+            count = zero_words_for(device, count)
             lines.append(f"t_{prefix}{variable}, p_{prefix}{variable} = zero_words({device}, {count})")
         for variable, count in steps.kept_zeros.items():
             lines.append(f"t_{prefix}{variable} = kept_zeros({device}, {count})")

@@ -35,7 +35,7 @@ def write_in_place(notes: Notes, returned: list[View]) -> dict[int, View]:
         target, source = copy.given
         root = source.root
         same = target.dtype == source.dtype and target.shape == source.shape and _alike(target, source)
-        if not same or target.first % 16 or not _is_uninitialised(root) or not _is_all(source, root):
+        if not same or not _is_aligned(notes, target) or not _is_uninitialised(root) or not _is_all(source, root):
             continue
         users = [line for line in notes.lines if line is not copy and (line is root.line or root in _roots_of(line))]
         writers = [line for line in users if line is not root.line or line.plan is not None]
@@ -55,6 +55,12 @@ def write_in_place(notes: Notes, returned: list[View]) -> dict[int, View]:
             _replace(notes, line, line._replace(written=(*line.written, target), changes=True))
         notes.lines[:] = [line for line in notes.lines if line is not copy and (line.plan or line is not root.line)]
     return places
+
+
+def _is_aligned(notes: Notes, view: View) -> bool:
+    """Return True if a view begins where kernels take it that results do, at a multiple of 16 bytes."""
+    begin = notes.arguments[view.root.name].data_ptr() & 15 if view.root.argument else 0
+    return not (begin + view.first) % 16
 
 
 def _is_uninitialised(root: Root) -> bool:

@@ -100,6 +100,10 @@ class _Writer:
                 same.append(f"{name} is {first}")
         if any(t.requires_grad for t in tensors.values()):
             same.append("not is_grad_enabled()")
+        if torch.is_autocast_enabled(self.notes.device.type):  # that it is, ``matches`` sees
+            self.scope["autocast_dtype"] = torch.get_autocast_dtype
+            kind = self.notes.device.type
+            same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
         if self.notes.debug:
             self.scope["environ"] = os.environ
             same.append("not environ.get('RTKERNELS_DEBUG')")
@@ -227,9 +231,8 @@ class _Writer:
         if view.dtype.itemsize != root.dtype.itemsize or view.first % view.dtype.itemsize:
             raise NotRepeatable("a view has elements of another size")
         retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
-        first = f"{view.first // view.dtype.itemsize}"
-        if root.argument:
-            first = f"{name}.storage_offset() + {first}" if view.first else f"{name}.storage_offset()"
+        first = f"{name}.storage_offset()"  # of zeros that are cut from a batch (``fresh_zeros``), as of arguments
+        first += f" + {view.first // view.dtype.itemsize}" if view.first else ""
         return f"{name}{retyped}.as_strided({self.constant(view.shape)}, {self.constant(view.strides)}, {first})"
 
     def returned(self, result: Any, views: list[View]) -> Callable[[], str]:
@@ -237,7 +240,7 @@ class _Writer:
         if isinstance(result, Tensor):
             view = self.notes.view_of(result)
             views.append(view)
-            return lambda: self.tensor(view)
+            return lambda: self.tensor(view) + self.alias(view, result)
         if isinstance(result, (tuple, list)):
             inner = [self.returned(value, views) for value in result]
             kind = type(result)
@@ -248,6 +251,15 @@ class _Writer:
         if result is None or isinstance(result, (bool, int, float, str, torch.dtype)):
             return lambda: self.constant(result)
         raise NotRepeatable(f"the result is a {type(result).__name__}")
+
+    def alias(self, view: View, result: Tensor) -> str:
+        """Return what makes a tensor of its own of an argument, or of a view of it, if the call returned such."""
+        given = self.notes.arguments.get(view.root.name)
+        if given is None or given is result:
+            return ""
+        if given.requires_grad and not result.requires_grad:
+            return ".detach()"
+        return f".view({self.constant(view.shape)})" if view.is_root else ""
 
     def keep_addresses(self) -> None:
         """Ask for an address that is used several times in the line after the one that makes its tensor."""
