@@ -177,6 +177,13 @@ def test_as_many_graphs_as_before(kind: str) -> None:
     assert _graphs(model) <= wanted
 
 
+@pytest.mark.slow
+def test_checkpointed_layers_are_one_graph() -> None:
+    model = models.patched(lambda: build("qwen3").bfloat16(), fused_layers=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert _graphs(model) == 1
+
+
 # ---- copies and recorded outputs ------------------------------------------------------------------------------------
 
 
