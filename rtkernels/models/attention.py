@@ -31,7 +31,7 @@ _HOOK = "_rtkernels_attention_hook"
 # Hashes of the forwards of models that use attention_mask for nothing but a causal mask, and whether they choose by the
 # type of each layer if it has a window, or by the window that the configuration has.
 _MODELS = {
-    "7d6ea2c2b23e0906": None,  # Llama, GLM, GLM4, OLMo, OLMo2, DeepSeek-V3, Ernie 4.5: none has a window
+    "7d6ea2c2b23e0906": None,  # Llama, GLM, GLM4, OLMo, OLMo2, Ernie 4.5, HunYuan: none has a window
     "a4e04405d94dd416": "layer_types",  # Qwen2, Qwen3, SmolLM3
     "a20c59e141641c74": "sliding_window",  # Mistral, Phi-3
     "e6823f08e7c2e423": "sliding_window",  # Mixtral, Qwen3-MoE

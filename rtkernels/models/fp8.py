@@ -6,7 +6,9 @@ that read them; expert layers permute tokens as codes. ``fp8_linear`` has the li
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from rtkernels.models.fp8_linear import (
 from rtkernels.models.fp8_mlp import Saving, gated_mlp, gated_mlp_alone
 from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy_norm import LazyNorm
-from rtkernels.models.merged import is_plain
+from rtkernels.models.merged import is_plain, is_watched
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
 from rtkernels.models.reuse import glu_gradient, is_private, may_hand_on, norm_and_input, stand_in
 from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
@@ -42,6 +44,18 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _SMALLEST_GAIN = 600  # n * k / (n + k); below, quantising costs more than the products gain
 READERS = "_rtkernels_readers"
+
+
+class Readers(tuple):
+    """Projections that read what a norm gives, which are not the norm's own: whoever copies it alone copies no weights.
+
+    A copy of a whole model has norms with readers of its own.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Readers:
+        modules = islice((made for made in memo.values() if isinstance(made, nn.Module)), 2)
+        is_alone = len(list(modules)) < 2  # the norm itself is one
+        return self if is_alone else Readers(copy.deepcopy(module, memo) for module in self)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------------
@@ -155,7 +169,9 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
         return None
     gate, up, down = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
     shape = getattr(x, "shape", ())
-    if not is_plain(down, type(gate)) or any(m._parameters["bias"] is not None for m in (gate, up, down)):
+    if not _is_fp8(gate) or type(up) is not type(gate) or not is_plain(down, type(gate)):
+        return None
+    if any(m._parameters["bias"] is not None for m in (gate, up, down)):
         return None
     if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE:
         return None
@@ -163,9 +179,11 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
     if made is None:
         return None
     grads = torch.is_grad_enabled()
-    codes = x.taken() if isinstance(x, LazyNorm) else codes_of(x)
-    if getattr(codes, "q_t" if grads else "q", None) is None:
+    codes = codes_of(x)
+    if getattr(codes, "q_t" if grads else "q", None) is None or (grads and codes.y is None):
         return None
+    if isinstance(x, LazyNorm):
+        x.taken()
     weights = [m._parameters["weight"] for m in (gate, up, down)]
     down_codes = None
     if down._kept is not None:
@@ -194,7 +212,7 @@ def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool
                 gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up, private = self.gate_up_proj(x), None, False
-        if is_sharded(gate):
+        if is_sharded(gate) or not _is_fp8(self.down_proj) or is_watched(self.down_proj):
             return self.down_proj(rtkernels.glu(gate, up, act=act))
         return linear(self.down_proj, glu_codes(gate, up, act, private), recipe)
 
@@ -265,7 +283,7 @@ def replace_norms(layer: nn.Module, kind_of_readers: str = "fp8_norm") -> None:
         if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
             continue
         reads = _is_served if kind_of_readers == "served_norm" else _is_fp8
-        readers = tuple(child for child in getattr(layer, reader).children() if reads(child))
+        readers = Readers(child for child in getattr(layer, reader).children() if reads(child))
         if readers and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % MULTIPLE == 0:
             replace.change(norm, Recognized(kind_of_readers, kind.options))
             norm.__dict__[READERS] = readers  # not as children

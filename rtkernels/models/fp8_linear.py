@@ -122,8 +122,8 @@ def weight_maker(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
 def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, recipe: Recipe) -> Tensor | None:
     """Return the product of x and the weights of layers, `matrix`, as one step of the graph.
 
-    None where the layers go by ``fp8_linear``: without gradients, for codes that cannot be transposed, for biases of
-    some layers only.
+    None where the layers go by ``fp8_linear``: without gradients, for an x that gets none (the first layer of a model
+    whose own parameters are frozen), for codes that cannot be transposed, for biases of some layers only.
     """
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
         return None
@@ -137,7 +137,7 @@ def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, r
     else:
         bias = biases[0] if len(biases) == 1 else torch.cat(biases)
     codes = codes_of(x)
-    if getattr(codes, "q_t", None) is None:
+    if getattr(codes, "q_t", None) is None or codes.y is None:
         return None
     weights = (m._parameters["weight"] for m in linears)
     at = products.sites_of(matrix.shape)

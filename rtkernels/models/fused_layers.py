@@ -86,12 +86,8 @@ def is_layer(module: nn.Module) -> bool:
     return any(is_attention(child) for child in module.children())
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    return type(module)._rtkernels_original if replace.replaced(module) is not None else type(module)
-
-
 def _layer_kind(module: nn.Module) -> Recognized:
-    found = LAYERS.get(form_of(_class_of(module).forward))
+    found = LAYERS.get(form_of(replace.original_of(type(module)).forward))
     if found is None:
         raise NotRecognized("its forward is none that is known here")
     kind = replace.replaced(module.post_attention_layernorm)
@@ -156,7 +152,7 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
 
 
 def _attention_kind(module: nn.Module) -> Recognized:
-    form = ATTENTIONS.get(form_of(_class_of(module).forward))
+    form = ATTENTIONS.get(form_of(replace.original_of(type(module)).forward))
     if form is None:
         raise NotRecognized("its forward is none that is known here")
     kind = replace.replaced(module)

@@ -45,7 +45,7 @@ class LazyLogits(Lazy):
 
     def _then(self, name: str, value: Any = None) -> Any:
         if self._made is not None:
-            return _applied(self._made, name, value)
+            return _applied(self.tensor(), name, value)
         return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)))
 
     def __mul__(self, other: Any) -> Any:
@@ -67,14 +67,11 @@ class LazyLogits(Lazy):
             return self
         return self.tensor().to(*args, **kwargs)
 
-    def tensor(self) -> Tensor:
-        """Return the logits themselves; computed at the first call."""
-        if self._made is None:
-            made = self.head(self.hidden, materialize=True)
-            for name, value in self.steps:
-                made = _applied(made, name, value)
-            self._made = made
-        return self._made
+    def _make(self) -> Tensor:
+        made = self.head(self.hidden, materialize=True)
+        for name, value in self.steps:
+            made = _applied(made, name, value)
+        return made
 
     def shaping(self) -> Shaping | None:
         """Return what was recorded as scale and soft cap; None if it is neither."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import rtkernels
+from rtkernels.errors import RtkError
 from rtkernels.models.fp8_mlp import Norm
 from rtkernels.models.fp8_products import Codes
-from rtkernels.models.lazy import Lazy
+from rtkernels.models.lazy import Lazy, is_good, place_in_graph
 from rtkernels.models.reuse import stand_in
 from rtkernels.ops.norm import norm_fp8, rms_norm
 from rtkernels.runtime.operator.autograd import once_differentiable
@@ -68,10 +69,12 @@ class LazyNorm(Lazy):
         self._stands_for = stands_for
         self.x, self.weight, self.eps, self.offset = x, weight, eps, offset
         self._codes: Any = None
+        self._codes_place: Any = None
         self._made: Tensor | None = None
         self.sum = None
+        self._trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual))
         if residual is not None:
-            self._codes = self._of_sum(residual)
+            self._codes, self._codes_place = self._of_sum(residual), place_in_graph()
             self.x = self.sum
 
     @property
@@ -79,9 +82,10 @@ class LazyNorm(Lazy):
         return {"eps": self.eps, "offset": self.offset}
 
     def _of_sum(self, residual: Tensor) -> Any:
-        if torch.is_grad_enabled() and (self.x.requires_grad or residual.requires_grad):
+        if self._trains:
             made: list[Tensor] = []
             y, self.sum = _codes_of_sum(self.x, residual, self.weight, self.eps, self.offset, made)
+            self._stands_for = y
             return Codes(*made, y)
         layout = "both" if torch.is_grad_enabled() else "row"
         options = {**self._options, "layout": layout, "scale_layout": "column"}
@@ -90,8 +94,17 @@ class LazyNorm(Lazy):
         return made
 
     def codes(self) -> Any:
-        """Return the codes by rows (and transposed, where there may be a gradient), with scales in columns."""
-        if self._codes is None:
+        """Return the codes by rows (and transposed, where there may be a gradient), with scales in columns.
+
+        Raises:
+            RtkError: They would lose the gradient of x.
+        """
+        if self._trains and not torch.is_grad_enabled():  # whoever only looks at a norm asks for numbers
+            raise RtkError(
+                "a projection without gradients reads an fp8 norm that has them: re-entrant checkpointing of a part "
+                "of a decoder layer cannot pass them on. Checkpoint whole layers, or with use_reentrant=False"
+            )
+        if not is_good(self._codes, self._codes_place):
             if self._stands_for is not None:
                 x, weight = self.x.detach(), self.weight.detach()
                 made = _quantized(_plain, x, weight, None, self.eps, self.offset)
@@ -100,6 +113,7 @@ class LazyNorm(Lazy):
                 layout = "both" if torch.is_grad_enabled() else "row"
                 options = {**self._options, "layout": layout, "scale_layout": "column"}
                 self._codes = rtkernels.rms_norm_fp8(self.x, self.weight, **options)
+            self._codes_place = place_in_graph()
         return self._codes
 
     def taken(self) -> Any:
@@ -111,11 +125,8 @@ class LazyNorm(Lazy):
         """Return what codes can be made from anew."""
         return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), self.eps, self.offset)
 
-    def tensor(self) -> Tensor:
-        """Return the normalised rows."""
-        if self._made is None:
-            self._made = rtkernels.rms_norm(self.x, self.weight, **self._options)
-        return self._made
+    def _make(self) -> Tensor:
+        return rtkernels.rms_norm(self.x, self.weight, **self._options)
 
     @property
     def shape(self) -> torch.Size:

@@ -125,19 +125,18 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def is_watched(linear: nn.Module) -> bool:
+    """Return True if somebody has to see what a layer reads and gives, or has given it another forward."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
+    return bool(hooked or "forward" in linear.__dict__ or _has_any_global_hook())
+
+
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return True if calling a layer is its product and nothing else: no subclass, hook or adapter, no main_grad."""
-    if _has_any_global_hook():
+    if type(linear) is not kind or is_watched(linear):
         return False
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     weight = getattr(linear, "weight", None)
-    return (
-        type(linear) is kind
-        and not hooked
-        and type(weight) in TENSOR_TYPES
-        and not hasattr(weight, "main_grad")
-        and "forward" not in linear.__dict__
-    )
+    return type(weight) in TENSOR_TYPES and not hasattr(weight, "main_grad")
 
 
 _product = applied(_Product)

@@ -6,6 +6,7 @@ The new class is a subclass of the old one with its name and module, so that ``i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -49,13 +50,27 @@ def change(module: nn.Module, kind: Recognized) -> None:
         NotRecognized: It carries a forward of its own.
     """
     check_own_forward(module)
-    module.__class__ = subclass(getattr(type(module), "_rtkernels_original", type(module)), kind)
+    module.__class__ = subclass(original_of(type(module)), kind)
 
 
 def restore(module: nn.Module) -> None:
     """Give a module its own forward back."""
     if replaced(module) is not None:
-        module.__class__ = type(module)._rtkernels_original
+        module.__class__ = original_of(type(module))
+
+
+@cache
+def original_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a module had before it was replaced, `cls` if it was not.
+
+    FSDP2 makes a subclass of whatever class a module has: one of ours then is taken out from below it.
+    """
+    if "_rtkernels_original" in cls.__dict__ or not hasattr(cls, "_rtkernels_original"):
+        return cls.__dict__.get("_rtkernels_original", cls)
+    members = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    if inspect.unwrap(cls.forward) is inspect.unwrap(super(cls, cls).forward):  # ours, which transformers has wrapped
+        members.pop("forward", None)
+    return type(cls.__name__, tuple(map(original_of, cls.__bases__)), members)
 
 
 @cache

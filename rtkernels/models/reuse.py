@@ -134,6 +134,8 @@ _stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 def stand_in(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return NaN of a shape (that of x) in the memory of one element: a place in the graph, without values."""
     shape = x.shape if shape is None else shape
+    if is_dynamo_compiling():  # a graph keeps no tensor of its own in a table
+        return x.new_full((), torch.nan).expand(shape)
     try:
         return _stand_ins[x.dtype, x.device].expand(shape)
     except KeyError:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 import rtkernels
 from rtkernels.models.fp8_linear import codes_of
-from rtkernels.models.merged import adjacent
+from rtkernels.models.merged import adjacent, is_watched
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
@@ -75,17 +74,10 @@ def gated(down: nn.Module, gate_up: Tensor, act: str) -> Tensor | None:
     """Return ``down(glu(gate_up))`` with gated values that exist as codes alone, None where that is not possible."""
     if type(down) is not ServedLinear or is_dynamo_compiling() or row_count(gate_up.shape) <= AS_IT_IS:
         return None
-    if gate_up.dtype not in (torch.bfloat16, torch.float16) or gate_up.requires_grad or _is_watched(down):
+    if gate_up.dtype not in (torch.bfloat16, torch.float16) or gate_up.requires_grad or is_watched(down):
         return None
     codes = rtkernels.glu_fp8(gate_up, act=act, scale_layout="column")
     return _of_codes(codes.q, codes.scale, down.weight, down.weight_scale_inv, down.bias, gate_up.dtype)
-
-
-def _is_watched(linear: nn.Module) -> bool:
-    """Return True if somebody has to see what a layer reads, or has given it another forward."""
-    return bool(
-        _has_any_global_hook() or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__
-    )
 
 
 def _of_codes(
@@ -148,7 +140,7 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     """Return the results of layers as columns of one tensor, None where they have to be called by themselves."""
     if type(linears[0]) is not ServedLinear or is_dynamo_compiling() or not _alike(linears):
         return None
-    if any(_is_watched(m) for m in linears):
+    if any(is_watched(m) for m in linears):
         return None
     weight = adjacent([m.weight for m in linears])
     scale = adjacent([m.weight_scale_inv for m in linears])

@@ -79,6 +79,16 @@ def check_fsdp(rank: int, mesh: Any) -> None:
                 torch.testing.assert_close(logits[0, :2], plain[0, :2], rtol=1e-4, atol=1e-5)
 
 
+def check_unpatch_of_fsdp(rank: int, mesh: Any) -> None:
+    model = _sharded(models.patched(lambda: build("qwen3"), fused_layers=True), mesh, own_head=True)
+    models.unpatch(model)  # which stays sharded
+    assert all(isinstance(unit, fsdp.FSDPModule) for unit in (*model.model.layers, model.lm_head, model))
+    assert not any(hasattr(module, "_rtkernels_kind") for module in model.modules())
+    _check_step(model, "qwen3", rank)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _check_step(model, "qwen3", rank)
+
+
 def check_fsdp_training(rank: int, mesh: Any) -> None:
     updates = []
     for shared in (False, True):
@@ -150,7 +160,9 @@ def check_plan_of_torch(rank: int, mesh: Any) -> None:
         _check_step(model, "llama", None)
 
 
-CHECKS = (check_ddp, check_fsdp, check_fsdp_training, check_plan_of_transformers, check_plan_of_torch)
+CHECKS = (
+    check_ddp, check_fsdp, check_unpatch_of_fsdp, check_fsdp_training, check_plan_of_transformers, check_plan_of_torch,
+)  # fmt: skip
 
 
 def test_two_processes_give_what_one_gives(tmp_path: Any) -> None:

@@ -61,6 +61,10 @@ def _patched_model(mesh: Any) -> None:
     names = [name for name, _ in alone.named_parameters()]
     second = torch.cat([whole[name].grad.full_tensor().flatten().double() for name in names])
     assert float(nn.functional.cosine_similarity(first, second, dim=0)) >= 0.998
+    shared.zero_grad()
+    shared.gradient_checkpointing_enable({"use_reentrant": False})
+    shared(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert torch.equal(torch.cat([whole[name].grad.full_tensor().flatten().double() for name in names]), second)
     later = build("qwen3").bfloat16()
     fsdp.fully_shard(later, mesh=mesh)
     models.patch(later, fp8=True)  # whose weights are gathered already: the same recipe without asking

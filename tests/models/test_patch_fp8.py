@@ -150,6 +150,8 @@ def test_hooks_of_projections_get_tensors(monkeypatch: pytest.MonkeyPatch) -> No
     attention.k_proj.register_forward_pre_hook(lambda module, given: seen.append(type(given[0])))
     mlp.up_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
     assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and seen == [Tensor, Tensor]
+    mlp.down_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
+    assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and len(seen) == 5
     names = [name for name, _ in model.named_parameters()]
     models.unpatch(model)
     assert names == [name for name, _ in model.named_parameters()]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels import models
+from rtkernels.models import fp8 as quantized
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("peft")
@@ -62,6 +63,46 @@ def test_adapters(adapters: str, order: str) -> None:
         assert type(logits).__name__ == "LazyLogits"
     models.unpatch(model)
     assert largest_error(loss_and_gradients(model)[1], gradients) == 0.0
+
+
+FP8 = {"fp8": {"fp8": True}, "fused": {"fp8": models.Fp8Recipe(save="input"), "fused_layers": True}}
+FP8_ADAPTERS = (["down_proj"], ["q_proj", "v_proj"], ["gate_proj"], "all-linear")
+
+
+@pytest.mark.parametrize("targets", FP8_ADAPTERS, ids=str)
+@pytest.mark.parametrize("options", FP8)
+@pytest.mark.parametrize("order", ["patched first", "adapters first"])
+def test_adapters_of_fp8_layers(order: str, options: str, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is trained are adapters, so that the first layer reads what gets no gradient."""
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+
+    def made(patch: Any) -> tuple[float, dict[str, Tensor]]:
+        model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()
+        if order == "patched first":
+            patch(model)
+        model = _with_adapters(model, {"target_modules": targets})
+        patch(model)
+        return loss_and_gradients(model, tokens(2, 16))
+
+    loss, gradients = made(lambda model: None)
+    fp8_loss, found = made(lambda model: models.patch(model, **FP8[options]))
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and found.keys() == gradients.keys()
+    first, second = (torch.cat([g.flatten().double() for g in x.values()]) for x in (gradients, found))
+    assert float(nn.functional.cosine_similarity(first, second, dim=0)) >= 0.98
+
+
+def test_a_norm_that_is_trained_has_no_weights_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = models.patched(lambda: build("qwen3", num_hidden_layers=1).bfloat16(), fp8=True)
+    other = copy.deepcopy(model)
+    norm = other.model.layers[0].input_layernorm
+    assert [id(m) for m in norm.__dict__[quantized.READERS]] == [
+        id(getattr(other.model.layers[0].self_attn, f"{name}_proj")) for name in "qkvo"
+    ]
+    wrapped = _with_adapters(model, {"target_modules": ["o_proj"], "modules_to_save": ["input_layernorm"]})
+    layer = wrapped.get_base_model().model.layers[0]
+    readers = layer.input_layernorm.modules_to_save["default"].__dict__[quantized.READERS]
+    assert all(any(reader is module for module in layer.modules()) for reader in readers)  # not copies
 
 
 # ---- Trainer --------------------------------------------------------------------------------------------------------
@@ -134,6 +175,13 @@ def test_as_many_graphs_as_before(kind: str) -> None:
     wanted = _graphs(model)
     models.patch(model)
     assert _graphs(model) <= wanted
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_are_one_graph() -> None:
+    model = models.patched(lambda: build("qwen3").bfloat16(), fused_layers=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert _graphs(model) == 1
 
 
 # ---- copies and recorded outputs ------------------------------------------------------------------------------------
