@@ -54,6 +54,12 @@ def test_decisions_begin_with_what_holds_now(page: Path) -> None:
     assert titles[:2] == ["What holds now", "History"]
 
 
+def test_the_index_of_decisions_names_every_page() -> None:
+    folder = ROOT / "docs" / "decisions"
+    linked = re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(path.name for path in folder.glob("[!R]*.md"))
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
