@@ -49,8 +49,8 @@ COMBINE = Kernel(
 
 
 class Decode(NamedTuple):
-    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); pages: 0 for a contiguous "
-    "cache."""
+    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); page_size: 0 for a contiguous
+    cache."""
 
     token: str
     codes: int

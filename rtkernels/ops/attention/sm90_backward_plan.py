@@ -104,9 +104,8 @@ def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return (
-        2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512
-    )  # memory begins at a multiple of 512
+    aligned = 512  # memory begins at a multiple of it
+    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + aligned
 
 
 _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
