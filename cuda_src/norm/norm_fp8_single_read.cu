@@ -21,7 +21,8 @@
 namespace rtk {
 
 // The first tiles are asked for when others have come, so that all blocks have their first pair soon.
-inline constexpr int kFirstTiles = 7, kOnTheirWay = 2;
+inline constexpr int kFirstTiles = 7;
+inline constexpr int kOnTheirWay = 2;
 
 // One thread; the first tile has been asked for.
 RTK_DEVICE void fetch_tiles(SingleReadShared& shared, const ptx::TensorMap& x, const SingleReadWalk& walk) {

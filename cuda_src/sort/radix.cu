@@ -17,8 +17,11 @@
 
 namespace rtk {
 
-inline constexpr int kHistogramThreads = 256, kHistogramLoads = 8;
-inline constexpr u32 kTileCount = 1u << 30, kRowCount = 2u << 30, kCountBits = kTileCount - 1;
+inline constexpr int kHistogramThreads = 256;
+inline constexpr int kHistogramLoads = 8;
+inline constexpr u32 kTileCount = 1u << 30;
+inline constexpr u32 kRowCount = 2u << 30;
+inline constexpr u32 kCountBits = kTileCount - 1;
 
 // Grid: rows * slices of `length` elements. counts are zeros before.
 template <typename T>

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from rtkernels.ops.attention.decode_plan import Decode
 
 _WIDTHS = (128, 256)
-_BLOCKS, _WARPS, _ROWS = 8, 8, 16  # decode_cluster.cu
+# As in decode_cluster.cu.
+_BLOCKS = 8  # of a cluster
+_WARPS = 8  # of a block
+_ROWS = 16  # of queries of a cluster
 _KEYS = 16 * _BLOCKS * _WARPS
 
 CLUSTER = Kernel(

@@ -19,7 +19,10 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 _TOKENS = ("bf16", "fp16")
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the type of q
 _WIDTHS = (64, 128, 256)
-_ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
+# As in decode.cu.
+_ROWS = 16  # of queries of a block
+_CHUNK = 16  # keys of a stage
+_STAGES = 3
 MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 

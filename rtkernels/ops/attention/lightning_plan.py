@@ -13,9 +13,13 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step
 
-_TOKENS, _WIDTHS = ("bf16", "fp16"), (64, 128)
+_TOKENS = ("bf16", "fp16")
+_WIDTHS = (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
-_ROWS, _COLUMNS, _THREADS = 64, 64, 128  # lightning_scan.cu
+# As in lightning_scan.cu.
+_ROWS = 64  # of a tile
+_COLUMNS = 64  # of a block
+_THREADS = 128
 _RESIDENT = 2  # blocks of a multiprocessor
 _SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
 _SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024

@@ -34,7 +34,12 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
-_ROWS, _KEYS, _THREADS, _WIDTH, _VALUE = 32, 32, 256, 576, 512  # mla_decode.cu
+# As in mla_decode.cu.
+_ROWS = 32  # of queries of a block
+_KEYS = 32  # of a tile
+_THREADS = 256
+_WIDTH = 576  # of a latent with its rotated part
+_VALUE = 512  # of these, what is a value, too
 _SHARED = 2 * _KEYS * 2 * _WIDTH + 2 * 4 * _KEYS // 8 * 32 * 16
 
 KERNEL = Kernel(
@@ -61,7 +66,8 @@ KERNEL_SM90 = Kernel(
     needs=("wgmma",),
     tier="serve",
 )
-_SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
+_SM90_ROWS = 64  # of queries of a block, as in mla_decode_sm90.cu
+_SM90_KEYS = 64  # of a tile, as there
 _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 

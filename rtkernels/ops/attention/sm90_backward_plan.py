@@ -96,8 +96,9 @@ SINKS = Kernel(
 )
 KERNELS = (BACKWARD, PASSES, STATS, QUERIES, SINKS)
 
-
-_ROW_PAD, _BACKWARD_KEYS = 128, 128  # as in sm90_bwd.cuh
+# As in sm90_bwd.cuh.
+_ROW_PAD = 128  # statistics of a sequence begin at a multiple of it
+_BACKWARD_KEYS = 128  # of a tile
 
 
 def _backward_shared(width: int) -> int:

@@ -14,7 +14,10 @@ from rtkernels.runtime.targets import Target
 FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
-_WARPS, _TILE_ROWS, _PITCH = 8, 32, 36  # gemm_cluster.cu
+# As in gemm_cluster.cu.
+_WARPS = 8  # of a block
+_TILE_ROWS = 32  # weight rows of a tile
+_PITCH = 36  # sums from row to row in shared memory
 _STEP_BYTES = 64  # of k, of a warp's step
 _MIN_STEPS = 2  # of a warp
 _PARTS = (4, 2, 1)  # blocks of a cluster; 8 start later than they gain

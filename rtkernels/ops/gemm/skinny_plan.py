@@ -17,7 +17,8 @@ FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
 _WARPS = {1: (16, 8), 2: (16, 8), 4: (8,), 8: (8,)}  # of a block, by tiles of tokens
-_UNIT_ROWS, _ROW_BYTES = 32, 64  # what a warp works on at a time: so many weight rows, and bytes of each
+_UNIT_ROWS = 32  # weight rows that a warp works on at a time
+_ROW_BYTES = 64  # of each of them
 _RING = 3  # units of a warp
 _ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are along k
 _MAX_TILE_ROWS = 4 * _UNIT_ROWS

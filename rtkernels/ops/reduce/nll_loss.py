@@ -14,7 +14,8 @@ from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _PLACES = 256, 4096  # of a block
+_THREADS = 256
+_PLACES = 4096  # of a block
 _TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _FWD = Kernel(
     "reduce/nll_loss.cu", "nll_forward", template="T", variants=_TYPES, max_registers=64, tier="aten",

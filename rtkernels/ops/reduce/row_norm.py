@@ -13,7 +13,8 @@ from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
-_WARP_UNITS, _WARP_UNITS_BWD = 512, 256  # of 16 bytes, of rows that a warp has
+_WARP_UNITS = 512  # of 16 bytes, of the longest row that a warp has
+_WARP_UNITS_BWD = 256  # in the backward
 _TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _FWD = Kernel(
     "reduce/row_norm.cu", "row_norm_fwd", template="T", variants=_TYPES, max_registers=80, tier="aten",

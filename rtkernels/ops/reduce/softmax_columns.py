@@ -12,7 +12,9 @@ from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _WARP, _VECTOR = 256, 32, 4
+_THREADS = 256
+_WARP = 32  # columns, or vectors of them, of a block
+_VECTOR = 4  # elements
 _TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _FWD = Kernel(
     "reduce/softmax_columns.cu", "softmax_columns_fwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
