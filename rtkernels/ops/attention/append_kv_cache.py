@@ -24,9 +24,7 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
 _KERNEL = Kernel(
-    "attention/append_kv_cache.cu",
-    "append_kv_cache",
-    template="T CODES",
+    "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, tier="serve",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
     "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
@@ -34,9 +32,7 @@ _KERNEL = Kernel(
     "v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 "
     "angle_type:i64 interleaved:i64",
     variants=[(t, codes) for t in ("bf16", "fp16") for codes in (0, 1, 2)],
-    max_registers=64,
-    tier="serve",
-)
+)  # fmt: skip
 
 
 class _WrittenCache(Cache):

@@ -197,13 +197,9 @@ BACKWARD = Operator(
     "lightning_attention_bwd",
     (Heads("dout", HALVES), Dense("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
     options="float scale, bool wants_state, bool need_q, bool need_k, bool need_v, bool need_initial_state",
-    results="dq dk dv dinitial_state",
-    outputs=_backward_outputs,
-    plan=_plan_backward,
-    reference=reference.backward,
-    check=_check_backward,
-    plans_empty=True,
-)
+    results="dq dk dv dinitial_state", outputs=_backward_outputs, plan=_plan_backward, reference=reference.backward,
+    check=_check_backward, plans_empty=True,
+)  # fmt: skip
 _lightning = differentiable(FORWARD, BACKWARD)
 
 
@@ -323,8 +319,6 @@ def lightning_attention_step(
 
 
 OP = Op(
-    "lightning",
-    public=("lightning_attention", "lightning_attention_step"),
-    kernels=(SCAN, SCAN_SM90, PREFIX, STEP, TAIL),
-    torch_ops=(FORWARD, BACKWARD, ONE),
-)
+    "lightning", public=("lightning_attention", "lightning_attention_step"),
+    kernels=(SCAN, SCAN_SM90, PREFIX, STEP, TAIL), torch_ops=(FORWARD, BACKWARD, ONE),
+)  # fmt: skip

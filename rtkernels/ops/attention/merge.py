@@ -24,21 +24,14 @@ from rtkernels.runtime.operator.replayed import replayed
 _WARPS = 8
 _NUMBERS = "rows:i64 length:i64 heads:i64 width:i64 type_a:i64 type_b:i64 type_out:i64"
 _FWD = Kernel(
-    "attention/merge.cu",
-    "attention_merge_fwd",
-    template="WARPS",
-    args=f"a:ptr lse_a:ptr b:ptr lse_b:ptr out:ptr lse:ptr {_NUMBERS}",
-    variants=[(_WARPS,)],
-    max_registers=64,
-)
+    "attention/merge.cu", "attention_merge_fwd", template="WARPS", max_registers=64,
+    args=f"a:ptr lse_a:ptr b:ptr lse_b:ptr out:ptr lse:ptr {_NUMBERS}", variants=[(_WARPS,)],
+)  # fmt: skip
 _BWD = Kernel(
-    "attention/merge.cu",
-    "attention_merge_bwd",
-    template="WARPS",
+    "attention/merge.cu", "attention_merge_bwd", template="WARPS", max_registers=64,
     args=f"dout:ptr dlse:ptr a:ptr lse_a:ptr b:ptr lse_b:ptr da:ptr dlse_a:ptr db:ptr dlse_b:ptr {_NUMBERS}",
     variants=[(_WARPS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _FLOAT32 = torch.float32
 
 
@@ -122,14 +115,11 @@ FORWARD = Operator(
     check=_check,
 )  # fmt: skip
 BACKWARD = Operator(
-    "attention_merge_bwd",
-    (Dense("dout"), Dense("dlse", (_FLOAT32,), optional=True), *_PARTS),
+    "attention_merge_bwd", (Dense("dout"), Dense("dlse", (_FLOAT32,), optional=True), *_PARTS),
     results="da dlse_a db dlse_b",
     outputs=lambda dout, dlse, a, lse_a, b, lse_b: tuple(Memory(tuple(t.shape), t.dtype) for t in (a, lse_a, b, lse_b)),
-    plan=_plan_backward,
-    reference=_reference_backward,
-    check=lambda dout, dlse, *parts: _check(*parts, False),
-)
+    plan=_plan_backward, reference=_reference_backward, check=lambda dout, dlse, *parts: _check(*parts, False),
+)  # fmt: skip
 _merge = differentiable(FORWARD, BACKWARD)
 
 

@@ -82,16 +82,10 @@ def _qk_plan(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: fl
 
 
 QUANTIZE_QK = Operator(
-    "attention_quantize_qk",
-    (Heads("q", HALVES), Heads("k", HALVES)),
-    options="bool e4m3, bool blocks, bool smooth, float scale",
-    results="q_codes q_scales k_codes k_scales taken",
-    outputs=_qk_outputs,
-    plan=_qk_plan,
-    reference=reference.quantize_qk,
-    check=_check_qk,
-    plans_empty=True,
-)
+    "attention_quantize_qk", (Heads("q", HALVES), Heads("k", HALVES)),
+    options="bool e4m3, bool blocks, bool smooth, float scale", results="q_codes q_scales k_codes k_scales taken",
+    outputs=_qk_outputs, plan=_qk_plan, reference=reference.quantize_qk, check=_check_qk, plans_empty=True,
+)  # fmt: skip
 
 
 def _check_v(v: Meta, e4m3: bool) -> None:
@@ -116,16 +110,9 @@ def _v_plan(v: Meta, e4m3: bool, device: int) -> Steps:
 
 
 QUANTIZE_V = Operator(
-    "attention_quantize_v",
-    (Heads("v", HALVES),),
-    options="bool e4m3",
-    results="codes scales",
-    outputs=_v_outputs,
-    plan=_v_plan,
-    reference=reference.quantize_v,
-    check=_check_v,
-    plans_empty=True,
-)
+    "attention_quantize_v", (Heads("v", HALVES),), options="bool e4m3", results="codes scales", outputs=_v_outputs,
+    plan=_v_plan, reference=reference.quantize_v, check=_check_v, plans_empty=True,
+)  # fmt: skip
 
 
 @replayed

@@ -28,17 +28,13 @@ _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _ACCUMULATE = 1, 2
 
 _CLUSTER = Kernel(
-    "gemm/gemm_cluster.cu",
-    "gemm_cluster",
-    template="T TOKENS",
+    "gemm/gemm_cluster.cu", "gemm_cluster", template="T TOKENS", max_registers=255, needs=("cluster", "pdl"),
+    tier="serve",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_bytes:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 global_step:i64 parts:i64 "
     "flags:i64 types:i64",
     variants=[(token, tokens) for token in FLOAT16 for tokens in _TOKENS] + [("e4m3", 1), ("e4m3", 2)],
-    max_registers=255,
-    needs=("cluster", "pdl"),
-    tier="serve",
-)
+)  # fmt: skip
 KERNELS = (_CLUSTER,)
 
 

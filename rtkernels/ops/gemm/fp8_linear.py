@@ -330,9 +330,6 @@ def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backen
 
 
 OP = Op(
-    "fp8_linear",
-    public=("fp8_linear", "fp8_weight"),
-    kernels=(),
-    torch_ops=(),
+    "fp8_linear", public=("fp8_linear", "fp8_weight"), kernels=(), torch_ops=(),
     uses=("scaled_mm", "quantize_fp8", "smooth_quant", "hadamard", "column_absmax", "transpose"),
-)
+)  # fmt: skip

@@ -22,33 +22,18 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
 FORWARD = Operator(
-    "grouped_mm",
-    TENSORS,
-    options=OPTIONS,
-    results="out",
-    outputs=grouped_mm_plan.outputs,
-    plan=grouped_mm_plan.plan,
-    reference=grouped_mm_plan.run_reference,
-    check=grouped_mm_plan.describe,
-)
+    "grouped_mm", TENSORS, options=OPTIONS, results="out", outputs=grouped_mm_plan.outputs, plan=grouped_mm_plan.plan,
+    reference=grouped_mm_plan.run_reference, check=grouped_mm_plan.describe,
+)  # fmt: skip
 IN_PLACE = Operator(
-    "grouped_mm_out",
-    (InPlace("out", None), *TENSORS),
-    options=f"{OPTIONS}, bool accumulate",
-    results="",
-    plan=grouped_mm_plan.plan_out,
-    reference=grouped_mm_plan.run_reference_out,
-    check=grouped_mm_plan.describe_out,
-)
+    "grouped_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
+    plan=grouped_mm_plan.plan_out, reference=grouped_mm_plan.run_reference_out, check=grouped_mm_plan.describe_out,
+)  # fmt: skip
 WGRAD = Operator(
-    "grouped_wgrad",
-    (InPlace("out", None), *WGRAD_TENSORS),
-    options=WGRAD_OPTIONS,
-    results="",
-    plan=grouped_mm_plan.plan_wgrad,
-    reference=grouped_mm_plan.run_reference_wgrad,
+    "grouped_wgrad", (InPlace("out", None), *WGRAD_TENSORS), options=WGRAD_OPTIONS, results="",
+    plan=grouped_mm_plan.plan_wgrad, reference=grouped_mm_plan.run_reference_wgrad,
     check=grouped_mm_plan.describe_wgrad,
-)
+)  # fmt: skip
 _replay = FORWARD.replay
 
 
@@ -284,9 +269,6 @@ def as_int32(t: Any) -> Any:
 
 
 OP = Op(
-    "grouped_mm",
-    public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
-    kernels=(),
-    torch_ops=(FORWARD, IN_PLACE, WGRAD),
-    uses=("scaled_mm",),
-)
+    "grouped_mm", public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"), kernels=(),
+    torch_ops=(FORWARD, IN_PLACE, WGRAD), uses=("scaled_mm",),
+)  # fmt: skip

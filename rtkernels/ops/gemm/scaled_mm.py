@@ -23,24 +23,13 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 FORWARD = Operator(
-    "scaled_mm",
-    TENSORS,
-    options=OPTIONS,
-    results="out",
-    outputs=scaled_mm_plan.outputs,
-    plan=scaled_mm_plan.plan,
-    reference=scaled_mm_plan.run_reference,
-    check=scaled_mm_plan.describe,
-)
+    "scaled_mm", TENSORS, options=OPTIONS, results="out", outputs=scaled_mm_plan.outputs, plan=scaled_mm_plan.plan,
+    reference=scaled_mm_plan.run_reference, check=scaled_mm_plan.describe,
+)  # fmt: skip
 IN_PLACE = Operator(
-    "scaled_mm_out",
-    (InPlace("out", None), *TENSORS),
-    options=f"{OPTIONS}, bool accumulate",
-    results="",
-    plan=scaled_mm_plan.plan_out,
-    reference=scaled_mm_plan.run_reference_out,
-    check=scaled_mm_plan.describe_out,
-)
+    "scaled_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
+    plan=scaled_mm_plan.plan_out, reference=scaled_mm_plan.run_reference_out, check=scaled_mm_plan.describe_out,
+)  # fmt: skip
 
 
 def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -61,15 +50,11 @@ def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tens
 
 
 QUANTIZED = Operator(
-    "scaled_mm_quantized",
-    TENSORS,
-    options=f"{OPTIONS}, str quantized",
-    results="out out_scale",
-    outputs=scaled_mm_plan.quantized_outputs,
-    plan=scaled_mm_plan.plan_quantized,
+    "scaled_mm_quantized", TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale",
+    outputs=scaled_mm_plan.quantized_outputs, plan=scaled_mm_plan.plan_quantized,
     reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
     check=scaled_mm_plan.describe_quantized,
-)
+)  # fmt: skip
 _replay, _replay_out = FORWARD.replay, IN_PLACE.replay
 
 
@@ -311,9 +296,6 @@ def refuse_overlap(out: Tensor, *tensors: Tensor) -> None:
 
 
 OP = Op(
-    "scaled_mm",
-    public=("scaled_mm",),
-    kernels=backends.kernels(),
-    torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
+    "scaled_mm", public=("scaled_mm",), kernels=backends.kernels(), torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
     uses=("quantize_fp8",),
-)
+)  # fmt: skip
