@@ -42,7 +42,6 @@ class _WrittenCache(Cache):
 def _check(
     k: Meta, v: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta | None, page_table: Meta | None, slots: Meta | None,
     positions: Meta | None, cos: Meta | None, sin: Meta | None, k_scale: Meta | None, v_scale: Meta | None,
-    interleaved: bool,
 ) -> None:  # fmt: skip
     for name, meta in (("k", k), ("v", v)):
         if meta.dim() != 4:
@@ -90,9 +89,7 @@ def _capacity(k_cache: Meta, page_table: Meta | None, slots: Meta | None) -> int
     return k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1)
 
 
-def _plan(
-    k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved, device
-):
+def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, interleaved, device):
     tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
     if tokens * heads == 0:
         return Steps()

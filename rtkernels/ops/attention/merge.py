@@ -55,7 +55,7 @@ def _numbers(a: Meta, b: Meta, out: torch.dtype) -> tuple[int, ...]:
     return batch * length * heads, length, heads, width, *types
 
 
-def _plan(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool, device: int) -> Steps:
+def _plan(a: Meta, b: Meta, fp32: bool, device: int) -> Steps:
     numbers = _numbers(a, b, _FLOAT32 if fp32 else a.dtype)
     grid = -(-numbers[0] // _WARPS)
     return Steps(
@@ -63,7 +63,7 @@ def _plan(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool, device: int) -
     )
 
 
-def _plan_backward(dout: Meta, dlse: Meta | None, a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, device: int) -> Steps:
+def _plan_backward(dout: Meta, a: Meta, b: Meta, device: int) -> Steps:
     numbers = _numbers(a, b, dout.dtype)
     names = ("dout", "dlse", "a", "lse_a", "b", "lse_b", "da", "dlse_a", "db", "dlse_b")
     return Steps(Step(_BWD.bind((_WARPS,), device, -(-numbers[0] // _WARPS), 32 * _WARPS), *names, *numbers))

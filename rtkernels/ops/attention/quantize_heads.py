@@ -41,7 +41,7 @@ def check_pair(q: Meta, k: Meta) -> None:
     check_shared_heads(q, k)
 
 
-def _check_qk(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> None:
+def _check_qk(q: Meta, k: Meta) -> None:
     for name, meta in (("q", q), ("k", k)):
         if meta.dim() != 4:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, length, heads, width]")
@@ -56,7 +56,7 @@ def _scales_of(x: Meta, blocks: bool) -> Memory:
     return Memory((batch, heads, -(-rows // plan.BLOCK) if blocks else rows), _FLOAT32)
 
 
-def _qk_outputs(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> tuple[Memory, ...]:
+def _qk_outputs(q: Meta, k: Meta, e4m3: bool, blocks: bool) -> tuple[Memory, ...]:
     dtype = CODES[e4m3]
     taken = Memory((q.shape[0], q.shape[2], q.shape[1]), _FLOAT32)
     of_q, of_k = ((Memory(tuple(x.shape), dtype), _scales_of(x, blocks)) for x in (q, k))
@@ -88,7 +88,7 @@ QUANTIZE_QK = Operator(
 )  # fmt: skip
 
 
-def _check_v(v: Meta, e4m3: bool) -> None:
+def _check_v(v: Meta) -> None:
     if v.dim() != 4:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; expected [batch, length, heads, width]")
     check_width("v", v, plan.MAX_WIDTH)

@@ -27,12 +27,12 @@ _RATES_LIMIT = 64
 _rates: dict[Any, Tensor] = {}  # vectors by dim, base, device and stream, which are only read
 
 
-def _outputs(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> tuple[Memory, ...]:
+def _outputs(rates: Meta, rows: int, dtype: torch.dtype) -> tuple[Memory, ...]:
     table = Memory((rows, rates.shape[0]), dtype)
     return table, table
 
 
-def _check(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> None:
+def _check(rates: Meta, positions: Meta | None, rows: int, dtype: torch.dtype) -> None:
     token("the result", dtype, FLOAT_DTYPES)
     for name, meta in {"rates": rates, "positions": positions}.items():
         if meta is not None and meta.dtype != torch.float64:
@@ -43,7 +43,7 @@ def _check(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype
         raise ArgumentError(f"positions has shape {tuple(positions.shape)}; expected ({rows},)")
 
 
-def _plan(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
+def _plan(rates: Meta, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
     pairs = rates.shape[0]
     grid = min(-(-rows * pairs // _THREADS), GRID_LIMIT)
     launch = KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, _THREADS)
