@@ -285,15 +285,9 @@ ONE = InPlaceOperator(
 
 @replayed
 def lightning_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    state: Tensor,
-    *,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``lightning_attention`` of one more token for each sequence, and bring their states up to date.
 
     Args:

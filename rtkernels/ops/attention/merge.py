@@ -125,13 +125,9 @@ _merge = differentiable(FORWARD, BACKWARD)
 
 @replayed
 def merge_attention(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    *,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "blhd",
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd",
     out: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention over all keys from attentions over parts of them, given their log-sum-exps.
 
     Merges from left to right, in fp32 between. Differentiable in all parts. A part that saw nothing (lse ``-inf``) does

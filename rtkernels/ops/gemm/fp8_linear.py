@@ -189,24 +189,11 @@ def fp8_weight(
 
 @replayed
 def fp8_linear(
-    x: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    recipe: str = "block",
-    main_grad: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    pow2_scale: bool = False,
-    rotation: int = 64,
-    smooth: Tensor | None = None,
-    scale_layout: str = "row",
-    weight_codes: Fp8Weight | None = None,
-    save_weight: bool = False,
-    wgrad: str = "fp8",
-    backend: str = "auto",
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "block", main_grad: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None, pow2_scale: bool = False,
+    rotation: int = 64, smooth: Tensor | None = None, scale_layout: str = "row", weight_codes: Fp8Weight | None = None,
+    save_weight: bool = False, wgrad: str = "fp8", backend: str = "auto", out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
 
     Codes are made from x, weight and the incoming gradient dy in their own dtypes, as :func:`quantize_fp8` makes them;

@@ -38,24 +38,12 @@ _replay = FORWARD.replay
 
 
 def gated_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
-    *,
-    act: str = "silu",
-    recipe: str = "auto",
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    nibble: str = "low",
-    global_scale: Tensor | float | None = None,
-    quant_out: str | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-    out: Tensor | tuple[Tensor | None, ...] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
+    act: str = "silu", recipe: str = "auto", bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None, nibble: str = "low",
+    global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
+    backend: str = "auto", out: Tensor | tuple[Tensor | None, ...] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, in fp32 and rounded once.
 
     Operands, recipes and scales are those of :func:`scaled_mm`, for all rows of b. Gradients: of float operands without

@@ -68,25 +68,12 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    m_indices: Tensor | None = None,
-    align: int = 1,
-    recipe: str = "auto",
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    zero_padding: bool = False,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, *, offs: Tensor | None = None,
+    m_indices: Tensor | None = None, align: int = 1, recipe: str = "auto", act: str | None = None,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None, accumulate: bool = False,
+    zero_padding: bool = False, acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return the product of each row with the matrix of its group: ``out[i] = a[i] @ b[group of i].T``.
 
     Operands, recipes and scales are those of :func:`scaled_mm`; scales of b have the groups as their first dimension
@@ -153,22 +140,11 @@ def grouped_mm(
 
 @replayed
 def grouped_mm_masked(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    *,
-    expected_m: int = 0,
-    recipe: str = "auto",
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, masked_m: Tensor | None = None,
+    *, expected_m: int = 0, recipe: str = "auto", act: str | None = None, out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None, acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group: the other rows of the result hold anything.
 
     For decoding, where groups have room for `m` rows each and a CUDA graph fixes that. Operands, recipes and scales are
@@ -211,20 +187,10 @@ def grouped_mm_masked(
 
 @replayed
 def grouped_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    scale_dy: Tensor | None = None,
-    scale_x: Tensor | None = None,
-    *,
-    offs: Tensor,
-    out: Tensor | None = None,
-    accumulate: bool = True,
-    align: int | None = None,
-    out_dtype: torch.dtype = torch.float32,
-    recipe: str = "auto",
-    acc: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    dy: Tensor, x: Tensor, scale_dy: Tensor | None = None, scale_x: Tensor | None = None, *, offs: Tensor,
+    out: Tensor | None = None, accumulate: bool = True, align: int | None = None,
+    out_dtype: torch.dtype = torch.float32, recipe: str = "auto", acc: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
 
     Args:

@@ -121,26 +121,13 @@ def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
-    *,
-    recipe: str = "auto",
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    nibble: str = "low",
-    global_scale: Tensor | float | None = None,
-    quant_out: str | None = None,
-    b_layout: str = "auto",
+    a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
+    recipe: str = "auto", bias: Tensor | None = None, add: Tensor | None = None, act: str | None = None,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None, accumulate: bool = False, acc: str = "auto",
+    packed: str | tuple[str | None, str | None] | None = None, nibble: str = "low",
+    global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``act(a @ b.T * scales + bias + add)``: sums, scales and what follows in fp32, rounded once.
 
     ====================================  ==========================================================================
