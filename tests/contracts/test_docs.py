@@ -82,6 +82,13 @@ def test_names_and_files_are_there(page: Path) -> None:
         assert any(test in code for code in _tests()), test
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_that_are_quoted_are_those_of_the_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, number, line in re.findall(r" at (cuda_src/[\w/.]+):(\d+)\n\2\t(.+)", text):
+        assert (ROOT / path).read_text(encoding="utf-8").splitlines()[int(number) - 1] == line
+
+
 @functools.cache
 def _tests() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
