@@ -81,14 +81,14 @@ def override_of(row: Overload, key: str, native: Any, record: Record | None) -> 
     def prepare() -> None:
         """Import the handler and make ``find``, in the first call: ``enable`` is to be quick."""
         nonlocal handler, replays, find, key_of, known
-        from rtkernels.aten import finding
+        from rtkernels.aten import replay
 
         actual = row if row.handler is not None else table.row_of(name)
         handler, replays = actual.handler, actual.replays is True or (actual.replays == "cuda" and not on_cpu)
         measured = name if name in table.MIN_ELEMENTS else row.family
         limits = {measured: 0} if on_cpu else table.MIN_ELEMENTS
-        known = finding.replays_of(name, key)
-        find, key_of = finding.finder(name, row.family, key, limits, measured, replays=replays)
+        known = replay.replays_of(name, key)
+        find, key_of = replay.finder(name, row.family, key, limits, measured, replays=replays)
 
     def handled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.handler = True

@@ -10,7 +10,7 @@ from support.overrides import device_of, taken
 from support.places import at
 
 import rtkernels
-from rtkernels.aten import finding, table
+from rtkernels.aten import replay, table
 
 
 def x() -> torch.Tensor:
@@ -58,13 +58,13 @@ ONLY_ON_CUDA = {  # there, or values would have to be looked at
 
 @pytest.fixture(autouse=True)
 def _nothing_known():
-    finding.forget()
+    replay.forget()
     yield
-    finding.forget()
+    replay.forget()
 
 
 def known(name: str, place: str) -> list:
-    return list(finding.replays_of(name, "CUDA" if place == "cuda" else "CPU").values())
+    return list(replay.replays_of(name, "CUDA" if place == "cuda" else "CPU").values())
 
 
 @at("sm_80", "cuda")
