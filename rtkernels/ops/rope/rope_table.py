@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
-from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, TYPES
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -20,7 +20,7 @@ from rtkernels.runtime.torch_private import dispatch_modes, is_dynamo_compiling
 
 _THREADS = 256
 KERNEL = Kernel(
-    "rope/rope_table.cu", "rope_table", template="T", variants=[("bf16",), ("fp16",), ("fp32",)], max_registers=80,
+    "rope/rope_table.cu", "rope_table", template="T", variants=TYPES, max_registers=80,
     args="rates:ptr positions:ptr cos:ptr sin:ptr rows:i64 pairs:i64 scaling:f64",
 )  # fmt: skip
 _RATES_LIMIT = 64
