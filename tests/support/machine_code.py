@@ -1,7 +1,8 @@
 """Hashes of the machine code of every variant, for changes that should change no kernel (renames, moved files).
 
 ``python -m tests.support.machine_code FILE`` compiles what the cache lacks and writes a hash of each variant's code on
-the targets of CI; ``--compare FILE`` prints the variants that differ from such a file, and exits with 1 if there are any.
+the targets of CI; ``--compare FILE`` prints the variants that differ from such a file, and exits with 1 if there are
+any.
 """
 
 from __future__ import annotations
