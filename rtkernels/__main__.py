@@ -98,13 +98,14 @@ def _parser() -> _Parser:
     arch_option(clear, "only these targets")
     op_option(clear)
 
-    show = command("show", "Show what is behind an op: resources, PTX or source of its kernels.")
+    show = command("show", "Show what is behind an op: resources, PTX or source of its kernels, its written calls.")
     show.add_argument("op", metavar="OP")
     arch_option(show, default)
     what = show.add_mutually_exclusive_group()
     what.add_argument("--resources", action="store_true", help="registers, spills, shared memory (default)")
     what.add_argument("--ptx", action="store_true", help="PTX of one variant")
     what.add_argument("--source", action="store_true", help="the unit with its headers")
+    what.add_argument("--call", action="store_true", help="the Python that was written out for calls of its operators")
     show.add_argument("--kernel", metavar="NAME", help="only this kernel")
     show.add_argument("--variant", type=_count(0), metavar="N", help="only this number in --resources")
 
@@ -254,6 +255,11 @@ def _show(arguments: argparse.Namespace) -> int:
         if arguments.variant is not None:
             raise ArgumentError("--variant has no meaning with --source: all variants share one source")
         print(show.source(arguments.op, arguments.kernel))
+        return 0
+    if arguments.call:
+        if arguments.kernel is not None or arguments.variant is not None:
+            raise ArgumentError("--kernel and --variant have no meaning with --call: a call chooses them")
+        print(show.written_calls(arguments.op))
         return 0
     warming.select([arguments.op])  # an unknown op is the more useful message than a missing target
     targets = warming.targets(arguments.arch)

@@ -29,7 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rtkernels
 from rtkernels.errors import ArgumentError
 
-_EXECUTE, _METADATA, _INTERNAL = 3, 1, 13  # stage, type of extension, error code of XLA's interface
+# Of XLA's interface.
+_EXECUTE = 3  # a stage
+_METADATA = 1  # a type of extension
+_INTERNAL = 13  # an error code
 _NAMES = (
     *("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
     *("int8", "uint8", "int16", "int32", "int64", "bool"),

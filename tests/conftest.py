@@ -20,6 +20,8 @@ import torch
 
 from rtkernels.runtime.build import cache as build_cache
 
+pytest.register_assert_rewrite("support")  # checks that several test files share say what differs, too
+
 _own_cache = pytest.StashKey[str]()
 SLOW_WORDS = (
     *("emulate(", "running_on(target)", "order_of_threads", "thread_order", "compile_unit("),

@@ -215,8 +215,8 @@ def way_in_use(name: str, row: table.Overload) -> Iterator[None]:
         yield
 
 
-def wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, float]:
-    """Return µs per call with one synchronisation at the end, and without it; up to `most` calls in the budget."""
+def wall_us(call: Callable[[], Any], max_calls: int, budget_us: float) -> dict[str, float]:
+    """Return µs per call with one synchronisation at the end, and without it; up to `max_calls` calls in the budget."""
     call()
     call()
     torch.cuda.synchronize()
@@ -224,7 +224,7 @@ def wall_us(call: Callable[[], Any], most: int, budget_us: float) -> dict[str, f
     call()
     call()
     torch.cuda.synchronize()
-    count = max(3, min(most, int(budget_us / ((time.perf_counter() - start) / 2 * 1e6))))
+    count = max(3, min(max_calls, int(budget_us / ((time.perf_counter() - start) / 2 * 1e6))))
     start = time.perf_counter()
     for _ in range(count):
         call()
@@ -273,7 +273,7 @@ def measure_case(
     args, kwargs = given
     op = operator_of(row)
     on_device = not quick or ((compared or is_candidate(row)) and 1 << 20 <= math.prod(shape) < _LARGE)
-    most, budget_us = (80, 1_000) if quick else (100, 200_000)
+    max_calls, budget_us = (80, 1_000) if quick else (100, 200_000)
     ways = tuple(way for way in ways if way != "flaggems" or row.name in aten_flaggems.overloads())
     functions = {way: torch.compile(op, dynamic=False) if way == "inductor" else op for way in ways}
     found: dict[str, Any] = {}
@@ -289,7 +289,7 @@ def measure_case(
         try:
             rtkernels.aten.reset()
             with way_in_use(way, row), torch.no_grad():
-                taken = wall_us(call, most, budget_us)
+                taken = wall_us(call, max_calls, budget_us)
                 if times is None and on_device and not (quick and _waits(call)):
                     with contextlib.suppress(TimingError):  # it waits for the device: its shape depends on values
                         taken["kernel"] = clock.measure([call]).us

@@ -123,8 +123,8 @@ def ours_fp8(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight
+    values = x.float()
+    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

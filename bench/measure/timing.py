@@ -190,9 +190,9 @@ class Timer:
         self.device.spin(spin_us)
         gate = self.device.event()
         pairs = [self._queue(calls[(first + i) % len(calls)]) for i in range(count)]
-        ahead = not self.device.reached(gate)
+        queued = not self.device.reached(gate)
         self.device.sync()
-        return [self.device.elapsed_us(start, end) for start, end in pairs] if ahead else None
+        return [self.device.elapsed_us(start, end) for start, end in pairs] if queued else None
 
 
 def copy_calls(nbytes: int, device: str, copies: int = 3) -> list[Call]:

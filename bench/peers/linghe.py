@@ -107,8 +107,8 @@ def _cross_entropy_bwd(inplace: bool) -> Any:
             triton_softmax_cross_entropy_forward,
         )
 
-        _, total, most = triton_softmax_cross_entropy_forward(logits, labels)
-        return lambda: triton_softmax_cross_entropy_backward(logits, labels, total, most, dy, inplace=inplace)
+        _, total, largest = triton_softmax_cross_entropy_forward(logits, labels)
+        return lambda: triton_softmax_cross_entropy_backward(logits, labels, total, largest, dy, inplace=inplace)
 
     return prepare
 
@@ -124,8 +124,8 @@ def _cross_entropy_both(logits: Any, labels: Any, **_: Any) -> Call:
     dy = labels.new_full((rows,), 1, dtype=logits.dtype).float() / rows
 
     def call() -> tuple[Any, Any]:
-        loss, total, most = triton_softmax_cross_entropy_forward(logits, labels)
-        return loss.mean(), triton_softmax_cross_entropy_backward(logits, labels, total, most, dy)
+        loss, total, largest = triton_softmax_cross_entropy_forward(logits, labels)
+        return loss.mean(), triton_softmax_cross_entropy_backward(logits, labels, total, largest, dy)
 
     return call
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 # Inductor writes one program per list of tensors: minutes of compilation, and out of the question for 5000.
-MOST_COMPILED = 64
+MAX_COMPILED = 64
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def _compiled(prepare: Prepare, function: Callable[..., Any]) -> Prepare:
 
     def checked(**inputs: Any) -> Call:
         count = len(tensors_in(inputs))
-        if count > MOST_COMPILED:
+        if count > MAX_COMPILED:
             raise Absent(f"not compiled for {count} tensors: inductor would take minutes")
         return prepare(compiled(), **inputs)
 

@@ -81,7 +81,7 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
         measured: The accepted rows by name and shape.
         rows: All declared rows; one that was never measured is left out.
     """
-    wide = {f"8192x{times}{cols}": cols for cols in _WIDTHS for times in ("", "2x")}
+    cols_of = {f"8192x{times}{cols}": cols for cols in _WIDTHS for times in ("", "2x")}
     titles = {name: title for title, name in _BY_WIDTH}
     by_width: dict[str, dict[int, dict[str, Any]]] = {}
     others: list[list[str]] = []
@@ -90,8 +90,8 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
         row = measured.get((declared.name, declared.shape))
         if row is None:
             continue
-        if declared.name in titles and declared.shape in wide:
-            by_width.setdefault(declared.name, {})[wide[declared.shape]] = row
+        if declared.name in titles and declared.shape in cols_of:
+            by_width.setdefault(declared.name, {})[cols_of[declared.shape]] = row
         else:
             table = experts if _EXPERTS.search(declared.name) else others
             table.append([declared.name, declared.shape, _ours(row), _fastest(row)])

@@ -9,7 +9,7 @@ namespace rtk {
 
 // With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read four
 // elements at a time. MIXED is for gradients of which a group of a row has columns of gate and of up; others work on the
-// same columns of both one after the other, and are up to 8 % faster for knowing that.
+// same columns of both one after the other, and are faster for knowing that (docs/decisions/act.md).
 //
 // With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the magnitudes of the
 // largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the

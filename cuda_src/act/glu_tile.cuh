@@ -17,7 +17,8 @@
 namespace rtk {
 
 inline constexpr int kSide = kTileSide;
-inline constexpr int kThreads = 512, kWarps = kThreads / kWarp;
+inline constexpr int kThreads = 512;
+inline constexpr int kWarps = kThreads / kWarp;
 inline constexpr int kThreadRows = kSide / kWarps;           // rows of a warp, and of a thread
 inline constexpr int kThreadColumns = kSide / kWarp;            // columns of a thread
 

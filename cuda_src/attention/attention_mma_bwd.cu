@@ -18,7 +18,8 @@
 
 namespace rtk {
 
-inline constexpr int kBackwardThreads = 128, kBackwardRows = 64;
+inline constexpr int kBackwardThreads = 128;
+inline constexpr int kBackwardRows = 64;
 
 // A warp for each row (query and head) of a sequence; grid: blocks of rows, heads, sequences.
 template <typename T>

@@ -17,7 +17,8 @@
 
 namespace rtk {
 
-inline constexpr int kQuantThreads = 128, kQuantKeys = 64;
+inline constexpr int kQuantThreads = 128;
+inline constexpr int kQuantKeys = 64;
 
 // Which key of a tile is column 8n + 2t + c of the scores, and which one lies in a row of the tile in shared memory.
 template <bool CODES>

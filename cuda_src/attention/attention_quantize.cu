@@ -17,7 +17,9 @@
 
 namespace rtk {
 
-inline constexpr int kRowsAtATime = 64, kWidest = 128, kRowsOfSums = 256;
+inline constexpr int kRowsAtATime = 64;
+inline constexpr int kWidest = 128;
+inline constexpr int kRowsOfSums = 256;
 
 RTK_DEVICE float scale_of(float amax, float largest) {
     return !(amax <= 3.4028235e38f) ? __uint_as_float(0x7fc00000u) : amax == 0.0f ? 1.0f : amax / largest;

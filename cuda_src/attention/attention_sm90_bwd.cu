@@ -9,10 +9,7 @@
 // global memory. dq of a tile of queries is made one step late, so that a warpgroup need not wait for the other one's ds.
 //
 // The sums of a tile of queries come from several blocks, in a fixed order: each waits until the tiles of keys before its own
-// have been added (`order` counts them); the first one stores. So that nobody waits for long, blocks that run at one
-// time are at different queries (KeyTile, QueryOrder): `together` neighbouring tiles of keys of a head are a chunk. They start
-// at queries as far from each other as possible, go up and wrap around; under a mask that has a diagonal they start there.
-// Those of a chunk wait for each other, and must all be running at some time: the launch sees to it.
+// have been added (`order` counts them); the first one stores. Why that ends is in attention/sm90_bwd.cuh.
 //
 // Numerics: p and ds are rounded to T for the products, all sums are fp32. dk and dv are rounded one time.
 //

@@ -27,7 +27,8 @@
 
 namespace rtk {
 
-inline constexpr int kPassDq = 0, kPassDk = 1, kPassDv = 2, kPassRows = 128;  // rows of a block's tile
+inline constexpr int kPassDq = 0, kPassDk = 1, kPassDv = 2;
+inline constexpr int kPassRows = 128;  // of a block's tile
 
 // Which tiles of BN rows the rows of number `index` meet.
 template <int PASS, int BN>

@@ -5,7 +5,7 @@
 // asks the copy engine for q, and for tiles of BN keys and values, the last keys first, through two stages each.
 //
 // A warpgroup multiplies q by keys of tile j while the values of tile j + 1 (one earlier in time) are multiplied by its
-// powers, which come from registers; then it makes the powers of tile j. Warpgroups take the tensor cores by turns, by named
+// powers, which come from registers; then it makes the powers of tile j. Warpgroups take the tensor cores in ping-pong, by named
 // barriers, so that one makes powers while another one multiplies.
 //
 // Numerics: scores, maxima, sums and outputs are fp32; powers are rounded to T before they meet the values, sums are those of

@@ -19,7 +19,9 @@
 
 namespace rtk {
 
-inline constexpr int kChunk = 16, kDecodeRows = 16, kDecodeStages = 3;
+inline constexpr int kChunk = 16;       // keys of a stage
+inline constexpr int kDecodeRows = 16;  // queries of a block
+inline constexpr int kDecodeStages = 3;
 
 // Where rows of a cache lie. Without a table, a page is a sequence.
 struct CachePages {

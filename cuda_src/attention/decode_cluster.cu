@@ -19,7 +19,9 @@
 
 namespace rtk {
 
-inline constexpr int kBlocksOfRow = 8, kRowsOfCluster = 16, kKeysOfWarp = 16;
+inline constexpr int kBlocksOfRow = 8;
+inline constexpr int kRowsOfCluster = 16;
+inline constexpr int kKeysOfWarp = 16;
 
 RTK_DEVICE float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 

@@ -24,7 +24,8 @@
 
 namespace rtk {
 
-inline constexpr int kScanColumns = 64, kScanThreads = 128;
+inline constexpr int kScanColumns = 64;
+inline constexpr int kScanThreads = 128;
 
 // A pair of T as two pairs of bf16 whose sum it is; bf16 is its own first term.
 template <typename T>

@@ -17,7 +17,11 @@
 
 namespace rtk {
 
-inline constexpr int kLatentRows = 32, kLatentKeys = 32, kLatentThreads = 256, kLatentWidth = 576, kLatentValue = 512;
+inline constexpr int kLatentRows = 32;  // queries of a block
+inline constexpr int kLatentKeys = 32;  // of a tile
+inline constexpr int kLatentThreads = 256;
+inline constexpr int kLatentWidth = 576;  // of a latent with its rotated part
+inline constexpr int kLatentValue = 512;  // of these, what is a value, too
 
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads, 1)

@@ -29,6 +29,17 @@ struct BackwardTile {
     static constexpr u32 kSumBytes = kQueries * D * 4;
 };
 
+// So that nobody waits for long, blocks that run at one time are at different queries: `together` neighbouring tiles of keys of a
+// head are a chunk. They start at queries as far from each other as possible, go up and wrap around; under a mask that has a
+// diagonal they start there. Why nobody waits for ever:
+//   1. Tiles of keys are drawn in the order of their numbers (KeyTile), so those with smaller numbers have begun.
+//   2. A tile waits for tiles of earlier chunks, whose numbers are smaller, and for some of its own chunk.
+//   3. Under a mask the latter are those behind it, whose numbers are smaller, too.
+//   4. Without one they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All tiles of
+//      a chunk run at some time, as there are no more of them than blocks, all of which run: the launch is cooperative, unless a
+//      chunk is one tile. Then one that has done the fewest steps waits for none of its chunk.
+//   5. So of the first chunk that is not done, some tile always goes on.
+
 // Number `index` of the tiles of keys: `heads_together` heads share L2; of these, the first `together` tiles of keys of each
 // head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its chunk.
 struct KeyTile {

@@ -20,7 +20,9 @@
 
 namespace rtk {
 
-inline constexpr int kClusterWarps = 8, kClusterRows = 32, kClusterPitch = 36;
+inline constexpr int kClusterWarps = 8;
+inline constexpr int kClusterRows = 32;   // weight rows of a tile
+inline constexpr int kClusterPitch = 36;  // sums from row to row in shared memory
 inline constexpr i64 kGatedProduct = 1, kAccumulate = 2;  // flags
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).

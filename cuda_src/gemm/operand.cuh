@@ -1,6 +1,6 @@
 // Tiles in shared memory as the copy engine writes them and wgmma reads them, and the ring of stages between the two.
 //
-// Rows are 128 bytes; the 16-byte piece c of row r lies at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
+// Rows are 128 bytes; the 16-byte vector c of row r lies at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
 // start at multiples of 1024 bytes.
 #pragma once
 #include "ptx/mbarrier.cuh"

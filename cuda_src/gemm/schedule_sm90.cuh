@@ -98,6 +98,11 @@ struct ProductTiles {
 // What a block makes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the blocks of k of the tiles
 // that are left, if their number is no multiple of the grid. A tile may then be in the shares of several blocks: the one that
 // has its first block of k is the last to come to it, adds the others' sums in the order of k, and finishes it.
+//
+// Why nobody waits for ever:
+//   1. All blocks run: the launch is cooperative where tiles are shared.
+//   2. A block waits for blocks with larger numbers only, those that have the rest of a tile whose first block of k is its own.
+//   3. What others wait for, the part at the beginning of its share, a block puts to memory before it waits for anybody.
 template <bool SPLITS>
 struct TileShare {
     u32 index, whole;                // of tiles that one block makes

@@ -14,7 +14,8 @@
 
 namespace rtk {
 
-inline constexpr int kAddThreads = 256, kAddWarps = kAddThreads / kWarp;
+inline constexpr int kAddThreads = 256;
+inline constexpr int kAddWarps = kAddThreads / kWarp;
 inline constexpr int kAddRows = 128;   // of a block
 inline constexpr int kAddAccesses = 4; // on their way in a lane, of one row or several
 inline constexpr int kLongRow = 16;    // tokens above which all warps share a row

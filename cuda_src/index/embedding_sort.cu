@@ -11,9 +11,14 @@
 
 namespace rtk {
 
-inline constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / kWarp;
-inline constexpr int kTokenBits = 14, kDigitBits = 6, kDigits = 1 << kDigitBits;
-inline constexpr u32 kSpread = 0x9E3779B1u, kCollect = 0x0e8b2f51u;  // inverse of each other modulo 2^32
+inline constexpr int kSortThreads = 1024;
+inline constexpr int kSortWarps = kSortThreads / kWarp;
+inline constexpr int kTokenBits = 14;
+inline constexpr int kDigitBits = 6;
+inline constexpr int kDigits = 1 << kDigitBits;
+// Inverse of each other modulo 2^32.
+inline constexpr u32 kSpread = 0x9E3779B1u;
+inline constexpr u32 kCollect = 0x0e8b2f51u;
 inline constexpr u32 kNobody = 0xffffffffu;
 
 struct SortScratch {

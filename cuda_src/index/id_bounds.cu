@@ -6,7 +6,9 @@
 
 namespace rtk {
 
-inline constexpr int kBoundsThreads = 256, kBoundsSteps = 16, kBoundsWarps = kBoundsThreads / kWarp;
+inline constexpr int kBoundsThreads = 256;
+inline constexpr int kBoundsSteps = 16;
+inline constexpr int kBoundsWarps = kBoundsThreads / kWarp;
 inline constexpr int kBoundsSlice = kBoundsThreads * kBoundsSteps;
 
 // Masks of begins among the neighbours of a warp from `first` on; returns how many there are.

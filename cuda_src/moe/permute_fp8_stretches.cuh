@@ -11,14 +11,19 @@ inline constexpr u32 kMaxUnitRows = 320;
 inline constexpr u32 kCutRows = 256;  // of a unit, if its expert has more than kMaxUnitRows rows
 inline constexpr u32 kUnitBlocks = 3;  // of 128 rows: the most of a unit
 inline constexpr u32 kSlots = 4;       // of blocks of rows on their way
-inline constexpr u32 kKeptUnits = 8, kPlanned = 8;
-inline constexpr u32 kRowBytes = kTileSide * 2, kSlotBytes = kTileSide * kRowBytes;
+inline constexpr u32 kKeptUnits = 8;
+inline constexpr u32 kPlanned = 8;
+inline constexpr u32 kRowBytes = kTileSide * 2;
+inline constexpr u32 kSlotBytes = kTileSide * kRowBytes;
 inline constexpr u32 kStageBytes = kTileSide * kMaxUnitRows;
 inline constexpr u32 kStretchMemory = kSlots * kSlotBytes + 2 * kStageBytes;
 
 // Warps: consumers that quantise, each a block of rows at a time; those that store; those that fetch.
-inline constexpr int kConsumers = 2, kConsumerWarps = 8, kWorkWarps = kConsumers * kConsumerWarps;
-inline constexpr int kStoreWarps = 3, kFetchWarps = kSlots;
+inline constexpr int kConsumers = 2;
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kWorkWarps = kConsumers * kConsumerWarps;
+inline constexpr int kStoreWarps = 3;
+inline constexpr int kFetchWarps = kSlots;
 inline constexpr int kStretchThreads = (kWorkWarps + kStoreWarps + kFetchWarps + 1) * kWarp;
 
 // 128 columns of an expert's rows, or of some of its rows.

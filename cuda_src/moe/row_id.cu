@@ -8,7 +8,8 @@
 
 namespace rtk {
 
-inline constexpr int kTokens = 8, kMaxGroups = 32;
+inline constexpr int kTokens = 8;
+inline constexpr int kMaxGroups = 32;
 
 // Which part of a tile of tokens and experts a thread has. Blocks of a chunk (gridDim.y) share the experts.
 template <int VEC, int THREADS>

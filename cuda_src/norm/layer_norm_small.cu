@@ -12,7 +12,7 @@ namespace rtk {
 // T.
 //
 // What the first loads need is in the first 64 bytes of arguments, which come together; two numbers share one (the first in
-// its lower half): columns and wide; eps and offset, of fp32.
+// its lower half): columns and weight_fp32; eps and offset, of fp32.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(1024, 1)
     layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_weight_fp32,

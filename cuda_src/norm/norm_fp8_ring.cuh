@@ -15,9 +15,12 @@ namespace rtk {
 
 inline constexpr int kSide = 128;  // of a tile
 inline constexpr int kGroups = 2;  // of threads that quantise, a tile each at a time
-inline constexpr int kGroupThreads = 256, kGroupWarps = kGroupThreads / kWarp;
+inline constexpr int kGroupThreads = 256;
+inline constexpr int kGroupWarps = kGroupThreads / kWarp;
 inline constexpr int kRingThreads = kGroups * kGroupThreads + 4 * kWarp;  // a warpgroup for everything else
-inline constexpr int kGroupRegisters = 104, kOtherRegisters = 64;         // of 5 x 96 for the five warpgroups
+// Of 5 x 96 for the five warpgroups.
+inline constexpr int kGroupRegisters = 104;
+inline constexpr int kOtherRegisters = 64;
 inline constexpr int kBoxBytes = kSide * 128;
 inline constexpr int kCodesPitch = 9 * kSide;
 inline constexpr int kMaximaPitch = kSide + 16;

@@ -89,7 +89,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         float v[8][8];
         {
             const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[ring_stage.slot]);
-            if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // 1 % slower the other way round
+            if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // where was measured: docs/decisions/norm_fp8.md
             Raw<16> raw[8];
             const ptx::SharedAddress own = ptx::shared_address(shared.x[ring_stage.slot][thread.part / 8]) + thread.lane_team * 128 +
                                            ((thread.part ^ thread.lane_team) % 8 << 4);

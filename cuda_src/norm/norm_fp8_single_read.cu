@@ -7,9 +7,13 @@
 // While the two groups quantise, two warps add up the squares of pairs that have come, and one waits for the sums of all
 // blocks and makes 1/rms (norm/norm_fp8_single_read.cuh).
 //
-// Blocks wait for each other, so all of them must be resident: the launch is cooperative. A pair's place is taken by one of
-// its block at least three rounds before, of an earlier strip if strips are no wider than two rounds; so all pairs of the
-// first strip that is not complete get their place.
+// Why nobody waits for ever:
+//   1. Blocks wait for each other, so all of them must be resident: the launch is cooperative.
+//   2. A strip is complete when all blocks that have pairs of it have added their sums. A block adds those of a pair that has
+//      come to its place in shared memory, and waits for no other block before it does.
+//   3. The place of a pair was that of a pair of the same block at least three rounds before, hence of an earlier strip, as
+//      strips are no wider than two rounds.
+//   4. So all pairs of the first strip that is not complete get their place, and it becomes complete.
 #include "norm/norm_fp8_single_read.cuh"
 #include "norm/norm_fp8_ring_codes.cuh"
 #include "ptx/registers.cuh"
@@ -17,7 +21,8 @@
 namespace rtk {
 
 // The first tiles are asked for when others have come, so that all blocks have their first pair soon.
-inline constexpr int kFirstTiles = 7, kOnTheirWay = 2;
+inline constexpr int kFirstTiles = 7;
+inline constexpr int kOnTheirWay = 2;
 
 // One thread; the first tile has been asked for.
 RTK_DEVICE void fetch_tiles(SingleReadShared& shared, const ptx::TensorMap& x, const SingleReadWalk& walk) {

@@ -90,10 +90,14 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
 // scale[m * scale_row + j * scale_group]; scale_t is [ceil(rows/128), cols].
 //
 // Blocks of the grid, in their order: for each block of 128 rows `stats_blocks` blocks that make the statistics of the
-// one `stats_distance` later (while there is one), `stats_rows` rows each, then one block per tile. A tile waits for statistics
-// from blocks before it; blocks start in the order of their number, or of the numbers they draw from `ticket`, so those
-// it waits for are running. Without statistics to make, tiles go from the last row to the first: the kernel before this
-// one read the last rows last, so they may still be in L2.
+// one `stats_distance` later (while there is one), `stats_rows` rows each, then one block per tile. Without statistics to make,
+// tiles go from the last row to the first: the kernel before this one read the last rows last, so they may still be in L2.
+//
+// Why nobody waits for ever:
+//   1. A tile waits for statistics from blocks with smaller numbers only; a block that makes statistics waits for nobody.
+//   2. Numbers are drawn from `ticket`: those that are smaller have begun. Without a ticket they are blockIdx, in whose order
+//      GPUs start blocks, although CUDA does not promise it.
+//   3. So what a tile waits for is being made, or done.
 //
 // `x_is_older`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not
 // centred.

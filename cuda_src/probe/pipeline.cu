@@ -7,7 +7,8 @@
 
 namespace rtk {
 
-inline constexpr int kRow = 128, kRowBytes = 4 * kRow;
+inline constexpr int kRow = 128;
+inline constexpr int kRowBytes = 4 * kRow;
 inline constexpr int kNoInitBarrier = 1, kNoAcquire = 2, kNoWait = 3, kReleaseBeforeRead = 4, kNoRelease = 5,
                      kReleaseTwice = 6, kMissingBytes = 7, kUnfencedWrite = 8, kFencedWrite = 9, kNoCommit = 10,
                      kReleaseWithoutSyncwarp = 11, kNoDrain = 12;

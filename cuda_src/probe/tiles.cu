@@ -6,7 +6,10 @@
 
 namespace rtk {
 
-inline constexpr int kTileM = 16, kTileN = 8, kBand = 4;  // tests/support/device_probe.py knows these
+// tests/support/device_probe.py knows these.
+inline constexpr int kTileM = 16;
+inline constexpr int kTileN = 8;
+inline constexpr int kBand = 4;
 inline constexpr int kStatic = 0, kDrawnByBlocks = 1, kDrawnByWarps = 2;
 
 template <typename Scheduler>

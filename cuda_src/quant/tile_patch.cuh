@@ -16,10 +16,13 @@
 
 namespace rtk {
 
-inline constexpr int kPatchRows = 4, kPatchColumns = 8;  // of a thread
+inline constexpr int kPatchRows = 4;     // of a thread
+inline constexpr int kPatchColumns = 8;  // of a thread
 inline constexpr int kPatchWarpRows = 2 * kPatchRows;
-inline constexpr int kPatchWarps = kTileSide / kPatchWarpRows, kPatchWorkers = kPatchWarps * kWarp;
-inline constexpr int kPatchStoreWarps = 2, kPatchStorers = kPatchStoreWarps * kWarp;
+inline constexpr int kPatchWarps = kTileSide / kPatchWarpRows;
+inline constexpr int kPatchWorkers = kPatchWarps * kWarp;
+inline constexpr int kPatchStoreWarps = 2;
+inline constexpr int kPatchStorers = kPatchStoreWarps * kWarp;
 inline constexpr int kPatchThreads = kPatchWorkers + 2 * kWarp + kPatchStorers;
 
 // The first warp after the workers makes scales, one thread of the second fetches inputs, the other warps store.

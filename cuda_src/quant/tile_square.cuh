@@ -15,7 +15,8 @@
 namespace rtk {
 
 inline constexpr int kSquare = 8;  // rows and columns of a thread
-inline constexpr int kSquareThreads = 256, kSquareWarps = kSquareThreads / kWarp;
+inline constexpr int kSquareThreads = 256;
+inline constexpr int kSquareWarps = kSquareThreads / kWarp;
 
 using Square = float[kSquare][kSquare];
 

@@ -67,7 +67,7 @@ RTK_DEVICE void refresh(Raw<16>& raw, u32 zero) {
     for (int i = 0; i < 4; ++i) raw.w[i] ^= zero;
 }
 
-// How many columns of a row count, from `lengths` (i64 if wide, else i32; null: all of them).
+// How many columns of a row count, from `lengths` (i64 if lengths_int64, else i32; null: all of them).
 RTK_DEVICE i64 valid_columns(const void* lengths, i64 lengths_int64, i64 row, i64 cols) {
     if (lengths == nullptr) return cols;
     const i64 length = lengths_int64 ? static_cast<const i64*>(lengths)[row] : static_cast<const i32*>(lengths)[row];

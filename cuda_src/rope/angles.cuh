@@ -23,7 +23,7 @@ inline constexpr int kByPosition = 2;   // row = index[stream, batch, place]
 inline constexpr int kBySequence = 3;   // index holds where packed sequences begin: row = place in its sequence
 
 inline constexpr int kOneStream = 0;
-inline constexpr int kBlocks = 1;       // three position streams, each for a run of pairs
+inline constexpr int kBlocks = 1;       // three position streams, each for neighbouring pairs
 inline constexpr int kInterleaved = 2;  // pair p belongs to stream p % 3, to stream 0 where that one is used up
 
 // The tail of the parameter list of every kernel that rotates.
@@ -173,7 +173,7 @@ RTK_DEVICE void load_pair(const Angles& angles, const TokenRows& rows, int pair,
 
 // The rotations of the N pairs of chunk `chunk` (see HeadChunks). kSplit: half of its pairs lie in the first half of the
 // rotary part and half in the second; without it they are consecutive. One position stream; table rows must allow
-// accesses of the whole runs of entries. With kSplit, full tables are adjacent, without it they are not.
+// accesses of whole stretches of entries. With kSplit, full tables are adjacent, without it they are not.
 template <typename T, int N, bool kSplit>
 RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int chunk, Rotation<N>& r) {
     static_assert(N > 1, "for single pairs there is load_pair");

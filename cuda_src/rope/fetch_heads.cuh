@@ -1,4 +1,4 @@
-// A thread's piece of several heads on its way to shared memory.
+// A thread's vectors of several heads on their way to shared memory.
 #pragma once
 #include "ptx/cp_async.cuh"
 

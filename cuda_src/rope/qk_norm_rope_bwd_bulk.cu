@@ -21,9 +21,13 @@ namespace rtk {
 
 // Of 384 threads. With 144 registers each, a block of column_sum still finds room; with silu or kByElement, which need
 // more, it does not.
-inline constexpr int kBulkRegisters = 144, kBulkMoreRegisters = 168;
-// Of 512 threads: at the start, then of a helper and of a thread that works on heads.
-inline constexpr int kMoreHeadWarps = 12, kStartRegisters = 128, kHelperRegisters = 80, kHeadRegisters = 144;
+inline constexpr int kBulkRegisters = 144;
+inline constexpr int kBulkMoreRegisters = 168;
+// Of 512 threads.
+inline constexpr int kMoreHeadWarps = 12;
+inline constexpr int kStartRegisters = 128;  // of all threads, at the start
+inline constexpr int kHelperRegisters = 80;  // then of a helper
+inline constexpr int kHeadRegisters = 144;   // and of a thread that works on heads
 
 // Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
 template <int N>

@@ -43,7 +43,7 @@ RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
 // The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
 // Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
 // memory: `max_heads` chunks of each thread (twice with SILU and 16-bit elements), StagedRotations of each token, sums of
-// squares [most, threads + 1], 1 / rms [groups, kFetchedHeads].
+// squares [max_heads, threads + 1], 1 / rms [groups, kFetchedHeads].
 template <typename T, bool SILU>
 __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 tokens, i64 length,

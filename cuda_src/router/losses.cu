@@ -11,7 +11,7 @@ namespace rtk {
 
 enum LossKind : int { kZLoss = 0, kBalanceSoftmax = 1, kBalanceSigmoid = 2, kBalancePlain = 3 };
 
-// The counts a row is weighed with: of all rows, of rows in runs of `inner`, or of every inner-th row.
+// The counts a row is weighed with: of all rows, of `inner` neighbouring rows, or of every inner-th row.
 struct CountsOf {
     const i32* counts;
     i64 experts, inner, interleaved;

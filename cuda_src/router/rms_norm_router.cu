@@ -20,14 +20,18 @@
 namespace rtk {
 
 inline constexpr int kNormThreads = 640;  // ops/router/rms_norm_router_plan.py knows these
-inline constexpr int kNormRows = 64, kSlab = 128;
-inline constexpr int kSlots = 6, kStages = 4;
+inline constexpr int kNormRows = 64;
+inline constexpr int kSlab = 128;  // columns
+inline constexpr int kSlots = 6;
+inline constexpr int kStages = 4;
 inline constexpr u32 kBoxBytes = kNormRows * kTileRow;  // 64 columns; a slab is two
 inline constexpr u32 kSlabBytes = 2 * kBoxBytes;
 inline constexpr u32 kWeightBytes = 2 * 128 * kTileRow;  // 256 experts, 64 columns
 
 inline constexpr int kProductWarps = 4;
-inline constexpr int kMakers = 3, kMakerThreads = 128, kMakerWarps = kMakerThreads / kWarp;
+inline constexpr int kMakers = 3;
+inline constexpr int kMakerThreads = 128;
+inline constexpr int kMakerWarps = kMakerThreads / kWarp;
 inline constexpr int kAllMakerWarps = kMakers * kMakerWarps;
 inline constexpr int kMakerRows = kMakerThreads / 16;  // at a time, 16 bytes a thread
 inline constexpr int kBatch = 4;                     // 16-byte vectors of a thread that are quantised together

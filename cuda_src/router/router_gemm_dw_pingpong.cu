@@ -3,7 +3,7 @@
 // tensor cores together ask for more than shared memory gives.
 //
 // A block makes a tile of 64 experts and 256 columns of one split of the tokens. Its two warpgroups take stages of 32 tokens
-// by turns; at the end their sums meet in shared memory, and leave as whole rows.
+// in ping-pong; at the end their sums meet in shared memory, and leave as whole rows.
 #include "router/router_gemm_dy.cuh"
 #include "ptx/barrier.cuh"
 

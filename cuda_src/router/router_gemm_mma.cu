@@ -31,7 +31,7 @@ struct MmaOperand {
     int rows;         // along the result, from the first of this tile
     int depth;
 
-    // Asks for k = k0 ... k0 + 63 of a term: 1024 pieces of 16 bytes, swizzled within 128 bytes.
+    // Asks for k = k0 ... k0 + 63 of a term: 1024 vectors of 16 bytes, swizzled within 128 bytes.
     RTK_DEVICE void fetch(ptx::SharedAddress to, int term, int k0) const {
 #pragma unroll
         for (int i = 0; i < kMmaBytes / 16 / kMmaThreads; ++i) {

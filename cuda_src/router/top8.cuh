@@ -30,7 +30,8 @@ RTK_DEVICE u32 longest(u32 code) {
     return code < half ? code : max(code, (code - half) << (PLACE_BITS + 1) | ((2u << PLACE_BITS) - 1u));
 }
 
-inline constexpr int kGroupBits = 6, kCandidateBits = 5;
+inline constexpr int kGroupBits = 6;
+inline constexpr int kCandidateBits = 5;
 inline constexpr u32 kExactGroup = 1u << (31 - kGroupBits);
 
 RTK_DEVICE void order(u32& low, u32& high) {

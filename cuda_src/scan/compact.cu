@@ -7,7 +7,9 @@
 
 namespace rtk {
 
-inline constexpr int kCompactThreads = 256, kCompactSlice = 4096, kCompactWarps = kCompactThreads / kWarp;
+inline constexpr int kCompactThreads = 256;
+inline constexpr int kCompactSlice = 4096;  // elements of a block
+inline constexpr int kCompactWarps = kCompactThreads / kWarp;
 
 template <typename T>
 RTK_DEVICE bool nonzero(const T* x, i64 at) {

@@ -13,7 +13,8 @@ namespace rtk {
 #define RTK_SCAN_BYTES 32
 #endif
 
-inline constexpr int kScanThreads = 256, kScanWarps = kScanThreads / kWarp;
+inline constexpr int kScanThreads = 256;
+inline constexpr int kScanWarps = kScanThreads / kWarp;
 
 // The states of earlier slices, in order.
 template <typename S>

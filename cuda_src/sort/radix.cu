@@ -1,8 +1,13 @@
 // Long rows sorted by radix, least significant digit first, 8 bits at a time; stable. Digits of all passes are counted in one read
 // (radix_histogram), their beginnings found (radix_begins), and each pass is one launch that reads and writes every element one time
 // (radix_sweep): a block ranks a tile in shared memory, and asks the tiles of the row before it how many of each digit they
-// have (decoupled look-back), so that it knows where its own belong. Which tile a block has comes from a ticket: tiles before it
-// have begun, so waiting for them ends. A pass in which all elements of a row have one digit is left out, unless all are.
+// have (decoupled look-back), so that it knows where its own belong. A pass in which all elements of a row have one digit is left
+// out, unless all are.
+//
+// Why nobody waits for ever:
+//   1. Which tile a block has comes from a ticket, so tiles before it have begun.
+//   2. A block stores the counts of its tile before it waits for those of others.
+//   3. So every count that is waited for comes from a block that runs, and that waits for nobody until then.
 //
 // counts: [rows][passes][256], then beginnings of digits; skips: [rows], a bit for each pass that is left out. Words of look-back,
 // [rows][tiles][256]: 0, or in the highest two bits whether the other 30 have this tile's count (1) or that of all tiles up to it
@@ -12,8 +17,11 @@
 
 namespace rtk {
 
-inline constexpr int kHistogramThreads = 256, kHistogramLoads = 8;
-inline constexpr u32 kTileCount = 1u << 30, kRowCount = 2u << 30, kCountBits = kTileCount - 1;
+inline constexpr int kHistogramThreads = 256;
+inline constexpr int kHistogramLoads = 8;
+inline constexpr u32 kTileCount = 1u << 30;
+inline constexpr u32 kRowCount = 2u << 30;
+inline constexpr u32 kCountBits = kTileCount - 1;
 
 // Grid: rows * slices of `length` elements. counts are zeros before.
 template <typename T>

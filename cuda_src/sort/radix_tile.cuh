@@ -8,7 +8,9 @@
 
 namespace rtk {
 
-inline constexpr int kRadixDigits = 256, kRadixRounds = 16, kRadixThreads = 256;
+inline constexpr int kRadixDigits = 256;
+inline constexpr int kRadixRounds = 16;
+inline constexpr int kRadixThreads = 256;
 template <typename T>
 inline constexpr int kRadixBlocks = sizeof(T) == 8 || sizeof(T) == 1 ? 2 : 3;  // on a multiprocessor, by their registers
 

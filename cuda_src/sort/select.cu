@@ -11,7 +11,10 @@
 
 namespace rtk {
 
-inline constexpr int kSelectThreads = 256, kSelectBetter = 1536, kSelectPlaces = 2048, kSelectLoads = 4;
+inline constexpr int kSelectThreads = 256;
+inline constexpr int kSelectBetter = 1536;
+inline constexpr int kSelectPlaces = 2048;
+inline constexpr int kSelectLoads = 4;
 
 template <typename T>
 struct SelectInput {

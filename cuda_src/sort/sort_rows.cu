@@ -9,7 +9,8 @@
 
 namespace rtk {
 
-inline constexpr int kSortPlaces = 2048, kSortBlock = 256;
+inline constexpr int kSortPlaces = 2048;
+inline constexpr int kSortBlock = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kSortBlock)

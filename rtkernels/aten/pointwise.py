@@ -144,20 +144,14 @@ _add_row("log_sigmoid_forward", _log_sigmoid_forward, "nn.functional.logsigmoid"
 # ---- two operands ---------------------------------------------------------------------------------------------------
 
 
-def _into(made: Functor, self: Tensor, others: tuple[Any, ...], scalars: tuple[Any, ...] = ()) -> Any:
-    """Run in place: the result must have the dtype and shape of `self`."""
-    return run(made, (self, *others), scalars, out=self)
-
-
-def _binary(name: str, made: Functor, forms: str, *, opinfo: str | None = None) -> None:
+def _binary(name: str, made: Functor, forms: str) -> None:
     """Add overloads of two operands: Tensor, Scalar, Scalar_Tensor (and shifts' Tensor_Scalar), in place (_), out."""
-    opinfo = name if opinfo is None else opinfo
 
     def plain(self: Any, other: Any) -> Any:
         return run(made, (self, other))
 
     def into(self: Tensor, other: Any) -> Any:
-        return _into(made, self, (other,))
+        return run(made, (self, other), out=self)
 
     def to_out(self: Any, other: Any, *, out: Tensor) -> Any:
         return run(made, (self, other), out=out)
@@ -166,7 +160,7 @@ def _binary(name: str, made: Functor, forms: str, *, opinfo: str | None = None) 
         base = name + "_" * form.startswith("_")
         overload = form.removeprefix("_")
         full = f"{base}.{overload}" if overload else base
-        _add_row(full, into if form.startswith("_") else to_out if "out" in form.lower() else plain, opinfo)
+        _add_row(full, into if form.startswith("_") else to_out if "out" in form.lower() else plain, name)
 
 
 _INTS = INTEGERS | {torch.bool}

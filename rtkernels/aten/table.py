@@ -41,8 +41,8 @@ ONLY_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward")  # composites in 
 
 # Elements of the largest tensor below which a call goes to torch: there the time of the host counts, and torch's is
 # shorter. By overload for the default set; by family for others, where they matter to who names them. 0: a call that is
-# like one before takes 2 µs less to 3 µs more than torch's (H200), one that is given back 4 to 8 µs more. Of the others
-# some launch several kernels, or read a number, for which large tensors make up. Tests set all of them to 0.
+# like one before takes about as long as torch's (docs/decisions/aten.md). Of the others some launch several kernels, or
+# read a number, for which large tensors make up. Tests set all of them to 0.
 MIN_ELEMENTS = {
     "ew": 0,
     "copy": 1 << 24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -182,3 +183,13 @@ def source(op: str, kernel: str | None = None) -> str:
         raise ArgumentError(f"{op} has no kernel {kernel!r}{meant}")
     units = dict.fromkeys(record.unit for record in kernels)
     return "\n".join(f"// ==== {unit}\n{sources.flatten(sources.closure(unit))}" for unit in units)
+
+
+def written_calls(op: str) -> str:
+    """Return the Python that was written out for the operators of an op: their call, and how it finds a plan."""
+    parts = []
+    for operator in warming.select([op])[0].torch_ops:
+        names = (f"<rtkernels {operator.name}>", f"<rtkernels plans of {operator.name}>")
+        text = "".join(line for name in names for line in linecache.getlines(name))
+        parts.append(f"# ==== {operator.name}\n{text.strip()}")
+    return "\n\n".join(parts) or f"# {op} has no operators of its own"

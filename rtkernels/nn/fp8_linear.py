@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth
-from rtkernels.ops.gemm.fp8_linear import RECIPES, check_linear, fp8_linear, fp8_weight
+from rtkernels.ops.gemm.fp8_linear import RECIPES, fp8_linear, fp8_weight
+from rtkernels.ops.gemm.fp8_linear_checks import check_linear
 from rtkernels.ops.quant.column_absmax import column_absmax
 from rtkernels.ops.quant.smooth_quant import smooth_factors
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,6 +445,18 @@ def test_tables_of_the_readme_and_of_the_page() -> None:
 
 def test_readme_has_what_was_recorded() -> None:
     assert cli.main(["readme", "--check"]) == 0
+
+
+def test_readme_quotes_recorded_models_and_layers() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    arms = json.loads((root / "bench/results/e2e/h200.json").read_text())["results"]["train dense"]["arms"]
+    hf, liger, ours, fp8 = (arms[arm]["step_ms"] for arm in ("hf", "liger", "ours_fused", "fp8"))
+    assert f"trains {hf / ours:.2f} x as fast as unpatched and {liger / ours:.2f} x as with Liger" in text
+    assert f"{hf / fp8:.2f} x and {liger / fp8:.2f} x in fp8" in text
+    row = json.loads((root / "bench/results/h200.json").read_text())["layers"]["layer_dense"]["measured"]["rows"][0]
+    ours, fp8, liger = (row[way]["forward_and_backward_ms"] for way in ("ours_fused", "fp8_fused", "liger"))
+    assert f"hidden {row['hidden']} takes {ours:.1f} ms, {fp8:.1f} in fp8, with Liger {liger:.1f}." in text
 
 
 def test_rows_of_products_have_their_rate() -> None:

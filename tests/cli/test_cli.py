@@ -95,6 +95,8 @@ def test_version(capsys):
         (("show", SMALL, "--arch", "sm_80", "--variant", "99"), f"variants 0 to {COUNT - 1}"),
         (("show", SMALL, "--arch", "sm_80", "--ptx", "--source"), "not allowed with"),
         (("show", SMALL, "--source", "--variant", "1"), "--variant"),
+        (("show", SMALL, "--call", "--kernel", SMALL), "no meaning with --call"),
+        (("show", "nothing", "--call"), "no op 'nothing'"),
     ],
 )
 def test_usage_errors_are_one_line_and_code_2(capsys, arguments, said):
@@ -423,6 +425,13 @@ def test_show_ptx_of_one_variant(capsys):
     assert code == 0
     assert ".target sm_90a" in out
     assert out.count(".entry") == 1
+
+
+def test_show_call_has_what_was_written_for_the_operators(capsys):
+    code, out, _ = run(capsys, "show", "rms_norm", "--call")
+    assert code == 0
+    assert "# ==== rms_norm_fwd\ndef call(x, weight, eps, offset):" in out
+    assert "# ==== rms_norm_bwd\n" in out and "def launch(" in out
 
 
 def test_show_source_has_the_kernel_and_its_headers(capsys):

@@ -38,17 +38,21 @@ def _no_launches():
 def check(case) -> None:
     """Compare metadata of results with torch's, in place and of ``out=`` included."""
     op, dtype = case
+    compared = 0
     for sample in harness.samples(op, dtype, "cpu", limit=8):
         try:
             want, _ = harness.run(op, sample, False)
         except Exception:
             continue
+        compared += 1
         with torch.no_grad(), harness.overridden("cpu", ("ew", "copy")):
             got, _ = harness.run(op, sample, False)
         for a, b in zip(harness.tensors(got), harness.tensors(want), strict=True):
             text = f"{harness.case_name(case)} {sample}"
             assert (a.dtype, a.shape) == (b.dtype, b.shape), text
             assert a.stride() == b.stride() or a.numel() <= 1, f"{a.stride()}, torch {b.stride()}: {text}"
+    if not compared:
+        pytest.skip("torch itself runs none of the samples on the CPU")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if zlib.crc32(case.id.encode()) % _ONE_IN == 0])

@@ -54,6 +54,12 @@ def test_decisions_begin_with_what_holds_now(page: Path) -> None:
     assert titles[:2] == ["What holds now", "History"]
 
 
+def test_the_index_of_decisions_names_every_page() -> None:
+    folder = ROOT / "docs" / "decisions"
+    linked = re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert sorted(linked) == sorted(path.name for path in folder.glob("[!R]*.md"))
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
@@ -74,6 +80,13 @@ def test_names_and_files_are_there(page: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
     for test in re.findall(r"`(test_\w+)`", text):
         assert any(test in code for code in _tests()), test
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_that_are_quoted_are_those_of_the_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path, number, line in re.findall(r" at (cuda_src/[\w/.]+):(\d+)\n\2\t(.+)", text):
+        assert (ROOT / path).read_text(encoding="utf-8").splitlines()[int(number) - 1] == line
 
 
 @functools.cache

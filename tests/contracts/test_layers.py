@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rtkernels import _public
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rtkernels"
 
@@ -35,7 +37,7 @@ FAMILIES = {
     "loss": {"reduce"},
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
-    "attention": {"gemm", "norm", "rope", "reduce"},
+    "attention": {"gemm", "norm", "rope"},
 }
 # Families without public functions: behind torch's operators, tested in tests/aten, timed by ``python -m bench aten``.
 ATEN_ONLY = {"scan", "sort", "random", "window"}
@@ -63,6 +65,7 @@ ALLOWED = {
     "models": {"nn", "ops", "runtime.operator"},
 }
 EVERYTHING = {"__init__", "__main__", "cli"}
+BY_PUBLIC_NAMES = {"nn", "optim", "models", "jax"}  # layers that call the public functions as users do
 
 
 def layer_of(module: str) -> str:
@@ -113,12 +116,7 @@ def test_imports_go_down(path: Path) -> None:
             continue
         if inside and target == "emulator" and layer in ("runtime.launch", "ops.shared"):
             continue
-        if name == "rtkernels" and layer in (
-            "nn",
-            "optim",
-            "models",
-            "jax",
-        ):  # the public functions, by their public names
+        if name == "rtkernels" and layer in BY_PUBLIC_NAMES:
             continue
         wrong.append(name)
     assert not wrong, f"{layer} must not import {', '.join(wrong)}"
@@ -142,6 +140,29 @@ def test_families_have_the_same_names_everywhere() -> None:
         wanted = families if place == "cuda_src" else families - ATEN_ONLY
         missing = wanted - {p.name for p in (ROOT / place).iterdir() if p.is_dir()}
         assert not missing, f"{place} lacks {missing}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_uses_what_it_may(family: str) -> None:
+    of_modules = {
+        target.removeprefix("ops.")
+        for path in (PACKAGE / "ops" / family).glob("*.py") for name, _ in imports(path)
+        if (target := layer_of(name.removeprefix("rtkernels."))).startswith("ops.")
+    }  # fmt: skip
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cuda_src" / family).iterdir())
+    used = (of_modules | set(re.findall(r'#include "(\w+)/', text))) & set(FAMILIES) - {family}
+    assert used == FAMILIES[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_says_what_it_has(family: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / "ops" / family / "__init__.py").read_text(encoding="utf-8")))
+    public = [name for name, module in _public.OPS.items() if module.startswith(f"ops.{family}.")]
+    assert [name for name in public if f"``{name}``" not in text] == []
+    uses = re.sub(r"\(.*?\)", "", text.replace("\n", " ").rpartition("Uses ")[2])
+    assert set(re.findall(r"``(\w+)``", uses)) == FAMILIES[family]
+    assert FAMILIES[family] or uses.startswith("no other family")
+    assert f"``cuda_src/{family}/``" in text
 
 
 def test_the_document_names_the_same_families() -> None:

@@ -1,7 +1,8 @@
 """Hashes of the machine code of every variant, for changes that should change no kernel (renames, moved files).
 
-``python -m tests.support.machine_code FILE`` compiles what the cache lacks and writes a hash of each variant on the
-targets of CI; ``--compare FILE`` prints the variants that differ from such a file, and exits with 1 if there are any.
+``python -m tests.support.machine_code FILE`` compiles what the cache lacks and writes a hash of each variant's code on
+the targets of CI; ``--compare FILE`` prints the variants that differ from such a file, and exits with 1 if there are
+any.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +18,26 @@ from pathlib import Path
 from rtkernels.runtime import cpus, targets, warm
 from rtkernels.runtime.build import cache
 
+_SYMBOLS = (2, 3)  # types of sections: a table of symbols, one of strings
+_NO_BYTES = 8
+
+
+def code_of(image: bytes) -> bytes:
+    """Return a cubin without its symbols: names of static variables have a hash of the source with its comments."""
+    if not image.startswith(b"\x7fELF"):
+        return image
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count = struct.unpack_from("<HH", image, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + i * size) for i in range(count)]
+    kept = [(kind, start, length) for _, kind, _, _, start, length, *_ in sections if kind not in _SYMBOLS]
+    return b"".join(image[start : start + length] for kind, start, length in kept if kind != _NO_BYTES)
+
 
 def hashes(ops: list[str] | None, archs: list[str]) -> dict[str, str]:
     """Return the hash of each variant of these ops (None: all) on these targets, by op, expression and target."""
 
     def of(job: warm.Job) -> tuple[str, str]:
-        image = cache.load(*job.entry, op=job.op.name).image
+        image = code_of(cache.load(*job.entry, op=job.op.name).image)
         return str(job), hashlib.sha256(image).hexdigest()[:16]
 
     with ThreadPoolExecutor(cpus.usable()) as pool:

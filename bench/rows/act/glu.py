@@ -20,9 +20,9 @@ def _torch_fwd(x: Tensor, act: str) -> Tensor:
 
 
 def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gate, up = x.to(wide).chunk(2, -1)
-    d = dy.to(wide)
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    gate, up = x.to(math_dtype).chunk(2, -1)
+    d = dy.to(math_dtype)
     s = torch.sigmoid(gate)
     return torch.cat((d * up * (s + gate * s * (1 - s)), d * gate * s), -1).to(x.dtype)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.rows.row import Row
+from bench.rows.row import Row, in_fp32
 from rtkernels.ops.act.glu_fp8 import BACKWARD, FORWARD
 from rtkernels.ops.shared.fp8_layout import GROUP, groups_of, row_blocks_of
 from rtkernels.runtime.operator.operator import TorchOp
@@ -76,10 +76,6 @@ def _pair(
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _recipe(blocks: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     scale = (blocks.abs().amax(dim, keepdim=True) / 448).clamp(min=1e-30)
     scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -90,11 +86,11 @@ def _both(y: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, ...]:
     """Return q, scale, q_t and scale_t as the op does; columns are a multiple of 128."""
     m, cols = y.shape
     q, scale = _recipe(y.view(m, cols // GROUP, GROUP), 2)
-    pieces = [(scale.t(), *_columns(y))] if counts is None else []
+    made = [(scale.t(), *_columns(y))] if counts is None else []
     if counts is not None:
         parts = zip(y.split(list(counts)), scale.split(list(counts)), strict=True)
-        pieces = [(s.t().flatten(), *_columns(part, flat=True)) for part, s in parts]
-    scale, q_t, scale_t = (torch.cat(same) for same in zip(*pieces, strict=True))
+        made = [(s.t().flatten(), *_columns(part, flat=True)) for part, s in parts]
+    scale, q_t, scale_t = (torch.cat(same) for same in zip(*made, strict=True))
     blocks = row_blocks_of(m, None if counts is None else len(counts))
     return q.view(m, cols), scale, q_t, F.pad(scale_t, (0, 0, 0, blocks - scale_t.shape[0]))
 
@@ -111,7 +107,7 @@ def _torch_forward(counts: Sequence[int] | None) -> Callable[..., tuple[Tensor, 
     numbers = counts
 
     def forward(x: Tensor, weight: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, ...]:
-        gate, up = _wide(x).chunk(2, -1)
+        gate, up = in_fp32(x).chunk(2, -1)
         y = F.silu(gate) * up
         return _both(y if weight is None else y * weight[:, None], numbers)
 
@@ -124,8 +120,8 @@ def _torch_backward(counts: Sequence[int] | None) -> Callable[..., tuple[Tensor,
     def backward(
         dy: Tensor, x: Tensor, weight: Tensor | None = None, counts: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        gate, up = _wide(x).chunk(2, -1)
-        g, s = _wide(dy), torch.sigmoid(gate)
+        gate, up = in_fp32(x).chunk(2, -1)
+        g, s = in_fp32(dy), torch.sigmoid(gate)
         dweight = x.new_empty(0, dtype=torch.float32) if weight is None else (g * gate * s * up).sum(-1)
         if weight is not None:
             g = g * weight[:, None]

@@ -14,7 +14,7 @@ from rtkernels.ops.index.embedding import ADD, BACKWARD, FORWARD, NO_PADDING
 _TOKENS, _ROWS, _COLS = 8192, 157184, 2048
 
 
-_FEW = 10000  # values that the ids of the accumulating rows are drawn from: many tokens share a row
+_SHARED_IDS = 10000  # values that the ids of the accumulating rows are drawn from: many tokens share a row
 
 
 def _make(device: str, generator: torch.Generator, backward: bool) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _make(device: str, generator: torch.Generator, backward: bool) -> dict[str, 
 
 
 def _make_into(device: str, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    ids = torch.randint(0, _FEW, (_TOKENS,), device=device, generator=generator)
+    ids = torch.randint(0, _SHARED_IDS, (_TOKENS,), device=device, generator=generator)
     dy = torch.randn(_TOKENS, _COLS, dtype=torch.bfloat16, device=device, generator=generator)
     return {"dy": dy, "ids": ids, "main_grad": torch.zeros(_ROWS, _COLS, dtype=dtype, device=device)}
 
@@ -60,7 +60,7 @@ def rows() -> Iterator[Row]:
         torch=lambda ids, dy, weight: torch.zeros_like(weight).index_add_(0, ids, dy),
         bytes=moved + _ROWS * _COLS * 2 + ids_bytes,
     )
-    touched = round(_FEW * (1 - (1 - 1 / _FEW) ** _TOKENS))
+    touched = round(_SHARED_IDS * (1 - (1 - 1 / _SHARED_IDS) ** _TOKENS))
     for name, dtype in (("embedding_bwd_into", torch.bfloat16), ("embedding_bwd_into_fp32", torch.float32)):
         yield Row(
             name=name,

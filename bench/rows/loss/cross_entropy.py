@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.rows.row import Row
+from bench.rows.row import Row, in_fp32
 from rtkernels.ops.loss.cross_entropy_operators import (
     BACKWARD,
     FORWARD,
@@ -17,23 +17,19 @@ from rtkernels.ops.loss.cross_entropy_operators import (
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _torch_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(_wide(logits), labels, reduction="none")
+    return torch.nn.functional.cross_entropy(in_fp32(logits), labels, reduction="none")
 
 
 def _torch_bwd(dy: Tensor, logits: Tensor, labels: Tensor, stats: Tensor) -> Tensor:
-    p = torch.softmax(_wide(logits), -1)
+    p = torch.softmax(in_fp32(logits), -1)
     p = p - torch.nn.functional.one_hot(labels, logits.shape[-1])
-    return (p * _wide(dy).unsqueeze(-1)).to(logits.dtype)
+    return (p * in_fp32(dy).unsqueeze(-1)).to(logits.dtype)
 
 
 def _torch_both(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(_wide(leaf), labels)
+    loss = torch.nn.functional.cross_entropy(in_fp32(leaf), labels)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 

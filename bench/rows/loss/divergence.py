@@ -34,8 +34,8 @@ def rows() -> Iterator[Row]:
             return total[0], dx
 
         def plain(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            a, b = x.to(wide), target.to(wide)
+            math_dtype = torch.promote_types(x.dtype, torch.float32)
+            a, b = x.to(math_dtype), target.to(math_dtype)
             p = b.exp()
             if mode == LOGARITHM:
                 return (p * (b - a)).sum() / x.shape[0], (-p / x.shape[0]).to(x.dtype)

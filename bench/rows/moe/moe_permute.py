@@ -58,10 +58,10 @@ class Case(NamedTuple):
 
 
 MAIN = Case(8192, 2048, 256, 8, 256)
-WIDE = Case(8192, 7168, 256, 8, 256)
+LARGE = Case(8192, 7168, 256, 8, 256)
 CASES = (
     MAIN,
-    WIDE,
+    LARGE,
     Case(32768, 2048, 32, 2, 32),
     Case(32768, 2048, 256, 1, 1, " one expert"),
     Case(8192, 2048, 64, 8, 32, " half empty"),
@@ -81,7 +81,7 @@ def make(case: Case, device: str, generator: torch.Generator, *names: str) -> di
     return {**made, **index._asdict()}
 
 
-def filled(values: Tensor, slots: Tensor, top_k: int) -> Tensor:
+def padded_rows(values: Tensor, slots: Tensor, top_k: int) -> Tensor:
     """Return ``values`` of the tokens, ``[T, ...]``, by rows in plain torch."""
     return torch.where((slots >= 0)[:, None], values[(slots.clamp(min=0) // top_k).long()], 0)
 
@@ -89,7 +89,7 @@ def filled(values: Tensor, slots: Tensor, top_k: int) -> Tensor:
 def plain_permute(x: Tensor, rows: Tensor, slots: Tensor, probs: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """moe_permute with probabilities in plain torch."""
     numbers = torch.where(slots >= 0, probs.flatten()[slots.clamp(min=0).long()], 0)
-    return filled(x, slots, rows.shape[1]), numbers
+    return padded_rows(x, slots, rows.shape[1]), numbers
 
 
 def plain_unpermute(y: Tensor, rows: Tensor, probs: Tensor | None = None, **_: Any) -> Tensor:
@@ -103,7 +103,7 @@ def plain_unpermute(y: Tensor, rows: Tensor, probs: Tensor | None = None, **_: A
 def plain_backward(dout: Tensor, y: Tensor, rows: Tensor, slots: Tensor, probs: Tensor, **_: Any):
     """The gradients of moe_unpermute with weights in plain torch."""
     weights = torch.where(slots >= 0, probs.flatten()[slots.clamp(min=0).long()], 0)
-    dy = (filled(dout, slots, rows.shape[1]) * weights[:, None]).to(dout.dtype)
+    dy = (padded_rows(dout, slots, rows.shape[1]) * weights[:, None]).to(dout.dtype)
     return dy, (y[rows.long()] * dout[:, None]).sum(-1)
 
 
@@ -128,7 +128,7 @@ def _rows_of(permute: Callable[..., Any], unpermute: Callable[..., Any], backwar
             torch=plain_unpermute,
             bytes=choices + tokens + numbers,
         )
-        if case not in (MAIN, WIDE):
+        if case not in (MAIN, LARGE):
             continue
         yield Row(
             name="unpermute_pad_probs",
@@ -151,7 +151,7 @@ def _rows_of(permute: Callable[..., Any], unpermute: Callable[..., Any], backwar
             shape=case.shape,
             make=lambda device, g, case=case: make(case, device, g, "dout"),
             ours=lambda dout, rows, slots, **_: permute(dout, rows, slots, None, None, None),
-            torch=lambda dout, rows, slots, **_: filled(dout, slots, rows.shape[1]),
+            torch=lambda dout, rows, slots, **_: padded_rows(dout, slots, rows.shape[1]),
             bytes=tokens + many + numbers,
         )
         yield Row(

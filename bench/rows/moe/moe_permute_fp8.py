@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.rows.moe.moe_permute import CASES, Case, filled, make
+from bench.rows.moe.moe_permute import CASES, Case, make, padded_rows
 from bench.rows.row import Row
 from rtkernels.ops.moe.moe_permute_fp8 import QUANTIZE
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, groups_of
@@ -22,7 +22,7 @@ def _bytes(case: Case) -> int:
 
 def _plain(x: Tensor, rows: Tensor, slots: Tensor, **_: Any) -> Tensor:
     """The codes by rows in plain torch, without the layout of scales by expert; returns the codes."""
-    y = filled(x, slots, rows.shape[1])
+    y = padded_rows(x, slots, rows.shape[1])
     y = y if y.dtype == torch.float64 else y.float()
     scale = (y.unflatten(1, (-1, 128)).abs().amax(-1) / 448).clamp(min=1e-30)
     codes = (y * (1 / scale).repeat_interleave(128, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -20,15 +20,15 @@ def _plain_rows(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _torch_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (_plain_rows(x.to(wide), eps)[0] * weight + bias).to(x.dtype)
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    return (_plain_rows(x.to(math_dtype), eps)[0] * weight + bias).to(x.dtype)
 
 
 def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    d = dy.to(wide)
-    normalised, rstd = _plain_rows(x.to(wide), eps)
-    g = d * weight.to(wide)
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    d = dy.to(math_dtype)
+    normalised, rstd = _plain_rows(x.to(math_dtype), eps)
+    g = d * weight.to(math_dtype)
     dx = rstd * (g - g.mean(-1, keepdim=True) - normalised * (g * normalised).mean(-1, keepdim=True))
     return dx.to(x.dtype), torch.stack(((d * normalised).sum(0), d.sum(0))).to(weight.dtype)
 

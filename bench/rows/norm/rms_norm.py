@@ -49,8 +49,8 @@ def _torch_fwd(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    h, d, w = x.to(wide), dy.to(wide), weight.to(wide)
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    h, d, w = x.to(math_dtype), dy.to(math_dtype), weight.to(math_dtype)
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     g = d * w
     dx = rstd * g - h * rstd**3 * (g * h).mean(-1, keepdim=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.rows.row import Row
+from bench.rows.row import Row, in_fp32
 from rtkernels.ops.quant.quantize_fp8 import BOTH, DEQUANTIZE, QUANTIZE, STATIC
 from rtkernels.ops.quant.quantize_fp8_plan import scale_shape
 from rtkernels.ops.quant.reference import block_of
@@ -58,7 +58,7 @@ def _rows_of(quantize: TorchOp, both: TorchOp, static: TorchOp, dequantize: Torc
             shape=shape,
             make=make_scaled,
             ours=lambda x, scale: static(x, scale, e4m3),
-            torch=lambda x, scale: (_wide(x) * (1 / scale)).clamp(-448, 448).to(e4m3),
+            torch=lambda x, scale: (in_fp32(x) * (1 / scale)).clamp(-448, 448).to(e4m3),
             bytes=3 * n + 4,
         )
         yield Row(
@@ -71,15 +71,11 @@ def _rows_of(quantize: TorchOp, both: TorchOp, static: TorchOp, dequantize: Torc
         )
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _torch_quantize(granularity: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return the plain torch of a recipe for a matrix whose sides are multiples of 128."""
 
     def recipe(x: Tensor) -> tuple[Tensor, Tensor]:
-        v = _wide(x).t() if granularity == "group_t" else _wide(x)
+        v = in_fp32(x).t() if granularity == "group_t" else in_fp32(x)
         down, across = block_of(granularity, *v.shape)
         blocks = v.reshape(v.shape[0] // down, down, v.shape[1] // across, across)
         factor = (blocks.abs().amax((1, 3), keepdim=True) / 448).clamp(min=1e-30)
@@ -105,7 +101,7 @@ def _torch_both(granularity: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
 
 
 def _torch_dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    groups = _wide(q).unflatten(-1, (-1, GROUP)) * scale[..., None]
+    groups = in_fp32(q).unflatten(-1, (-1, GROUP)) * scale[..., None]
     return groups.flatten(-2).to(scale.dtype if scale.dtype == torch.float64 else torch.bfloat16)
 
 

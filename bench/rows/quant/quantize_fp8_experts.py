@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.rows.row import Row
+from bench.rows.row import Row, in_fp32
 from rtkernels.ops.quant.quantize_fp8_experts import QUANTIZE
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of, row_blocks_of
 
@@ -36,9 +36,9 @@ def rows() -> Iterator[Row]:
 
 def _plain(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     """The recipe in plain torch, for the counts above."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    values = in_fp32(x)
     parts: tuple[list[Tensor], ...] = ([], [], [], [])
-    for part in wide.split(_COUNTS):
+    for part in values.split(_COUNTS):
         scale = (part.unflatten(1, (-1, GROUP)).abs().amax(-1) / 448).clamp(min=1e-30)
         parts[0].append((part * (1 / scale).repeat_interleave(GROUP, 1)).clamp(-448, 448).to(torch.float8_e4m3fn))
         parts[1].append(scale.t().flatten())
@@ -48,7 +48,7 @@ def _plain(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         parts[2].append((part * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).t().flatten())
         parts[3].append(scale)
     blank = row_blocks_of(len(x), len(_COUNTS)) - sum(map(len, parts[3]))
-    parts[3].append(wide.new_zeros(blank, x.shape[1]))
+    parts[3].append(values.new_zeros(blank, x.shape[1]))
     q, scale, q_t, scale_t = parts
     codes = [torch.cat([part.view(torch.uint8) for part in each]).view(torch.float8_e4m3fn) for each in (q, q_t)]
     return codes[0], torch.cat(scale), codes[1], torch.cat(scale_t)

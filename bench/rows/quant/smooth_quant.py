@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.rows.row import Row
+from bench.rows.row import Row, in_fp32
 from rtkernels.ops.quant import quantize_fp8_channel as channel
 from rtkernels.ops.quant.smooth_quant import SMOOTH
 from rtkernels.runtime.operator.operator import TorchOp
@@ -29,11 +29,8 @@ def _rows_of(smooth_op: TorchOp, channel_op: TorchOp) -> Iterator[Row]:
         scale = (z.abs().amax(dim, keepdim=True) / 448).clamp(min=1e-30)
         return (z * (1 / scale)).clamp(-448, 448).to(e4m3), scale.flatten()
 
-    def wide(x: Tensor) -> Tensor:
-        return x if x.dtype == torch.float64 else x.float()
-
     def plain_channel(x: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale = plain(wide(x), 0)
+        q, scale = plain(in_fp32(x), 0)
         return q.t().contiguous(), scale
 
     yield Row(
@@ -41,7 +38,7 @@ def _rows_of(smooth_op: TorchOp, channel_op: TorchOp) -> Iterator[Row]:
         shape=f"{rows}x{cols}",
         make=make,
         ours=lambda x, smooth: smooth_op(x, smooth, None, e4m3, False, False)[:2],
-        torch=lambda x, smooth: plain(wide(x) * smooth, 1),
+        torch=lambda x, smooth: plain(in_fp32(x) * smooth, 1),
         bytes=3 * rows * cols + 4 * (rows + cols),
     )
     yield Row(
@@ -49,7 +46,7 @@ def _rows_of(smooth_op: TorchOp, channel_op: TorchOp) -> Iterator[Row]:
         shape=f"{rows}x{cols}",
         make=make,
         ours=lambda x, smooth: smooth_op(x, smooth, None, e4m3, False, True),
-        torch=lambda x, smooth: (*plain(wide(x) * smooth, 1), wide(x).abs().amax(0)),
+        torch=lambda x, smooth: (*plain(in_fp32(x) * smooth, 1), in_fp32(x).abs().amax(0)),
         bytes=3 * rows * cols + 4 * (rows + 2 * cols),
     )
     yield Row(

@@ -13,8 +13,8 @@ from rtkernels.ops.reduce.softmax import BACKWARD, FORWARD
 
 
 def _torch_bwd(dy: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    g, v = dy.to(wide), y.to(wide)
+    math_dtype = torch.promote_types(y.dtype, torch.float32)
+    g, v = dy.to(math_dtype), y.to(math_dtype)
     return (v * (g - (g * v).sum(-1, keepdim=True))).to(y.dtype)
 
 

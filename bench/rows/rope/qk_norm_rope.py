@@ -16,16 +16,16 @@ from rtkernels.runtime.operator.operator import TorchOp
 def _torch_fwd(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: tuple[Tensor, Tensor], q_heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(qkv.dtype, torch.float32)
+    math_dtype = torch.promote_types(qkv.dtype, torch.float32)
     length, batch = qkv.shape[:2]
     dim, group = q_weight.shape[0], q_heads // kv_heads
-    cos, sin = (t.to(wide).view(length, 1, 1, -1) for t in tables)
+    cos, sin = (t.to(math_dtype).view(length, 1, 1, -1) for t in tables)
     half = cos.shape[-1]
     q, k, v = qkv.view(length, batch, kv_heads, group + 2, dim).split((group, 1, 1), 3)
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
-        h = x.reshape(length, batch, -1, dim).to(wide)
-        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.to(wide)
+        h = x.reshape(length, batch, -1, dim).to(math_dtype)
+        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.to(math_dtype)
         a, b, rest = n.split((half, half, dim - 2 * half), -1)
         y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
         return y.to(x.dtype).transpose(0, 1).contiguous()
@@ -34,19 +34,19 @@ def _torch_fwd(
 
 
 def _torch_bwd(dy: tuple[Tensor, ...], qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables, q_heads, kv_heads):
-    wide = torch.promote_types(qkv.dtype, torch.float32)
+    math_dtype = torch.promote_types(qkv.dtype, torch.float32)
     length, batch = qkv.shape[:2]
     dim, group = q_weight.shape[0], q_heads // kv_heads
-    cos, sin = (t.to(wide).view(length, 1, 1, -1) for t in tables)
+    cos, sin = (t.to(math_dtype).view(length, 1, 1, -1) for t in tables)
     half = cos.shape[-1]
     parts = qkv.view(length, batch, kv_heads, group + 2, dim).split((group, 1, 1), 3)
     found, dweights = [], []
     for x, weight, d in zip(parts[:2], (q_weight, k_weight), dy[:2], strict=True):
-        h = x.reshape(length, batch, -1, dim).to(wide)
+        h = x.reshape(length, batch, -1, dim).to(math_dtype)
         rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
-        a, b, rest = d.to(wide).transpose(0, 1).split((half, half, dim - 2 * half), -1)
+        a, b, rest = d.to(math_dtype).transpose(0, 1).split((half, half, dim - 2 * half), -1)
         a = torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)
-        g = a * weight.to(wide)
+        g = a * weight.to(math_dtype)
         dx = rstd * g - h * rstd**3 * (g * h).mean(-1, keepdim=True)
         found.append(dx.to(qkv.dtype).view(x.shape))
         dweights.append((a * h * rstd).sum((0, 1, 2)))

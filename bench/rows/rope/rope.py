@@ -13,11 +13,11 @@ from rtkernels.ops.rope.rope_operators import FORWARD
 
 
 def _torch_fwd(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    cos, sin = (t.to(wide).unsqueeze(1) for t in tables)
+    math_dtype = torch.promote_types(q.dtype, torch.float32)
+    cos, sin = (t.to(math_dtype).unsqueeze(1) for t in tables)
 
     def rotated(x: Tensor) -> Tensor:
-        a, b = x.to(wide).chunk(2, -1)
+        a, b = x.to(math_dtype).chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
     return rotated(q), rotated(k)

@@ -13,9 +13,9 @@ from rtkernels.ops.router.router_gemm_kernels import HIGH
 
 
 def _torch(x: Tensor, weight: Tensor, router_weight: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = torch.nn.functional.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), 1e-6).to(x.dtype)
-    return y.to(wide) @ router_weight.to(wide).t(), y
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    y = torch.nn.functional.rms_norm(x.to(math_dtype), x.shape[-1:], weight.to(math_dtype), 1e-6).to(x.dtype)
+    return y.to(math_dtype) @ router_weight.to(math_dtype).t(), y
 
 
 def _row(rows: int, experts: int, depth: int) -> Row:

@@ -15,8 +15,8 @@ from rtkernels.ops.router.router_gemm_kernels import EXACT, FAST, HIGH
 
 
 def _torch_fwd(x: Tensor, weight: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide) @ weight.to(wide).t()
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(math_dtype) @ weight.to(math_dtype).t()
 
 
 def _torch_fused(x: Tensor, weight: Tensor) -> Tensor:
@@ -25,10 +25,10 @@ def _torch_fused(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _torch_bwd(dy: Tensor, x: Tensor, weight: Tensor, parts: str) -> Any:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    g = dy.to(wide)
-    dx = (g @ weight.to(wide)).to(x.dtype) if "x" in parts else None
-    dweight = (g.t() @ x.to(wide)).to(weight.dtype) if "w" in parts else None
+    math_dtype = torch.promote_types(x.dtype, torch.float32)
+    g = dy.to(math_dtype)
+    dx = (g @ weight.to(math_dtype)).to(x.dtype) if "x" in parts else None
+    dweight = (g.t() @ x.to(math_dtype)).to(weight.dtype) if "w" in parts else None
     return {"x": dx, "w": dweight, "xw": (dx, dweight)}[parts]
 
 

@@ -181,7 +181,7 @@ struct Box {
 
     u32 bytes() const { return rows * row_bytes; }
 
-    // Calls f(offset in shared memory, address, bytes) for the pieces of the box at `at` that exist, 16 bytes at most.
+    // Calls f(offset in shared memory, address, bytes) for the parts of the box at `at` that exist, 16 bytes at most.
     template <typename F>
     void each(const void* shared, const int* at, F f) const {
         for (u32 row = 0; row < rows; ++row) {

@@ -28,7 +28,8 @@ from rtkernels.runtime.operator.registry import Op
 OPERANDS = ("add0", "add1", "mul0", "mul1", "base0", "base1")
 LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
-_MAX_THREADS, _PER_THREAD = (256, 128), 2  # of a block, of combine and combine_three; vectors of a thread of the former
+_MAX_THREADS = (256, 128)  # of a block, of combine and combine_three
+_PER_THREAD = 2  # vectors, in combine
 _WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
 _KERNEL = Kernel(
     "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,

@@ -1,6 +1,10 @@
-"""Attention, exact and fused: ``attention`` and ``attention_varlen`` (differentiable), ``sdpa`` with torch's signature,
-``attention_decode`` over a KV cache, ``append_kv_cache``, ``merge_attention`` for parts with their log-sum-exps.
+"""Attention: ``attention`` and ``attention_varlen`` (exact, differentiable), ``sdpa`` with torch's signature,
+``attention_decode`` over a KV cache, ``qkv_split`` and ``append_kv_cache``, which fill one, ``merge_attention`` for
+parts with their log-sum-exps; ``mla_attention`` and ``mla_decode`` (latents), ``lightning_attention`` and
+``lightning_attention_step`` (linear); ``attention_quantized`` and ``sage_attention`` of codes that ``quantize_qk`` and
+``quantize_v`` make.
 
 ``problem`` says in plain data what a call computes; a backend (``mma_plan``: mma.sync for every target, ``sm90_plan``:
-wgmma and the copy engine) turns that into steps. Device code: ``cuda_src/attention/``. Uses no other family.
+wgmma and the copy engine) makes steps of that. Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers),
+``norm`` and ``rope``.
 """

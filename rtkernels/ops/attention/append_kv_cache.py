@@ -24,9 +24,7 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
 _KERNEL = Kernel(
-    "attention/append_kv_cache.cu",
-    "append_kv_cache",
-    template="T CODES",
+    "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, tier="serve",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
     "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
@@ -34,9 +32,7 @@ _KERNEL = Kernel(
     "v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 "
     "angle_type:i64 interleaved:i64",
     variants=[(t, codes) for t in ("bf16", "fp16") for codes in (0, 1, 2)],
-    max_registers=64,
-    tier="serve",
-)
+)  # fmt: skip
 
 
 class _WrittenCache(Cache):
@@ -46,7 +42,6 @@ class _WrittenCache(Cache):
 def _check(
     k: Meta, v: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta | None, page_table: Meta | None, slots: Meta | None,
     positions: Meta | None, cos: Meta | None, sin: Meta | None, k_scale: Meta | None, v_scale: Meta | None,
-    interleaved: bool,
 ) -> None:  # fmt: skip
     for name, meta in (("k", k), ("v", v)):
         if meta.dim() != 4:
@@ -94,9 +89,7 @@ def _capacity(k_cache: Meta, page_table: Meta | None, slots: Meta | None) -> int
     return k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1)
 
 
-def _plan(
-    k, v, k_cache, v_cache, lengths, page_table, slots, positions, cos, sin, k_scale, v_scale, interleaved, device
-):
+def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, interleaved, device):
     tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
     if tokens * heads == 0:
         return Steps()

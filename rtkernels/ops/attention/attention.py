@@ -60,15 +60,9 @@ def _plan_forward(*values: Any) -> Steps:
 
 
 FORWARD = Operator(
-    "attention_fwd",
-    _INPUTS,
-    options=_OPTIONS,
-    results="out lse",
-    outputs=_forward_outputs,
-    plan=_plan_forward,
-    reference=reference.forward,
-    check=_check,
-)
+    "attention_fwd", _INPUTS, options=_OPTIONS, results="out lse", outputs=_forward_outputs, plan=_plan_forward,
+    reference=reference.forward, check=_check,
+)  # fmt: skip
 
 
 class _Destination(Heads):
@@ -104,15 +98,10 @@ def _reference_out(*values: Any) -> Tensor:
 
 
 OUT = InPlaceOperator(
-    "attention_fwd_out",
-    (*_INPUTS, _Destination("out", HALVES)),
-    options=_OPTIONS,
-    results="lse",
-    outputs=lambda q, *_: (Memory(_lse_shape(q), _FLOAT32),),
-    plan=_plan_out,
-    reference=_reference_out,
+    "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES)), options=_OPTIONS, results="lse",
+    outputs=lambda q, *_: (Memory(_lse_shape(q), _FLOAT32),), plan=_plan_out, reference=_reference_out,
     check=_check_out,
-)
+)  # fmt: skip
 
 
 def _backward_parts(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -348,9 +337,6 @@ def attention_varlen(
 
 
 OP = Op(
-    "attention",
-    public=("attention", "attention_varlen"),
-    kernels=backends.KERNELS,
-    torch_ops=(FORWARD, OUT, BACKWARD),
+    "attention", public=("attention", "attention_varlen"), kernels=backends.KERNELS, torch_ops=(FORWARD, OUT, BACKWARD),
     uses=("decode",),
-)
+)  # fmt: skip

@@ -17,13 +17,10 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 BACKENDS: dict[str, ModuleType] = {"sm90": sm90_plan, "mma": mma_plan}  # in the order in which they are asked
 TAIL = Kernel(
-    "attention/packed_tail.cu",
-    "attention_packed_tail",
-    template="T",
+    "attention/packed_tail.cu", "attention_packed_tail", template="T", max_registers=48,
     args="x:ptr lse:ptr ends:ptr sequences:i64 total:i64 heads:i64 width:i64 row:i64 head:i64",
     variants=[("bf16",), ("fp16",)],
-    max_registers=48,
-)
+)  # fmt: skip
 KERNELS = (TAIL, *(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS))
 
 

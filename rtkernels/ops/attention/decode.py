@@ -69,7 +69,7 @@ def check_scale(name: str, scale: Meta | None, heads: int) -> None:
         raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; expected () or ({heads},), one for each head")
 
 
-def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap) -> None:
+def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, softcap) -> None:
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width]")
     check_cache(q, k_cache, v_cache, lengths, page_table)
@@ -95,9 +95,7 @@ def _per_head(scale: Meta | None) -> int:
     return int(scale is not None and scale.numel() > 1)
 
 
-def _plan(
-    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device
-) -> Steps:
+def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right, softcap, device) -> Steps:
     paged = page_table is not None
     call = Decode(
         token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k_cache.dtype, 0), batch=q.shape[0], lq=q.shape[1],

@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from rtkernels.ops.attention.decode_plan import Decode
 
 _WIDTHS = (128, 256)
-_BLOCKS, _WARPS, _ROWS = 8, 8, 16  # decode_cluster.cu
+# As in decode_cluster.cu.
+_BLOCKS = 8  # of a cluster
+_WARPS = 8  # of a block
+_ROWS = 16  # of queries of a cluster
 _KEYS = 16 * _BLOCKS * _WARPS
 
 CLUSTER = Kernel(
-    "attention/decode_cluster.cu",
-    "attention_decode_cluster",
-    template="T D",
+    "attention/decode_cluster.cu", "attention_decode_cluster", template="T D", max_registers=255,
+    needs=("cluster", "pdl"), tier="serve",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr sinks:ptr out:ptr lse:ptr heads:i64 group:i64 lq:i64 "
     "lkv:i64 page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_batch:i64 k_row:i64 "
     "k_head:i64 v_batch:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 left:i64 right:i64 scale:f64",
     variants=[(t, d) for t in ("bf16", "fp16") for d in _WIDTHS],
-    max_registers=255,
-    needs=("cluster", "pdl"),
-    tier="serve",
-)
+)  # fmt: skip
 
 
 def steps(call: Decode, device: int, tensors: Sequence[str | int]) -> Steps | None:

@@ -19,38 +19,33 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 _TOKENS = ("bf16", "fp16")
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # attention/codes.cuh; 0: the type of q
 _WIDTHS = (64, 128, 256)
-_ROWS, _CHUNK, _STAGES = 16, 16, 3  # decode.cu
+# As in decode.cu.
+_ROWS = 16  # of queries of a block
+_CHUNK = 16  # keys of a stage
+_STAGES = 3
 MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 
 DECODE = Kernel(
-    "attention/decode.cu",
-    "attention_decode",
-    template="T CODES D",
+    "attention/decode.cu", "attention_decode", template="T CODES D", max_registers=255, tier="serve",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
     "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
     "v_page:i64 v_row:i64 v_head:i64 out_batch:i64 out_row:i64 out_head:i64 k_scale_head:i64 v_scale_head:i64 "
     "left:i64 right:i64 scale:f64 softcap:f64",
     variants=[(t, codes, d) for t in _TOKENS for codes in (0, 1, 2) for d in _WIDTHS],
-    max_registers=255,
-    tier="serve",
-)
+)  # fmt: skip
 COMBINE = Kernel(
-    "attention/decode_combine.cu",
-    "attention_combine",
-    template="T",
+    "attention/decode_combine.cu", "attention_combine", template="T", max_registers=80, tier="serve",
     args="parts:ptr part_lse:ptr sinks:ptr out:ptr lse:ptr rows:i64 splits:i64 lq:i64 heads:i64 d_v:i64 out_batch:i64 "
     "out_row:i64 out_head:i64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=80,
-    tier="serve",
-)
+)  # fmt: skip
 
 
 class Decode(NamedTuple):
-    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); pages: 0 for a contiguous "
-    "cache."""
+    """One call, as plain data. Strides are in elements, of (page or sequence, row, head); page_size: 0 for a contiguous
+    cache."""
 
     token: str
     codes: int

@@ -72,7 +72,7 @@ def _check(
         check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
 
 
-def _outputs(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state) -> tuple[Memory | None, ...]:
+def _outputs(q, v, cu_seqlens, wants_state) -> tuple[Memory | None, ...]:
     final = Memory(_state_shape(q, v, cu_seqlens), _FLOAT32) if wants_state else None
     return Memory((*q.shape[:-1], v.shape[-1]), q.dtype), final
 
@@ -105,7 +105,7 @@ def _scan(q: Meta, cu: Meta | None, tensors: dict[str, tuple[str, Strides, int]]
     )  # fmt: skip
 
 
-def _plan(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, device) -> Steps:
+def _plan(q, k, v, initial_state, cu_seqlens, scale, wants_state, device) -> Steps:
     d_k, d_v = q.shape[-1], v.shape[-1]
     tensors = {
         "left": ("q", strides(q), d_k), "right": ("k", strides(k), d_k), "value": ("v", strides(v), d_v),
@@ -143,10 +143,7 @@ def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlen
         check_same("dfinal_state", tuple(dfinal_state.shape), _state_shape(q, v, cu_seqlens), "shape", of="q and v")
 
 
-def _backward_outputs(
-    dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, need_q, need_k, need_v,
-    need_initial_state,
-):  # fmt: skip
+def _backward_outputs(q, k, v, initial_state, cu_seqlens, need_q, need_k, need_v, need_initial_state):
     results = [
         Memory(tuple(t.shape), q.dtype) if needed else None for needed, t in ((need_q, q), (need_k, k), (need_v, v))
     ]
@@ -155,7 +152,7 @@ def _backward_outputs(
 
 
 def _plan_backward(
-    dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, need_q, need_k, need_v,
+    dout, dfinal_state, q, k, v, initial_state, cu_seqlens, scale, wants_state, need_q, need_k, need_v,
     need_initial_state, device,
 ) -> Steps:  # fmt: skip
     d_k, d_v = q.shape[-1], v.shape[-1]
@@ -197,13 +194,9 @@ BACKWARD = Operator(
     "lightning_attention_bwd",
     (Heads("dout", HALVES), Dense("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
     options="float scale, bool wants_state, bool need_q, bool need_k, bool need_v, bool need_initial_state",
-    results="dq dk dv dinitial_state",
-    outputs=_backward_outputs,
-    plan=_plan_backward,
-    reference=reference.backward,
-    check=_check_backward,
-    plans_empty=True,
-)
+    results="dq dk dv dinitial_state", outputs=_backward_outputs, plan=_plan_backward, reference=reference.backward,
+    check=_check_backward, plans_empty=True,
+)  # fmt: skip
 _lightning = differentiable(FORWARD, BACKWARD)
 
 
@@ -271,7 +264,7 @@ def _check_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: floa
     check_same("state", tuple(state.shape), (*q.shape, v.shape[-1]), "shape", of="q and v")
 
 
-def _plan_step(q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta, scale: float, device: int) -> Steps:
+def _plan_step(q: Meta, k: Meta, v: Meta, scale: float, device: int) -> Steps:
     return Steps(step(DTYPE_TOKEN[q.dtype], q.shape, v.shape[-1], [strides(t) for t in (q, k, v)], scale, device))
 
 
@@ -292,15 +285,9 @@ ONE = InPlaceOperator(
 
 @replayed
 def lightning_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    state: Tensor,
-    *,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return ``lightning_attention`` of one more token for each sequence, and bring their states up to date.
 
     Args:
@@ -323,8 +310,6 @@ def lightning_attention_step(
 
 
 OP = Op(
-    "lightning",
-    public=("lightning_attention", "lightning_attention_step"),
-    kernels=(SCAN, SCAN_SM90, PREFIX, STEP, TAIL),
-    torch_ops=(FORWARD, BACKWARD, ONE),
-)
+    "lightning", public=("lightning_attention", "lightning_attention_step"),
+    kernels=(SCAN, SCAN_SM90, PREFIX, STEP, TAIL), torch_ops=(FORWARD, BACKWARD, ONE),
+)  # fmt: skip

@@ -13,54 +13,44 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step
 
-_TOKENS, _WIDTHS = ("bf16", "fp16"), (64, 128)
+_TOKENS = ("bf16", "fp16")
+_WIDTHS = (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
-_ROWS, _COLUMNS, _THREADS = 64, 64, 128  # lightning_scan.cu
+# As in lightning_scan.cu.
+_ROWS = 64  # of a tile
+_COLUMNS = 64  # of a block
+_THREADS = 128
 _RESIDENT = 2  # blocks of a multiprocessor
 _SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
 _SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024
 SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 
 SCAN = Kernel(
-    "attention/lightning_scan.cu",
-    "lightning_scan",
-    template="T DK",
+    "attention/lightning_scan.cu", "lightning_scan", template="T DK", max_registers=255,
     args="left:ptr right:ptr value:ptr decay:ptr initial:ptr final:ptr cu:ptr out:ptr segments:i64 heads:i64 "
     f"length:i64 d_k:i64 d_v:i64 {stride_arguments('left right value out')} state_row:i64 state_column:i64 lead:i64 "
     "reverse:i64 scale:f64 initial_factor:f64 final_factor:f64",
     variants=[(t, d) for t in _TOKENS for d in _WIDTHS],
-    max_registers=255,
-)
+)  # fmt: skip
 SCAN_SM90 = Kernel(
-    "attention/lightning_sm90.cu",
-    "lightning_sm90",
-    template="T",
+    "attention/lightning_sm90.cu", "lightning_sm90", template="T", max_registers=128, needs=("wgmma",),
     args="left:tmap right:tmap value:tmap out:tmap decay:ptr initial:ptr final:ptr out_rows:ptr segments:i64 heads:i64 "
     "length:i64 d_k:i64 d_v:i64 state_row:i64 state_column:i64 lead:i64 reverse:i64 scale:f64 initial_factor:f64 "
     "final_factor:f64",
     variants=[("bf16",)],
-    max_registers=128,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 PREFIX = Kernel(
-    "attention/lightning_scan.cu",
-    "lightning_prefix",
-    template="T",
+    "attention/lightning_scan.cu", "lightning_prefix", template="T", max_registers=80,
     args="states:ptr initial:ptr final:ptr decay:ptr cu:ptr segments:i64 heads:i64 length:i64 elements:i64 lead:i64 "
     "initial_factor:f64 final_factor:f64",
     variants=[("fp32",)],
-    max_registers=80,
-)
+)  # fmt: skip
 STEP = Kernel(
-    "attention/lightning_scan.cu",
-    "lightning_step",
-    template="T",
+    "attention/lightning_scan.cu", "lightning_step", template="T", max_registers=80, tier="serve",
     args="q:ptr k:ptr v:ptr decay:ptr state:ptr out:ptr heads:i64 d_k:i64 d_v:i64 q_batch:i64 q_head:i64 k_batch:i64 "
     "k_head:i64 v_batch:i64 v_head:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=80,
-    tier="serve",
-)
+)  # fmt: skip
 
 
 class Scan(NamedTuple):

@@ -24,21 +24,14 @@ from rtkernels.runtime.operator.replayed import replayed
 _WARPS = 8
 _NUMBERS = "rows:i64 length:i64 heads:i64 width:i64 type_a:i64 type_b:i64 type_out:i64"
 _FWD = Kernel(
-    "attention/merge.cu",
-    "attention_merge_fwd",
-    template="WARPS",
-    args=f"a:ptr lse_a:ptr b:ptr lse_b:ptr out:ptr lse:ptr {_NUMBERS}",
-    variants=[(_WARPS,)],
-    max_registers=64,
-)
+    "attention/merge.cu", "attention_merge_fwd", template="WARPS", max_registers=64,
+    args=f"a:ptr lse_a:ptr b:ptr lse_b:ptr out:ptr lse:ptr {_NUMBERS}", variants=[(_WARPS,)],
+)  # fmt: skip
 _BWD = Kernel(
-    "attention/merge.cu",
-    "attention_merge_bwd",
-    template="WARPS",
+    "attention/merge.cu", "attention_merge_bwd", template="WARPS", max_registers=64,
     args=f"dout:ptr dlse:ptr a:ptr lse_a:ptr b:ptr lse_b:ptr da:ptr dlse_a:ptr db:ptr dlse_b:ptr {_NUMBERS}",
     variants=[(_WARPS,)],
-    max_registers=64,
-)
+)  # fmt: skip
 _FLOAT32 = torch.float32
 
 
@@ -62,7 +55,7 @@ def _numbers(a: Meta, b: Meta, out: torch.dtype) -> tuple[int, ...]:
     return batch * length * heads, length, heads, width, *types
 
 
-def _plan(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool, device: int) -> Steps:
+def _plan(a: Meta, b: Meta, fp32: bool, device: int) -> Steps:
     numbers = _numbers(a, b, _FLOAT32 if fp32 else a.dtype)
     grid = -(-numbers[0] // _WARPS)
     return Steps(
@@ -70,7 +63,7 @@ def _plan(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool, device: int) -
     )
 
 
-def _plan_backward(dout: Meta, dlse: Meta | None, a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, device: int) -> Steps:
+def _plan_backward(dout: Meta, a: Meta, b: Meta, device: int) -> Steps:
     numbers = _numbers(a, b, dout.dtype)
     names = ("dout", "dlse", "a", "lse_a", "b", "lse_b", "da", "dlse_a", "db", "dlse_b")
     return Steps(Step(_BWD.bind((_WARPS,), device, -(-numbers[0] // _WARPS), 32 * _WARPS), *names, *numbers))
@@ -122,26 +115,19 @@ FORWARD = Operator(
     check=_check,
 )  # fmt: skip
 BACKWARD = Operator(
-    "attention_merge_bwd",
-    (Dense("dout"), Dense("dlse", (_FLOAT32,), optional=True), *_PARTS),
+    "attention_merge_bwd", (Dense("dout"), Dense("dlse", (_FLOAT32,), optional=True), *_PARTS),
     results="da dlse_a db dlse_b",
     outputs=lambda dout, dlse, a, lse_a, b, lse_b: tuple(Memory(tuple(t.shape), t.dtype) for t in (a, lse_a, b, lse_b)),
-    plan=_plan_backward,
-    reference=_reference_backward,
-    check=lambda dout, dlse, *parts: _check(*parts, False),
-)
+    plan=_plan_backward, reference=_reference_backward, check=lambda dout, dlse, *parts: _check(*parts, False),
+)  # fmt: skip
 _merge = differentiable(FORWARD, BACKWARD)
 
 
 @replayed
 def merge_attention(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    *,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "blhd",
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd",
     out: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention over all keys from attentions over parts of them, given their log-sum-exps.
 
     Merges from left to right, in fp32 between. Differentiable in all parts. A part that saw nothing (lse ``-inf``) does

@@ -34,34 +34,31 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
-_ROWS, _KEYS, _THREADS, _WIDTH, _VALUE = 32, 32, 256, 576, 512  # mla_decode.cu
+# As in mla_decode.cu.
+_ROWS = 32  # of queries of a block
+_KEYS = 32  # of a tile
+_THREADS = 256
+_WIDTH = 576  # of a latent with its rotated part
+_VALUE = 512  # of these, what is a value, too
 _SHARED = 2 * _KEYS * 2 * _WIDTH + 2 * 4 * _KEYS // 8 * 32 * 16
 
 KERNEL = Kernel(
-    "attention/mla_decode.cu",
-    "mla_decode",
-    template="T",
+    "attention/mla_decode.cu", "mla_decode", template="T", max_registers=255, tier="serve",
     args="q:ptr cache:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
     "d_qk:i64 d_v:i64 splits:i64 page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 "
     "cache_page:i64 cache_row:i64 right:i64 scale:f64",
     variants=[("bf16",), ("fp16",)],
-    max_registers=255,
-    tier="serve",
-)
+)  # fmt: skip
 
 KERNEL_SM90 = Kernel(
-    "attention/mla_decode_sm90.cu",
-    "mla_decode_sm90",
-    template="T",
+    "attention/mla_decode_sm90.cu", "mla_decode_sm90", template="T", max_registers=168, needs=("wgmma",), tier="serve",
     args="cache:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
     "d_qk:i64 d_v:i64 splits:i64 page_size:i64 box_rows:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 right:i64 "
     "scale:f64",
     variants=[("bf16",), ("fp16",)],
-    max_registers=168,
-    needs=("wgmma",),
-    tier="serve",
-)
-_SM90_ROWS, _SM90_KEYS = 64, 64  # mla_decode_sm90.cu
+)  # fmt: skip
+_SM90_ROWS = 64  # of queries of a block, as in mla_decode_sm90.cu
+_SM90_KEYS = 64  # of a tile, as there
 _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 

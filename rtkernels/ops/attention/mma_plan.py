@@ -63,14 +63,11 @@ def _forward_tiles(target: Target) -> list[Tiles]:
 
 
 _FWD = Kernel(
-    "attention/attention_mma_fwd.cu",
-    "attention_mma_fwd",
-    template="T DQK DV MT BN",
+    "attention/attention_mma_fwd.cu", "attention_mma_fwd", template="T DQK DV MT BN", max_registers=255,
     args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 {_SCORE_ARGUMENTS}",
     variants=lambda target: [(t, *tiles) for t in _TOKENS for tiles in _forward_tiles(target)],
-    max_registers=255,
-)
+)  # fmt: skip
 
 
 class GradTiles(NamedTuple):
@@ -97,34 +94,23 @@ _GRAD_NUMBERS = f"{WALK_ARGUMENTS} {_GRAD_STRIDES}"
 _GRAD_TENSORS = "q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr"
 _GRAD_UNIT = "attention/attention_mma_bwd.cu"
 _STATS = Kernel(
-    _GRAD_UNIT,
-    "attention_mma_stats",
-    template="T",
+    _GRAD_UNIT, "attention_mma_stats", template="T", max_registers=64,
     args=f"out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr stats:ptr lq:i64 d_v:i64 {stride_arguments('out dout')} "
     "lse_batch:i64 lse_head:i64 count:i64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=64,
-)
+)  # fmt: skip
 _DSINKS = Kernel(
-    _GRAD_UNIT,
-    "attention_mma_dsinks",
-    template="T",
+    _GRAD_UNIT, "attention_mma_dsinks", template="T", max_registers=64,
     args="sinks:ptr stats:ptr cu_q:ptr dsinks:ptr batch:i64 lq:i64 lse_batch:i64 lse_head:i64 count:i64",
     variants=[("fp32",)],
-    max_registers=64,
-)
+)  # fmt: skip
 _DQ = Kernel(
-    _GRAD_UNIT,
-    "attention_mma_dq",
-    template="T DQK DV BN",
+    _GRAD_UNIT, "attention_mma_dq", template="T DQK DV BN", max_registers=255,
     args=f"{_GRAD_TENSORS} dq:ptr {stride_arguments('dq')} {_GRAD_NUMBERS}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _GRAD_TILES],
-    max_registers=255,
-)
+)  # fmt: skip
 _DKV = Kernel(
-    _GRAD_UNIT,
-    "attention_mma_dkv",
-    template="T DQK DV BQ PARTS",
+    _GRAD_UNIT, "attention_mma_dkv", template="T DQK DV BQ PARTS", max_registers=255,
     args=f"{_GRAD_TENSORS} dk:ptr dv:ptr {stride_arguments('dk dv')} {_GRAD_NUMBERS}",
     variants=[
         (t, *tiles, parts)
@@ -132,18 +118,14 @@ _DKV = Kernel(
         for tiles in _GRAD_TILES
         for parts in ((3,) if tiles.d_qk + tiles.d_v <= _APART else (1, 2))
     ],
-    max_registers=255,
-)
+)  # fmt: skip
 _BIAS_TILES = ((64, 64), (128, 64), (256, 16))  # widths of heads, keys
 _DBIAS = Kernel(
-    "attention/attention_mma_dbias.cu",
-    "attention_mma_dbias",
-    template="T D BN",
+    "attention/attention_mma_dbias.cu", "attention_mma_dbias", template="T D BN", max_registers=255,
     args="q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr dbias:ptr batch:i64 heads:i64 "
     f"group:i64 bias_batches:i64 bias_heads:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 {_GRAD_STRIDES}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _BIAS_TILES],
-    max_registers=255,
-)
+)  # fmt: skip
 KERNELS = (_FWD, _STATS, _DSINKS, _DQ, _DKV, _DBIAS)
 
 

@@ -43,7 +43,7 @@ _INTERLEAVED, _ANGLES_DENSE, _Q_NORM_FP32, _K_NORM_FP32 = 1, 2, 4, 8
 
 def _check(
     qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, cos: Meta | None, sin: Meta | None, pos: Meta | None,
-    q: Meta, k: Meta, v: Meta, q_heads: int, kv_heads: int, interleaved: bool, cached: bool, eps: float, first: int,
+    q: Meta, k: Meta, v: Meta, q_heads: int, kv_heads: int, cached: bool,
 ) -> None:  # fmt: skip
     if qkv.dim() not in (2, 3):
         raise ArgumentError(f"qkv has shape {tuple(qkv.shape)}; expected [tokens, columns] or [batch, tokens, columns]")

@@ -41,55 +41,39 @@ def kernel_token(token: str, values: int) -> str:
 
 
 FORWARD = Kernel(
-    "attention/attention_mma_quant.cu",
-    "attention_mma_quant",
-    template="T QK PV D",
+    "attention/attention_mma_quant.cu", "attention_mma_quant", template="T QK PV D", max_registers=255,
     args="q:ptr k:ptr v:ptr scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 "
     "sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 "
     "out_fp16:i64 scale:f64",
     variants=_variants,
-    max_registers=255,
-)
+)  # fmt: skip
 FORWARD_SM90 = Kernel(
-    "attention/attention_sm90_quant.cu",
-    "attention_sm90_quant",
-    template="T QK PV D",
+    "attention/attention_sm90_quant.cu", "attention_sm90_quant", template="T QK PV D", max_registers=168,
+    needs=("wgmma",),
     args="q:tmap k:tmap v:tmap scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "
     "lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 "
     "sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 heads_together:i64 out_fp16:i64 scale:f64",
     variants=_variants,
-    max_registers=168,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 _SM90_ROWS, _SM90_KEYS = 128, 128
 _QUANTIZE_UNIT = "attention/attention_quantize.cu"
 KEY_SUMS = Kernel(
-    _QUANTIZE_UNIT,
-    "attention_key_sums",
-    template="T",
-    args=f"k:ptr sums:ptr rows:i64 width:i64 {stride_arguments('k')}",
-    variants=[(t,) for t in _TOKENS],
-    max_registers=64,
-)
+    _QUANTIZE_UNIT, "attention_key_sums", template="T", max_registers=64,
+    args=f"k:ptr sums:ptr rows:i64 width:i64 {stride_arguments('k')}", variants=[(t,) for t in _TOKENS],
+)  # fmt: skip
 ROWS = Kernel(
-    _QUANTIZE_UNIT,
-    "attention_quantize_rows",
-    template="T",
+    _QUANTIZE_UNIT, "attention_quantize_rows", template="T", max_registers=80,
     args="q:ptr k:ptr sums:ptr q_codes:ptr q_scales:ptr k_codes:ptr k_scales:ptr taken:ptr q_rows:i64 k_rows:i64 "
     f"q_heads:i64 width:i64 {stride_arguments('q k')} parts:i64 blocks_of_rows:i64 e4m3_codes:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=80,
-)
+)  # fmt: skip
 VALUES = Kernel(
-    _QUANTIZE_UNIT,
-    "attention_quantize_values",
-    template="T",
+    _QUANTIZE_UNIT, "attention_quantize_values", template="T", max_registers=80,
     args=f"v:ptr codes:ptr scales:ptr rows:i64 width:i64 padded:i64 {stride_arguments('v')} e4m3_codes:i64",
     variants=[(t,) for t in _TOKENS],
-    max_registers=80,
-)
+)  # fmt: skip
 
 
 class Quantized(NamedTuple):

@@ -41,7 +41,7 @@ def check_pair(q: Meta, k: Meta) -> None:
     check_shared_heads(q, k)
 
 
-def _check_qk(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> None:
+def _check_qk(q: Meta, k: Meta) -> None:
     for name, meta in (("q", q), ("k", k)):
         if meta.dim() != 4:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected [batch, length, heads, width]")
@@ -56,7 +56,7 @@ def _scales_of(x: Meta, blocks: bool) -> Memory:
     return Memory((batch, heads, -(-rows // plan.BLOCK) if blocks else rows), _FLOAT32)
 
 
-def _qk_outputs(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> tuple[Memory, ...]:
+def _qk_outputs(q: Meta, k: Meta, e4m3: bool, blocks: bool) -> tuple[Memory, ...]:
     dtype = CODES[e4m3]
     taken = Memory((q.shape[0], q.shape[2], q.shape[1]), _FLOAT32)
     of_q, of_k = ((Memory(tuple(x.shape), dtype), _scales_of(x, blocks)) for x in (q, k))
@@ -82,19 +82,13 @@ def _qk_plan(q: Meta, k: Meta, e4m3: bool, blocks: bool, smooth: bool, scale: fl
 
 
 QUANTIZE_QK = Operator(
-    "attention_quantize_qk",
-    (Heads("q", HALVES), Heads("k", HALVES)),
-    options="bool e4m3, bool blocks, bool smooth, float scale",
-    results="q_codes q_scales k_codes k_scales taken",
-    outputs=_qk_outputs,
-    plan=_qk_plan,
-    reference=reference.quantize_qk,
-    check=_check_qk,
-    plans_empty=True,
-)
+    "attention_quantize_qk", (Heads("q", HALVES), Heads("k", HALVES)),
+    options="bool e4m3, bool blocks, bool smooth, float scale", results="q_codes q_scales k_codes k_scales taken",
+    outputs=_qk_outputs, plan=_qk_plan, reference=reference.quantize_qk, check=_check_qk, plans_empty=True,
+)  # fmt: skip
 
 
-def _check_v(v: Meta, e4m3: bool) -> None:
+def _check_v(v: Meta) -> None:
     if v.dim() != 4:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; expected [batch, length, heads, width]")
     check_width("v", v, plan.MAX_WIDTH)
@@ -116,16 +110,9 @@ def _v_plan(v: Meta, e4m3: bool, device: int) -> Steps:
 
 
 QUANTIZE_V = Operator(
-    "attention_quantize_v",
-    (Heads("v", HALVES),),
-    options="bool e4m3",
-    results="codes scales",
-    outputs=_v_outputs,
-    plan=_v_plan,
-    reference=reference.quantize_v,
-    check=_check_v,
-    plans_empty=True,
-)
+    "attention_quantize_v", (Heads("v", HALVES),), options="bool e4m3", results="codes scales", outputs=_v_outputs,
+    plan=_v_plan, reference=reference.quantize_v, check=_check_v, plans_empty=True,
+)  # fmt: skip
 
 
 @replayed

@@ -45,8 +45,7 @@ def _scale_count(rows: int, block: int) -> int:
 
 def _check(
     q: Meta, k: Meta, v: Meta, scale_q: Meta, scale_k: Meta, scale_v: Meta | None, lengths: Meta | None,
-    cu_q: Meta | None, cu_k: Meta | None, scale: float, left: int, right: int, block_q: int, block_k: int, max_q: int,
-    max_k: int, half: bool,
+    cu_q: Meta | None, cu_k: Meta | None, scale: float, block_q: int, block_k: int,
 ) -> None:  # fmt: skip
     varlen, dims = cu_q is not None, 4 if cu_q is None else 3
     if (cu_k is None) is varlen:
@@ -119,10 +118,7 @@ def _outputs(q: Meta, k: Meta, v: Meta, *values: Any) -> tuple[Memory, ...]:
     return Memory((*q.shape[:-1], _value_width(v)), _out_dtype(v, values[-1])), Memory(lse, _FLOAT32)
 
 
-def _plan(
-    q, k, v, scale_q, scale_k, scale_v, lengths, cu_q, cu_k, scale, left, right, block_q, block_k, max_q, max_k, half,
-    device,
-) -> Steps:  # fmt: skip
+def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half, device) -> Steps:
     varlen, heads, heads_kv, d_v = cu_q is not None, q.shape[-2], k.shape[-2], _value_width(v)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     codes = v.dtype in CODES

@@ -20,17 +20,9 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    left: int,
-    right: int,
-    qk: str,
-    pv: str,
-    granularity: str,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, qk: str, pv: str, granularity: str,
     smooth: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     blocks = granularity == "block"
     codes = quantize_heads.QUANTIZE_QK.call(q, k, qk == "fp8", blocks, smooth, scale)
     q_codes, q_scales, k_codes, k_scales, taken = codes

@@ -13,17 +13,13 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 BACKWARD = Kernel(
-    "attention/attention_sm90_bwd.cu",
-    "attention_sm90_bwd",
-    template="T D EXTRAS",
+    "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T D EXTRAS", max_registers=168, needs=("wgmma",),
     args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
     "heads_together:i64 together:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
-    max_registers=168,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 
 
 class PassTile(NamedTuple):
@@ -48,9 +44,8 @@ class PassTile(NamedTuple):
 _PASS_TILES = (PassTile(192, 128, 96, 2), PassTile(192, 192, 80, 2), PassTile(256, 256, 64, 1))
 _DV_TILES = (PassTile(192, 128, 128, 2), PassTile(192, 192, 112, 2), PassTile(256, 256, 80, 2))
 PASSES = Kernel(
-    "attention/attention_sm90_bwd_pass.cu",
-    "attention_sm90_bwd_pass",
-    template="T DQK DV BN STAGES_V PASS EXTRAS",
+    "attention/attention_sm90_bwd_pass.cu", "attention_sm90_bwd_pass", template="T DQK DV BN STAGES_V PASS EXTRAS",
+    max_registers=168, needs=("wgmma",),
     args="own_qk:tmap own_v:tmap met_qk:tmap met_v:tmap lse:ptr delta:ptr gradient:ptr lengths:ptr kv_limit:ptr "
     "cu_q:ptr cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 columns:i64 "
     "gradient_batch:i64 gradient_row:i64 gradient_head:i64 left:i64 right:i64 heads_together:i64 limit_batch:i64 "
@@ -61,52 +56,38 @@ PASSES = Kernel(
         for which, tiles in enumerate((_PASS_TILES, _PASS_TILES, _DV_TILES))
         for tile, extra in (*((tile, 0) for tile in tiles), (tiles[-1], 1))
     ],
-    max_registers=168,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 STATS = Kernel(
-    "attention/attention_sm90_bwd_rows.cu",
-    "attention_bwd_stats",
-    template="T",
+    "attention/attention_sm90_bwd_rows.cu", "attention_bwd_stats", template="T", max_registers=80, needs=("wgmma",),
     args="out:ptr dout:ptr lse:ptr dlse:ptr cu_q:ptr lse_rows:ptr delta_rows:ptr heads:i64 lq:i64 "
     "padded_rows:i64 d_v:i64 out_batch:i64 out_row:i64 out_head:i64 dout_batch:i64 dout_row:i64 dout_head:i64 "
     "lse_batch:i64 lse_head:i64",
     variants=[("bf16",), ("fp16",)],
-    max_registers=80,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 QUERIES = Kernel(
-    "attention/attention_sm90_bwd_rows.cu",
-    "attention_bwd_dq",
-    template="T D",
+    "attention/attention_sm90_bwd_rows.cu", "attention_bwd_dq", template="T D", max_registers=80, needs=("wgmma",),
     args="dq_sums:ptr cu_q:ptr cu_k:ptr lengths:ptr dq:ptr heads:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "dq_batch:i64 dq_row:i64 dq_head:i64 left:i64 right:i64 scale:f64",
     variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
-    max_registers=80,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 SINKS = Kernel(
-    "attention/attention_sm90_bwd_rows.cu",
-    "attention_bwd_sinks",
-    template="T",
+    "attention/attention_sm90_bwd_rows.cu", "attention_bwd_sinks", template="T", max_registers=40, needs=("wgmma",),
     args="sinks:ptr lse_rows:ptr delta_rows:ptr cu_q:ptr dsinks:ptr batches:i64 lq:i64 padded_rows:i64",
     variants=[("fp32",)],
-    max_registers=40,
-    needs=("wgmma",),
-)
+)  # fmt: skip
 KERNELS = (BACKWARD, PASSES, STATS, QUERIES, SINKS)
 
-
-_ROW_PAD, _BACKWARD_KEYS = 128, 128  # as in sm90_bwd.cuh
+# As in sm90_bwd.cuh.
+_ROW_PAD = 128  # statistics of a sequence begin at a multiple of it
+_BACKWARD_KEYS = 128  # of a tile
 
 
 def _backward_shared(width: int) -> int:
     """Return bytes of shared memory: keys, values, two stages of q, dout, ds and statistics, sums of dq, barriers."""
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
-    return (
-        2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 512
-    )  # memory begins at a multiple of 512
+    aligned = 512  # memory begins at a multiple of it
+    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + aligned
 
 
 _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together

@@ -22,7 +22,8 @@ BACKENDS = ("sm90", "skinny", "unpack", "mma", "cluster")
 CHOICES = ("auto", "rtkernels", *BACKENDS)
 _SKINNY_ROWS = 64  # rows up to which it is asked
 _SKINNY_FIRST = 16  # and asked before the others (H200)
-_LATENCY_ROWS, _LATENCY_BYTES = 32, 24 << 20  # and weights, up to which a product is a matter of latency
+_LATENCY_ROWS = 32  # rows up to which a product of few weights is a matter of latency
+_LATENCY_BYTES = 24 << 20  # of such weights, at most
 _LATER_FIELDS = {"global_scale": 0}  # of Product, with the value that asks for nothing
 
 

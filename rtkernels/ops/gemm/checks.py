@@ -235,17 +235,16 @@ def sums_of(acc: str, a: str, b: str, scale_depth: int) -> str:
     return acc
 
 
-def check_vector(name: str, meta: Meta | None, n: int, groups: int = 0) -> str | None:
+def check_vector(name: str, meta: Meta | None, n: int) -> str | None:
     """Return the element type of a vector along n, None if it is absent."""
     if meta is None:
         return None
-    wanted = (groups, n) if groups else (n,)
     if meta.dtype not in FLOATS:
         raise ArgumentError(
             f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected bfloat16, float16 or float32"
         )
-    if tuple(meta.shape) != wanted:
-        raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {wanted}")
+    if tuple(meta.shape) != (n,):
+        raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {(n,)}")
     return TOKENS[meta.dtype]
 
 
@@ -272,10 +271,10 @@ def dense_result(dtype: torch.dtype, rows: int, n: int, groups: int = 0) -> Matr
     return Matrix(TOKENS[dtype], n, aligned=n * size % 16 == 0, group_pitch=rows * n if groups else 0)
 
 
-def check_act(act: str | None, name: str = "act") -> None:
+def check_act(act: str | None) -> None:
     """Raise an ArgumentError unless there is such an activation."""
     if act is not None and act not in ACTIVATIONS:
-        raise ArgumentError(f"{name} is {act!r}; expected None, {', '.join(ACTIVATIONS)}")
+        raise ArgumentError(f"act is {act!r}; expected None, {', '.join(ACTIVATIONS)}")
 
 
 def check_product(product: Product) -> Product:

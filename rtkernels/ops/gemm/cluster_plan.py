@@ -14,7 +14,10 @@ from rtkernels.runtime.targets import Target
 FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
-_WARPS, _TILE_ROWS, _PITCH = 8, 32, 36  # gemm_cluster.cu
+# As in gemm_cluster.cu.
+_WARPS = 8  # of a block
+_TILE_ROWS = 32  # weight rows of a tile
+_PITCH = 36  # sums from row to row in shared memory
 _STEP_BYTES = 64  # of k, of a warp's step
 _MIN_STEPS = 2  # of a warp
 _PARTS = (4, 2, 1)  # blocks of a cluster; 8 start later than they gain
@@ -25,17 +28,13 @@ _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _ACCUMULATE = 1, 2
 
 _CLUSTER = Kernel(
-    "gemm/gemm_cluster.cu",
-    "gemm_cluster",
-    template="T TOKENS",
+    "gemm/gemm_cluster.cu", "gemm_cluster", template="T TOKENS", max_registers=255, needs=("cluster", "pdl"),
+    tier="serve",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_bytes:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 global_step:i64 parts:i64 "
     "flags:i64 types:i64",
     variants=[(token, tokens) for token in FLOAT16 for tokens in _TOKENS] + [("e4m3", 1), ("e4m3", 2)],
-    max_registers=255,
-    needs=("cluster", "pdl"),
-    tier="serve",
-)
+)  # fmt: skip
 KERNELS = (_CLUSTER,)
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
+from rtkernels.ops.gemm.fp8_linear_checks import check_linear, check_rotation, given_codes
 from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
 from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
-from rtkernels.ops.quant.hadamard import BLOCKS
-from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES, groups_of
+from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.layout import FLOAT_DTYPES, check_same, row_count, token
+from rtkernels.runtime.layout import row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.into import into
@@ -151,40 +151,6 @@ def weight_gradient(
     return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)
 
 
-def check_linear(
-    shape: torch.Size, dtype: torch.dtype, device: int, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
-) -> None:
-    """Raise an ArgumentError unless weight, bias and main_grad fit together and to x."""
-    token("x", dtype)
-    check_tensor("weight", weight)
-    token("weight", weight.dtype)
-    if weight.dim() != 2:
-        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
-    if len(shape) < 1 or shape[-1] != weight.shape[1]:
-        raise ArgumentError(f"x has shape {tuple(shape)}; expected [..., {weight.shape[1]}], the columns of weight")
-    check_same("weight", weight.get_device(), device, "device index")
-    if bias is not None:
-        check_tensor("bias", bias)
-        token("bias", bias.dtype)
-        check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
-        check_same("bias", bias.get_device(), device, "device index")
-    if main_grad is not None:
-        token("main_grad", main_grad.dtype, (torch.float32,))
-        check_same("main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of="weight")
-        check_same("main_grad", main_grad.get_device(), device, "device index", of="weight")
-        if not main_grad.is_contiguous():
-            raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
-
-
-def _check_rotation(weight: Tensor, rotation: int) -> None:
-    if rotation not in BLOCKS:
-        raise ArgumentError(f"rotation is {rotation!r}; expected one of {', '.join(map(str, BLOCKS))}")
-    if weight.shape[0] % rotation or weight.shape[1] % rotation:
-        raise ArgumentError(
-            f"weight has shape {tuple(weight.shape)}; recipe 'hadamard' expects multiples of the rotation, {rotation}"
-        )
-
-
 def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
     if recipe not in known:
         raise ArgumentError(f"recipe is {recipe!r}; expected one of {', '.join(map(repr, known))}")
@@ -217,30 +183,17 @@ def fp8_weight(
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
     if recipe == "hadamard":
-        _check_rotation(weight, rotation)
+        check_rotation(weight, rotation)
     return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
 
 
 @replayed
 def fp8_linear(
-    x: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    recipe: str = "block",
-    main_grad: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    grad_dtype: torch.dtype | None = None,
-    pow2_scale: bool = False,
-    rotation: int = 64,
-    smooth: Tensor | None = None,
-    scale_layout: str = "row",
-    weight_codes: Fp8Weight | None = None,
-    save_weight: bool = False,
-    wgrad: str = "fp8",
-    backend: str = "auto",
-    out: Tensor | None = None,
-) -> Tensor:
+    x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "block", main_grad: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None, pow2_scale: bool = False,
+    rotation: int = 64, smooth: Tensor | None = None, scale_layout: str = "row", weight_codes: Fp8Weight | None = None,
+    save_weight: bool = False, wgrad: str = "fp8", backend: str = "auto", out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
 
     Codes are made from x, weight and the incoming gradient dy in their own dtypes, as :func:`quantize_fp8` makes them;
@@ -304,7 +257,7 @@ def fp8_linear(
     if not isinstance(x, Tensor):
         if not hasattr(x, "q") or not hasattr(x, "scale"):
             return interop.call(fp8_linear, x, weight, bias, **options)
-        x, codes = _given_codes(x, weight, recipe, scale_layout)
+        x, codes = given_codes(x, weight, recipe, scale_layout)
     if is_sharded(weight) or is_sharded(x):
         if codes[0] is not None:
             raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
@@ -327,7 +280,7 @@ def fp8_linear(
             raise ArgumentError("weight_codes, save_weight and wgrad='bf16' do not go with recipe 'smooth'")
         return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
-        _check_rotation(weight, rotation)
+        check_rotation(weight, rotation)
     given = (*codes, *((None,) * 4 if weight_codes is None else _checked(weight_codes, weight, x)))
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _Linear.apply(
@@ -363,39 +316,7 @@ def _forward(x, weight, bias, given, recipe, dtype, pow2_scale, rotation, backen
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return what takes the gradient, and the codes as ``OPERAND`` would have made them."""
-    q, scale, y = x.q, x.scale, getattr(x, "y", None)
-    q_t, scale_t = getattr(x, "q_t", None), getattr(x, "scale_t", None)
-    if recipe != "block":
-        raise ArgumentError(f"x is codes (a {type(x).__name__}); expected a tensor for recipe {recipe!r}")
-    if scale_layout not in ("row", "column"):
-        raise ArgumentError(f"scale_layout is {scale_layout!r}; expected 'row' or 'column'")
-    if q is None or scale is None:
-        raise ArgumentError("x.q or x.scale is None; expected codes by rows (layout 'row' or 'both')")
-    token("x.q", q.dtype, FP8_DTYPES)
-    rows, groups = row_count(q.shape), groups_of(q.shape[-1])
-    if q.shape[-1] % PITCH:
-        raise ArgumentError(f"x.q has {q.shape[-1]} columns; expected a multiple of {PITCH} for codes")
-    wanted = (groups, rows) if scale_layout == "column" else (*q.shape[:-1], groups)
-    check_same("x.scale", tuple(scale.shape), wanted, "shape", of=f"x.q, scale_layout {scale_layout!r}")
-    if is_grad_enabled() and weight.requires_grad and (q_t is None or scale_t is None):
-        raise ArgumentError("x.q_t or x.scale_t is None; expected layout 'both', as weight requires grad")
-    if y is None:
-        y = q.new_empty((), dtype=torch.bfloat16).expand(q.shape)
-    else:
-        token("x.y", y.dtype, FLOAT_DTYPES)
-        check_same("x.y", tuple(y.shape), tuple(q.shape), "shape", of="x.q")
-    if q_t is not None and rows % PITCH:
-        q_t = torch.nn.functional.pad(q_t.view(torch.uint8), (0, -rows % PITCH)).view(q_t.dtype)
-    column_scale = scale if scale_layout == "column" else scale.reshape(rows, groups).t()
-    return y, (q.reshape(rows, q.shape[-1]), column_scale, q_t, scale_t)
-
-
 OP = Op(
-    "fp8_linear",
-    public=("fp8_linear", "fp8_weight"),
-    kernels=(),
-    torch_ops=(),
+    "fp8_linear", public=("fp8_linear", "fp8_weight"), kernels=(), torch_ops=(),
     uses=("scaled_mm", "quantize_fp8", "smooth_quant", "hadamard", "column_absmax", "transpose"),
-)
+)  # fmt: skip

@@ -23,48 +23,27 @@ from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 FORWARD = Operator(
-    "gated_mm",
-    TENSORS,
-    options=OPTIONS,
-    results="out",
-    outputs=partial(scaled_mm_plan.outputs, halves=2),
-    plan=partial(scaled_mm_plan.plan, gated=True),
-    reference=partial(scaled_mm_plan.run_reference, gated=True),
+    "gated_mm", TENSORS, options=OPTIONS, results="out", outputs=partial(scaled_mm_plan.outputs, halves=2),
+    plan=partial(scaled_mm_plan.plan, gated=True), reference=partial(scaled_mm_plan.run_reference, gated=True),
     check=partial(scaled_mm_plan.describe, gated=True),
-)
+)  # fmt: skip
 _describe_quantized = partial(scaled_mm_plan.describe_quantized, gated=True)
 QUANTIZED = Operator(
-    "gated_mm_quantized",
-    TENSORS,
-    options=f"{OPTIONS}, str quantized",
-    results="out out_scale",
+    "gated_mm_quantized", TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale",
     outputs=partial(scaled_mm_plan.quantized_outputs, halves=2),
     plan=partial(scaled_mm_plan.plan_quantized, gated=True),
-    reference=partial(quantized_by_steps, FORWARD, _describe_quantized),
-    check=_describe_quantized,
-)
+    reference=partial(quantized_by_steps, FORWARD, _describe_quantized), check=_describe_quantized,
+)  # fmt: skip
 _replay = FORWARD.replay
 
 
 def gated_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
-    *,
-    act: str = "silu",
-    recipe: str = "auto",
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    nibble: str = "low",
-    global_scale: Tensor | float | None = None,
-    quant_out: str | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-    out: Tensor | tuple[Tensor | None, ...] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
+    act: str = "silu", recipe: str = "auto", bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None, nibble: str = "low",
+    global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
+    backend: str = "auto", out: Tensor | tuple[Tensor | None, ...] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, in fp32 and rounded once.
 
     Operands, recipes and scales are those of :func:`scaled_mm`, for all rows of b. Gradients: of float operands without

@@ -22,33 +22,18 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
 FORWARD = Operator(
-    "grouped_mm",
-    TENSORS,
-    options=OPTIONS,
-    results="out",
-    outputs=grouped_mm_plan.outputs,
-    plan=grouped_mm_plan.plan,
-    reference=grouped_mm_plan.run_reference,
-    check=grouped_mm_plan.describe,
-)
+    "grouped_mm", TENSORS, options=OPTIONS, results="out", outputs=grouped_mm_plan.outputs, plan=grouped_mm_plan.plan,
+    reference=grouped_mm_plan.run_reference, check=grouped_mm_plan.describe,
+)  # fmt: skip
 IN_PLACE = Operator(
-    "grouped_mm_out",
-    (InPlace("out", None), *TENSORS),
-    options=f"{OPTIONS}, bool accumulate",
-    results="",
-    plan=grouped_mm_plan.plan_out,
-    reference=grouped_mm_plan.run_reference_out,
-    check=grouped_mm_plan.describe_out,
-)
+    "grouped_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
+    plan=grouped_mm_plan.plan_out, reference=grouped_mm_plan.run_reference_out, check=grouped_mm_plan.describe_out,
+)  # fmt: skip
 WGRAD = Operator(
-    "grouped_wgrad",
-    (InPlace("out", None), *WGRAD_TENSORS),
-    options=WGRAD_OPTIONS,
-    results="",
-    plan=grouped_mm_plan.plan_wgrad,
-    reference=grouped_mm_plan.run_reference_wgrad,
+    "grouped_wgrad", (InPlace("out", None), *WGRAD_TENSORS), options=WGRAD_OPTIONS, results="",
+    plan=grouped_mm_plan.plan_wgrad, reference=grouped_mm_plan.run_reference_wgrad,
     check=grouped_mm_plan.describe_wgrad,
-)
+)  # fmt: skip
 _replay = FORWARD.replay
 
 
@@ -83,25 +68,12 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    *,
-    offs: Tensor | None = None,
-    m_indices: Tensor | None = None,
-    align: int = 1,
-    recipe: str = "auto",
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    zero_padding: bool = False,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, *, offs: Tensor | None = None,
+    m_indices: Tensor | None = None, align: int = 1, recipe: str = "auto", act: str | None = None,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None, accumulate: bool = False,
+    zero_padding: bool = False, acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return the product of each row with the matrix of its group: ``out[i] = a[i] @ b[group of i].T``.
 
     Operands, recipes and scales are those of :func:`scaled_mm`; scales of b have the groups as their first dimension
@@ -168,22 +140,11 @@ def grouped_mm(
 
 @replayed
 def grouped_mm_masked(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    masked_m: Tensor | None = None,
-    *,
-    expected_m: int = 0,
-    recipe: str = "auto",
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    b_layout: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, masked_m: Tensor | None = None,
+    *, expected_m: int = 0, recipe: str = "auto", act: str | None = None, out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None, acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None,
+    b_layout: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group: the other rows of the result hold anything.
 
     For decoding, where groups have room for `m` rows each and a CUDA graph fixes that. Operands, recipes and scales are
@@ -226,20 +187,10 @@ def grouped_mm_masked(
 
 @replayed
 def grouped_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    scale_dy: Tensor | None = None,
-    scale_x: Tensor | None = None,
-    *,
-    offs: Tensor,
-    out: Tensor | None = None,
-    accumulate: bool = True,
-    align: int | None = None,
-    out_dtype: torch.dtype = torch.float32,
-    recipe: str = "auto",
-    acc: str = "auto",
-    backend: str = "auto",
-) -> Tensor:
+    dy: Tensor, x: Tensor, scale_dy: Tensor | None = None, scale_x: Tensor | None = None, *, offs: Tensor,
+    out: Tensor | None = None, accumulate: bool = True, align: int | None = None,
+    out_dtype: torch.dtype = torch.float32, recipe: str = "auto", acc: str = "auto", backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
 
     Args:
@@ -284,9 +235,6 @@ def as_int32(t: Any) -> Any:
 
 
 OP = Op(
-    "grouped_mm",
-    public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
-    kernels=(),
-    torch_ops=(FORWARD, IN_PLACE, WGRAD),
-    uses=("scaled_mm",),
-)
+    "grouped_mm", public=("grouped_mm", "grouped_mm_masked", "grouped_wgrad"), kernels=(),
+    torch_ops=(FORWARD, IN_PLACE, WGRAD), uses=("scaled_mm",),
+)  # fmt: skip

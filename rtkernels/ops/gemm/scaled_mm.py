@@ -23,24 +23,13 @@ from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 FORWARD = Operator(
-    "scaled_mm",
-    TENSORS,
-    options=OPTIONS,
-    results="out",
-    outputs=scaled_mm_plan.outputs,
-    plan=scaled_mm_plan.plan,
-    reference=scaled_mm_plan.run_reference,
-    check=scaled_mm_plan.describe,
-)
+    "scaled_mm", TENSORS, options=OPTIONS, results="out", outputs=scaled_mm_plan.outputs, plan=scaled_mm_plan.plan,
+    reference=scaled_mm_plan.run_reference, check=scaled_mm_plan.describe,
+)  # fmt: skip
 IN_PLACE = Operator(
-    "scaled_mm_out",
-    (InPlace("out", None), *TENSORS),
-    options=f"{OPTIONS}, bool accumulate",
-    results="",
-    plan=scaled_mm_plan.plan_out,
-    reference=scaled_mm_plan.run_reference_out,
-    check=scaled_mm_plan.describe_out,
-)
+    "scaled_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
+    plan=scaled_mm_plan.plan_out, reference=scaled_mm_plan.run_reference_out, check=scaled_mm_plan.describe_out,
+)  # fmt: skip
 
 
 def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -61,15 +50,11 @@ def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tens
 
 
 QUANTIZED = Operator(
-    "scaled_mm_quantized",
-    TENSORS,
-    options=f"{OPTIONS}, str quantized",
-    results="out out_scale",
-    outputs=scaled_mm_plan.quantized_outputs,
-    plan=scaled_mm_plan.plan_quantized,
+    "scaled_mm_quantized", TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale",
+    outputs=scaled_mm_plan.quantized_outputs, plan=scaled_mm_plan.plan_quantized,
     reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
     check=scaled_mm_plan.describe_quantized,
-)
+)  # fmt: skip
 _replay, _replay_out = FORWARD.replay, IN_PLACE.replay
 
 
@@ -136,26 +121,13 @@ def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
 
 
 def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | float | None = None,
-    scale_b: Tensor | float | None = None,
-    *,
-    recipe: str = "auto",
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    act: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    acc: str = "auto",
-    packed: str | tuple[str | None, str | None] | None = None,
-    nibble: str = "low",
-    global_scale: Tensor | float | None = None,
-    quant_out: str | None = None,
-    b_layout: str = "auto",
+    a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
+    recipe: str = "auto", bias: Tensor | None = None, add: Tensor | None = None, act: str | None = None,
+    out_dtype: torch.dtype | None = None, out: Tensor | None = None, accumulate: bool = False, acc: str = "auto",
+    packed: str | tuple[str | None, str | None] | None = None, nibble: str = "low",
+    global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``act(a @ b.T * scales + bias + add)``: sums, scales and what follows in fp32, rounded once.
 
     ====================================  ==========================================================================
@@ -311,9 +283,6 @@ def refuse_overlap(out: Tensor, *tensors: Tensor) -> None:
 
 
 OP = Op(
-    "scaled_mm",
-    public=("scaled_mm",),
-    kernels=backends.kernels(),
-    torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
+    "scaled_mm", public=("scaled_mm",), kernels=backends.kernels(), torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
     uses=("quantize_fp8",),
-)
+)  # fmt: skip

@@ -17,7 +17,8 @@ FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
 _WARPS = {1: (16, 8), 2: (16, 8), 4: (8,), 8: (8,)}  # of a block, by tiles of tokens
-_UNIT_ROWS, _ROW_BYTES = 32, 64  # what a warp works on at a time: so many weight rows, and bytes of each
+_UNIT_ROWS = 32  # weight rows that a warp works on at a time
+_ROW_BYTES = 64  # of each of them
 _RING = 3  # units of a warp
 _ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are along k
 _MAX_TILE_ROWS = 4 * _UNIT_ROWS
@@ -44,17 +45,13 @@ def _variants() -> list[Variant]:
 
 
 _SKINNY = Kernel(
-    "gemm/gemm_skinny.cu",
-    "gemm_skinny",
-    template="Codes Math TILES",
+    "gemm/gemm_skinny.cu", "gemm_skinny", template="Codes Math TILES", max_registers=255, tier="serve",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
     "scale_b_word:i64 scale_b_shift:i64 shift_b:i64 count_a:i64 count_b:i64 words_a:i64 words_b:i64 group_shift:i64 "
     "period:i64 global_step:i64 flags:i64 types:i64 row_shift:i64 part_rounds:i64 chunk_shift:i64 buffers:i64",
     variants=_variants(),
-    max_registers=255,
-    tier="serve",
-)
+)  # fmt: skip
 
 KERNELS = (_SKINNY,)
 

@@ -203,13 +203,9 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 
 def steps(
-    product: Product,
-    device: int,
-    *,
-    tile: Tile | None = None,
-    names: Mapping[str, str] | None = None,
+    product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
     split: bool | None = None,
-) -> Steps:
+) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
     Args:

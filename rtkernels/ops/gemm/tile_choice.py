@@ -42,7 +42,9 @@ class Tile(NamedTuple):
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
-LARGE, SMALL, ONE_WARPGROUP = Tile(2, 1, 256, 3, 4), Tile(2, 1, 128, 5, 2), Tile(1, 1, 128, 6, 2)
+LARGE = Tile(2, 1, 256, 3, 4)
+SMALL = Tile(2, 1, 128, 5, 2)
+ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
     ROW_SCALES: (LARGE, SMALL, ONE_WARPGROUP),

@@ -18,11 +18,13 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
 
-# Rows from which two kernels are faster than mma.sync, which takes codes as they are: 16-bit products, those of bytes.
-FLOAT_ROWS, INTEGER_ROWS = 65, 512
+# Rows from which two kernels are faster than mma.sync, which takes codes as they are.
+FLOAT_ROWS = 65  # of 16-bit products
+INTEGER_ROWS = 512  # of products of bytes
 FIELDS = ("global_scale",)
 
-_THREADS, _EACH = 256, 16  # elements that a thread unpacks
+_THREADS = 256
+_EACH = 16  # elements that a thread unpacks
 _KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "uint8": 3, "int4": 4, "uint4": 5, "e2m1": 6}  # CodeKind of device code
 _SCALE_TOKENS = {"e8m0": 2, "ue4m3": 3}
 _INTEGERS = {"int4": "Int4Code", "uint4": "Uint4Code"}

@@ -18,7 +18,9 @@ from rtkernels.runtime.operator.registry import Op
 MAX_TOKENS = 8192  # every block reads all of their indices
 MAX_BYTES = 84 << 20  # read and written; beyond, a sort and windows of equal work are faster
 _FREE_BYTES = 1 << 23  # of indices, in all blocks
-_THREADS, _WARPS, _MAX_ROWS = 256, 8, 128  # of the kernel
+_THREADS = 256
+_WARPS = 8  # of a block
+_MAX_ROWS = 128  # of a block
 _NONE = -(1 << 63)
 _BLOCKS = 3  # of a multiprocessor, in one wave
 _ADD = Kernel(

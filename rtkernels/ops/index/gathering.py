@@ -15,7 +15,8 @@ from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _EACH = 256, 4  # elements of a thread
+_THREADS = 256
+_EACH = 4  # elements of a thread
 _GATHER = Kernel(
     "index/gather.cu", "gather_units", template="BYTES", variants=[(b,) for b in (1, 2, 4, 8, 16)], max_registers=72,
     tier="aten",

@@ -12,7 +12,8 @@ from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.replayed import replayed
 
-_THREADS, _SLICE = 256, 4096  # as in id_bounds.cu
+_THREADS = 256
+_SLICE = 4096  # elements of a block, as in id_bounds.cu
 _IDS = {torch.int32: "i32", torch.int64: "i64"}
 _COUNT = Kernel(
     "index/id_bounds.cu", "id_bounds_count", template="I", args="ids:ptr counts:ptr n:i64",

@@ -84,7 +84,7 @@ def check_select_into(out: Meta, x: Meta, indices: Meta, scale: Meta | None) -> 
         raise ArgumentError(f"out has strides {tuple(out[2])}; expected unit-stride rows that do not overlap")
 
 
-def check_chunks(x: Meta, counts: Meta, order: Meta, scale: Meta | None, inverse: bool) -> None:
+def check_chunks(x: Meta, counts: Meta, order: Meta, scale: Meta | None) -> None:
     """Raise an ArgumentError for chunks that cannot be put into another order."""
     check_rows(x, scale)
     rows = x[1][0]

@@ -1,3 +1,3 @@
-"""Changes of layout without arithmetic: ``transpose`` and ``transpose_experts``. Device code: ``cuda_src/layout/``.
-Uses no other family.
+"""Changes of layout without arithmetic: ``transpose``, ``transpose_experts``, ``patchify`` and ``repeat_heads``;
+``strided_copy`` and ``transpose_list`` serve other families. Device code: ``cuda_src/layout/``. Uses no other family.
 """

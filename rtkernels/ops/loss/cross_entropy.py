@@ -17,10 +17,9 @@ from rtkernels.ops.loss.cross_entropy_operators import (
     PARTS,
     SCALE,
 )
-from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_options
+from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_names, check_options
 from rtkernels.ops.loss.label_report import raise_pending
 from rtkernels.ops.shared.redirected import redirected
-from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -147,10 +146,7 @@ def cross_entropy(
     """
     if out is not None or not isinstance(logits, Tensor):
         return redirected(cross_entropy, locals())
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not a_number("softcap", softcap) > 0:
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    check_names(reduction, softcap)
     if is_sharded(logits):
         from rtkernels.ops.loss.cross_entropy_shards import cross_entropy_of_shards
 

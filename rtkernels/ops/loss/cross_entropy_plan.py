@@ -100,6 +100,14 @@ def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
         raise ArgumentError(f"{name} has {shape[-1]} columns; expected 1 to 2^31 - 1")
 
 
+def check_names(reduction: str, softcap: float | None) -> None:
+    """Raise an ArgumentError for options that the public functions take in other forms than the operators."""
+    if reduction not in REDUCTIONS:
+        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
+    if softcap is not None and not a_number("softcap", softcap) > 0:
+        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+
+
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
     """Raise an ArgumentError for numbers that make no loss."""
     if not 0.0 <= a_number("label_smoothing", label_smoothing) <= 1.0:

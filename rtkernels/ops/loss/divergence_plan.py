@@ -103,9 +103,9 @@ def labels_int64(labels: Meta | None) -> int:
 
 def terms_step(
     x: Meta, target: Meta, labels: Meta | None, ignore: int, mode: int, beta: float, device: int,
-    results: tuple[str | int, ...], in_target: bool = False, scale: float = 1.0,
+    results: tuple[str | int, ...], scale: float = 1.0,
 ) -> Step | None:  # fmt: skip
-    """Return the launch for the terms and their gradient in x or the target; None if both must become fp32.
+    """Return the launch for the terms and their gradient in x; None if both must become fp32.
 
     Args:
         x: Logarithms of probabilities.
@@ -116,12 +116,11 @@ def terms_step(
         beta: Of MIXED.
         device: CUDA ordinal, or -1.
         results: Names of the sums of rows, of the terms, of the gradient, and of a factor of the gradient.
-        in_target: The gradient is that in the target.
         scale: Factor of the gradient.
     """
-    names = "x", "target"
-    if mode == REVERSE:
-        x, target, mode, in_target, names = target, x, LOGARITHM, not in_target, names[::-1]
+    names, in_target = ("x", "target"), mode == REVERSE  # what the kernel calls the target
+    if in_target:
+        x, target, mode, names = target, x, LOGARITHM, names[::-1]
     work = _work(x, target)
     if work is None:
         return None

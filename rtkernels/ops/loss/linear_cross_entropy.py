@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss.cross_entropy_operators import SCALE
-from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_options
-from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD
+from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_names, check_options
+from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, check_inputs, scaled
 from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
@@ -50,10 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif is_dynamo_compiling():
             grads = [(grad.float() * dloss).to(grad.dtype) for grad in ctx.saved_tensors]
         else:
-            grads = ctx.saved_tensors
-            for grad, needed in zip(grads, ctx.needs, strict=True):
-                if needed:
-                    SCALE(grad if grad.dim() > 1 else grad.unsqueeze(0), dloss)
+            grads = scaled(ctx.saved_tensors, ctx.needs, dloss)
         dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
         return dhidden, dweight, None, dbias, *(None,) * 9
 
@@ -111,10 +107,7 @@ def linear_cross_entropy(
     """
     if out is not None or not isinstance(hidden, Tensor):
         return redirected(linear_cross_entropy, locals())
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not a_number("softcap", softcap) > 0:
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    check_names(reduction, softcap)
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
     if is_sharded(hidden) or is_sharded(weight):
@@ -140,7 +133,6 @@ def linear_cross_entropy(
         options = (ignore_index, *(constant(value) for value in options[1:]))
     if group is not None:
         from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
-        from rtkernels.ops.loss.linear_cross_entropy_operators import check_inputs
         from rtkernels.ops.loss.linear_cross_entropy_parallel import ParallelLinearCrossEntropy
 
         token("hidden", hidden.dtype)
@@ -150,14 +142,12 @@ def linear_cross_entropy(
         loss, accuracy, lse = ParallelLinearCrossEntropy.apply(
             hidden, weight, labels, bias, options, REDUCTIONS[reduction], chunk_rows, group, *span
         )
-        if not return_lse and not return_accuracy:
-            return loss
-        return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
-    rest = (REDUCTIONS[reduction], return_accuracy, return_lse, chunk_rows, fp32_weight_grad)
-    if is_grad_enabled() and needs_grad(hidden, weight, bias):
-        loss, accuracy, lse = _LinearCrossEntropy.apply(hidden, weight, labels, bias, *options, *rest)
     else:
-        loss, accuracy, lse, *_ = FORWARD(hidden, weight, labels, bias, *options, *rest, False, False, False)
+        rest = (REDUCTIONS[reduction], return_accuracy, return_lse, chunk_rows, fp32_weight_grad)
+        if is_grad_enabled() and needs_grad(hidden, weight, bias):
+            loss, accuracy, lse = _LinearCrossEntropy.apply(hidden, weight, labels, bias, *options, *rest)
+        else:
+            loss, accuracy, lse, *_ = FORWARD(hidden, weight, labels, bias, *options, *rest, False, False, False)
     if not return_lse and not return_accuracy:
         return loss
     return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())

@@ -41,6 +41,14 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     return min(rows, -(-alike // _TILE_ROWS) * _TILE_ROWS)
 
 
+def scaled(grads: tuple[Tensor, ...], needs: tuple[bool, ...], dloss: Tensor) -> tuple[Tensor, ...]:
+    """Multiply the gradients that a forward pass made, where they are needed, by that of the loss; return them."""
+    for grad, needed in zip(grads, needs, strict=True):
+        if needed:
+            rows_ops.SCALE(grad if grad.dim() > 1 else grad.unsqueeze(0), dloss)
+    return grads
+
+
 def check_inputs(hidden: Meta, weight: Meta, labels: Meta, bias: Meta | None, chunk_rows: int) -> None:
     """Raise an ArgumentError for arguments that do not fit together."""
     if weight.dim() != 2 or weight.shape[0] == 0:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
-from rtkernels.ops.loss.cross_entropy_operators import BACKWARD_IN_PLACE, PARTS, SCALE
+from rtkernels.ops.loss.cross_entropy_operators import BACKWARD_IN_PLACE, PARTS
 from rtkernels.ops.loss.cross_entropy_parallel import combined, gathered
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE
-from rtkernels.ops.loss.linear_cross_entropy_operators import WeightSums, chunks, default_chunk_rows
+from rtkernels.ops.loss.linear_cross_entropy_operators import WeightSums, chunks, default_chunk_rows, scaled
 from rtkernels.runtime.operator.autograd import once_differentiable
 
 
@@ -100,9 +100,6 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
                 made.add(part, some, logits)
             grads = made.results(group)
         else:
-            grads = ctx.saved_tensors
-            for grad, needed in zip(grads, ctx.needs, strict=True):
-                if needed:
-                    SCALE(grad if grad.dim() > 1 else grad.unsqueeze(0), dloss)
+            grads = scaled(ctx.saved_tensors, ctx.needs, dloss)
         dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
         return None if dhidden is None else dhidden.view(ctx.shape), dweight, None, dbias, *(None,) * 6

@@ -21,7 +21,8 @@ from rtkernels.ops.loss.cross_entropy_plan import MEAN
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import nothing
 
-_TILE, _CPU_COLUMNS = 128, 8192
+_TILE = 128  # columns of a slab for each multiprocessor
+_CPU_COLUMNS = 8192  # of a slab
 _KEPT_SIXTEENTHS = 9  # of the weight's gradient: memory for logits that do not fit into it
 
 

@@ -104,7 +104,7 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     return q[:-1].clone().view(E4M3), scales[:-1].clone()
 
 
-def _outputs(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
+def _outputs(x, slots, offsets):
     scales = Memory((offsets.shape[0] - 1, x.shape[1]), torch.float32)
     return Memory((slots.shape[0] * x.shape[1],), E4M3), scales
 

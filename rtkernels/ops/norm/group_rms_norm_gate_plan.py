@@ -264,7 +264,7 @@ class _Block(NamedTuple):
     def of(cls, vectors: int) -> _Block:
         """Return how rows of so many vectors keep most of `_THREADS` threads busy.
 
-        With one piece each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
+        With one vector each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
         rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
         """
         block = cls._with(1, vectors)

@@ -38,9 +38,7 @@ _WIDTHS = [(t, vec) for t in WIDTH for vec in (1, WIDTH[t])]
 def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
     """Return how layer_norm_bwd_bulk is launched for rows of so many vectors; None if it cannot be.
 
-    With 64 KB asked for at a time 8192x4096 takes 57.4 µs, 58.8 with 96 KB; 2048x4096 23.2 and 21.7, 8192x8192 112.4
-    and 106.7, 1024x4096 15.1 and 15.45. Blocks of 384 threads at 1536 and 2048 columns: 26.7 and 32.5, with 512 27.5
-    and 33.3.
+    Bytes in flight and threads were measured: docs/decisions/norm.md, "Numbers behind constants".
     """
     threads = group_threads(-(-vectors // 2), _RING_THREADS)
     more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
@@ -49,10 +47,7 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRi
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
-    """Return how many rows per thread group the cp.async ring holds within `limit` bytes.
-
-    Two are best: 38.2 µs against 39.6 with four at 8192x2048, 63.6 against 64.7 with three at 8192x4096.
-    """
+    """Return how many rows per thread group the cp.async ring holds within `limit` bytes: two where they fit."""
     return min(2, (limit - 2048) // (_RING_THREADS * 16 * chunks * (3 if dsum else 2)))
 
 

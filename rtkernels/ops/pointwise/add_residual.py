@@ -228,9 +228,6 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 OP = Op(
-    "add_residual",
-    public=("add_residual", "add_bias", "channel_mul", "euler_step", "cfg_combine"),
-    kernels=(),
-    torch_ops=(),
-    uses=("combine",),
-)
+    "add_residual", public=("add_residual", "add_bias", "channel_mul", "euler_step", "cfg_combine"), kernels=(),
+    torch_ops=(), uses=("combine",),
+)  # fmt: skip

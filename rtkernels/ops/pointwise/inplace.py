@@ -64,7 +64,7 @@ def _prepare(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, b
     return x, y, factor, alpha, beta
 
 
-def _plan(x: Meta, y: Meta | None, factor: Meta | None, device: int) -> Steps:
+def _plan(x: Meta, y: Meta | None, device: int) -> Steps:
     other = y or x
     shape = x.shape or (1,)
     rows, cols = row_count(shape), shape[-1]

@@ -14,7 +14,8 @@ from rtkernels.runtime.operator.plan import Step, Steps
 FORMATS = {"nvfp4": 0, "mxfp4": 1, "mxfp8": 2}
 _TYPES = ("bf16", "fp16", "fp32")
 _THREADS = 256
-_THREADS_BACK, _STRETCHES = 256, 2  # of dequantize_blocks
+_THREADS_BACK = 256  # of dequantize_blocks
+_STRETCHES = 2  # of a thread of it
 _RESIDENT_DENSE = 5  # blocks of quantize_dense
 _RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules: the bounds in quant/nvfp4.cu
 # Flags of quant/nvfp4.cu.

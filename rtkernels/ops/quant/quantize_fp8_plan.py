@@ -134,7 +134,7 @@ class Matrix:
         self.vec = width if bytes_ == width * size else 1
 
     def row_slices(self, in_flight: int, threads: int = 256) -> RowSlices:
-        """Cut the matrix for a kernel with `in_flight` wide accesses per thread and run, or eight narrow ones."""
+        """Cut the matrix for a kernel with `in_flight` vectors per thread and slice, or eight single elements."""
         return row_slices(self.rows, self.cols, 8 if self.vec == 1 else self.vec * in_flight, threads)
 
 

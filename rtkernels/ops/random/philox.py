@@ -17,19 +17,19 @@ from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import is_capturing
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 KINDS = {"uniform": 0, "normal": 1, "exponential": 2, "bernoulli": 3}  # cuda_src/random/random.cu
 _THREADS = 256
-_TYPES = [(t,) for t in ("bf16", "fp16", "fp32")]
 _FILL = Kernel(
-    "random/random.cu", "random_fill", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "random/random.cu", "random_fill", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 key:i64 offset:i64",
 )  # fmt: skip
 _DROPOUT = Kernel(
-    "random/random.cu", "random_dropout", template="T", variants=_TYPES, max_registers=48, tier="aten",
+    "random/random.cu", "random_dropout", template="T", variants=TYPES, max_registers=48, tier="aten",
     args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 key:i64 offset:i64",
 )  # fmt: skip
 

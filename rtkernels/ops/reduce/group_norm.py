@@ -10,25 +10,25 @@ from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _SLICED = "slices:i64 per_slice:i64 aligned:i64"
 _APPLY = Kernel(
-    "reduce/group_norm.cu", "group_norm_apply", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/group_norm.cu", "group_norm_apply", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="x:ptr variances:ptr means:ptr weight:ptr bias:ptr y:ptr mean:ptr rstd:ptr cols:i64 groups:i64 spatial:i64 "
     f"eps:f64 {_SLICED}",
 )  # fmt: skip
 _PLANES = Kernel(
-    "reduce/group_norm.cu", "plane_sums", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/group_norm.cu", "plane_sums", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="dy:ptr x:ptr mean:ptr rstd:ptr partial:ptr planes:i64 channels:i64 group_channels:i64 spatial:i64 "
     "threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/group_norm.cu", "group_norm_bwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/group_norm.cu", "group_norm_bwd", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="dy:ptr x:ptr weight:ptr mean:ptr rstd:ptr partial:ptr dx:ptr cols:i64 groups:i64 channels:i64 spatial:i64 "
     f"{_SLICED}",
 )  # fmt: skip

@@ -9,29 +9,29 @@ from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, divisor
+from rtkernels.runtime.layout import GRID_LIMIT, TYPES, divisor
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _PLACES = 256, 4096  # of a block
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
+_THREADS = 256
+_PLACES = 4096  # of a block
 _FWD = Kernel(
-    "reduce/nll_loss.cu", "nll_forward", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/nll_loss.cu", "nll_forward", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="x:ptr targets:ptr weight:ptr out:ptr total:ptr partial:ptr count:i64 spatial:i64 batch_stride:i64 "
     "class_stride:i64 spatial_stride:i64 classes:i64 ignore_index:i64 reduction:i64",
 )  # fmt: skip
 _FINISH = Kernel(
-    "reduce/nll_loss.cu", "nll_finish", template="T", variants=_TYPES, max_registers=40, tier="aten",
+    "reduce/nll_loss.cu", "nll_finish", template="T", variants=TYPES, max_registers=40, tier="aten",
     args="partial:ptr out:ptr total:ptr blocks:i64 reduction:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/nll_loss.cu", "nll_backward", template="T", variants=_TYPES, max_registers=40, tier="aten",
+    "reduce/nll_loss.cu", "nll_backward", template="T", variants=TYPES, max_registers=40, tier="aten",
     args="dy:ptr targets:ptr weight:ptr total:ptr dx:ptr count:i64 classes:i64 class_divider:i64 ignore_index:i64 "
     "reduction:i64",
 )  # fmt: skip
 _BWD_PLACES = Kernel(
-    "reduce/nll_loss.cu", "nll_backward_places", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/nll_loss.cu", "nll_backward_places", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="dy:ptr targets:ptr weight:ptr total:ptr dx:ptr classes:i64 spatial:i64 ignore_index:i64 reduction:i64 "
     "across:i64 place_tiles:i64 class_tiles:i64 vectors:i64",
 )  # fmt: skip

@@ -10,6 +10,7 @@ from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -17,7 +18,7 @@ from rtkernels.runtime.operator.registry import Op
 _THREADS = 256
 _KINDS = {"squares": 0, "not_close": 1}  # cuda_src/reduce/pairs.cu
 _PAIRS = Kernel(
-    "reduce/pairs.cu", "reduce_pairs", template="T", variants=[("bf16",), ("fp16",), ("fp32",)], max_registers=64,
+    "reduce/pairs.cu", "reduce_pairs", template="T", variants=TYPES, max_registers=64,
     tier="aten", args="x:ptr y:ptr partial:ptr n:i64 kind:i64 rtol:f64 atol:f64 equal_nan:i64 aligned:i64",
 )  # fmt: skip
 

@@ -39,7 +39,8 @@ FINISH = {"value": 0, "divide": 1, "root": 2, "power": 3, "any": 4, "all": 5}
 _THREADS = 256
 _PER_SM = 1024  # threads on a multiprocessor, those of states of 4 bytes; others have half of them
 _MAX_SLICE = 2**30  # elements, which kernels count in 32 bits
-_FLOAT_TOKENS, _INT_TOKENS = ("bf16", "fp16", "fp32"), ("i64", "i32", "u8")
+_FLOAT_TOKENS = ("bf16", "fp16", "fp32")
+_INT_TOKENS = ("i64", "i32", "u8")
 # Monoids by name: template argument for floats, for integers, bytes of a state, names of results.
 _MONOIDS = {
     "sum": ("FloatSum", "IntegerSum", (4, 8)),

@@ -8,23 +8,24 @@ from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two, product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
-_WARP_UNITS, _WARP_UNITS_BWD = 512, 256  # of 16 bytes, of rows that a warp has
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
+_WARP_UNITS = 512  # of 16 bytes, of the longest row that a warp has
+_WARP_UNITS_BWD = 256  # in the backward
 _FWD = Kernel(
-    "reduce/row_norm.cu", "row_norm_fwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/row_norm.cu", "row_norm_fwd", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="x:ptr weight:ptr bias:ptr y:ptr mean:ptr rstd:ptr rows:i64 cols:i64 eps:f64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/row_norm.cu", "row_norm_bwd", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/row_norm.cu", "row_norm_bwd", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="dy:ptr x:ptr weight:ptr mean:ptr rstd:ptr dx:ptr rows:i64 cols:i64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _PARAMS = Kernel(
-    "reduce/row_norm.cu", "row_norm_params", template="T", variants=_TYPES, max_registers=80, tier="aten",
+    "reduce/row_norm.cu", "row_norm_params", template="T", variants=TYPES, max_registers=80, tier="aten",
     args="dy:ptr x:ptr mean:ptr rstd:ptr dw:ptr db:ptr partial:ptr tickets:ptr rows:i64 cols:i64 slices:i64 "
     "per_slice:i64 across:i64 aligned:i64",
 )  # fmt: skip

@@ -7,19 +7,20 @@ from torch import Tensor
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT
+from rtkernels.runtime.layout import GRID_LIMIT, TYPES
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _WARP, _VECTOR = 256, 32, 4
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
+_THREADS = 256
+_WARP = 32  # columns, or vectors of them, of a block
+_VECTOR = 4  # elements
 _FWD = Kernel(
-    "reduce/softmax_columns.cu", "softmax_columns_fwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/softmax_columns.cu", "softmax_columns_fwd", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="x:ptr y:ptr n:i64 inner:i64 log:i64 vectors:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/softmax_columns.cu", "softmax_columns_bwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/softmax_columns.cu", "softmax_columns_bwd", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="dy:ptr y:ptr dx:ptr n:i64 inner:i64 log:i64 vectors:i64",
 )  # fmt: skip
 

@@ -8,17 +8,17 @@ from torch import Tensor
 from rtkernels.ops.reduce.row_norm import launch_by_rows
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _FWD = Kernel(
-    "reduce/weight_norm.cu", "weight_norm_fwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/weight_norm.cu", "weight_norm_fwd", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="v:ptr g:ptr w:ptr norms:ptr rows:i64 cols:i64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/weight_norm.cu", "weight_norm_bwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "reduce/weight_norm.cu", "weight_norm_bwd", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="dw:ptr v:ptr g:ptr norms:ptr dv:ptr dg:ptr rows:i64 cols:i64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 

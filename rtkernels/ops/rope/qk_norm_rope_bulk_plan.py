@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 _BY_ELEMENT = 4  # kByElement
 PAIR_ORDERS = (angles_of.HALVES, angles_of.ADJACENT, _BY_ELEMENT)  # PAIRS of the backward
 _SILU = (False, True)
-_WARPS, _HELPERS = 10, 2  # that work on heads, and that copy and make rotations
-_MORE_WARPS, _MORE_HELPERS = 12, 4  # where warpgroups pass registers on
+_WARPS = 10  # that work on heads
+_HELPERS = 2  # warps that copy and make rotations
+_MORE_WARPS = 12  # where warpgroups pass registers on
+_MORE_HELPERS = 4  # there
 _SMALL_HEAD = 128  # bytes
 
 
@@ -58,8 +60,10 @@ BWD_BULK = Kernel(
     variants=_variants,
 )  # fmt: skip
 
-_STAGES, _MAX_STAGES = 4, 16  # so many stages if they fit; up to so many in _RING bytes
-_RING, _RING_BY_ELEMENT = 104 << 10, 150 << 10
+_STAGES = 4  # if they fit
+_MAX_STAGES = 16  # in _RING_BYTES
+_RING_BYTES = 104 << 10
+_RING_BYTES_BY_ELEMENT = 150 << 10  # for pairs by element
 _STAGE_EXTRA = 32  # bytes: two barriers, where results go, and room to keep 16-byte alignment
 
 
@@ -85,7 +89,7 @@ def order_of_pairs(head_dim: int, rotary: int, size: int, pairs: int) -> int:
 
 
 def share_out(
-    q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, ring: int = _RING, warp_limit: int = _WARPS
+    q_heads: int, kv_heads: int, lanes: int, stage: int, memory: int, ring: int = _RING_BYTES, warp_limit: int = _WARPS
 ) -> Consumers | None:
     """Return consumers for stages of `stage` bytes in `memory` bytes; None if not even two stages fit.
 
@@ -141,7 +145,7 @@ def plan_bulk(
         x_extra, stretches, stretch_heads = 0, 1, found.q_heads + extra * found.kv_heads
     heads = found.q_heads + 2 * found.kv_heads + stretches * stretch_heads
     stage = heads * found.head_dim * size + 256 // size * lanes + _STAGE_EXTRA
-    ring = _RING_BY_ELEMENT if order == _BY_ELEMENT else _RING
+    ring = _RING_BYTES_BY_ELEMENT if order == _BY_ELEMENT else _RING_BYTES
     warps = head_warps(info.target, silu, order, found.head_dim * size)
     helpers = _MORE_HELPERS if warps == _MORE_WARPS else _HELPERS
     shares = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring, warps)

@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
-from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT
+from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, TYPES
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -20,19 +20,19 @@ from rtkernels.runtime.torch_private import dispatch_modes, is_dynamo_compiling
 
 _THREADS = 256
 KERNEL = Kernel(
-    "rope/rope_table.cu", "rope_table", template="T", variants=[("bf16",), ("fp16",), ("fp32",)], max_registers=80,
+    "rope/rope_table.cu", "rope_table", template="T", variants=TYPES, max_registers=80,
     args="rates:ptr positions:ptr cos:ptr sin:ptr rows:i64 pairs:i64 scaling:f64",
 )  # fmt: skip
 _RATES_LIMIT = 64
 _rates: dict[Any, Tensor] = {}  # vectors by dim, base, device and stream, which are only read
 
 
-def _outputs(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> tuple[Memory, ...]:
+def _outputs(rates: Meta, rows: int, dtype: torch.dtype) -> tuple[Memory, ...]:
     table = Memory((rows, rates.shape[0]), dtype)
     return table, table
 
 
-def _check(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype) -> None:
+def _check(rates: Meta, positions: Meta | None, rows: int, dtype: torch.dtype) -> None:
     token("the result", dtype, FLOAT_DTYPES)
     for name, meta in {"rates": rates, "positions": positions}.items():
         if meta is not None and meta.dtype != torch.float64:
@@ -43,7 +43,7 @@ def _check(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype
         raise ArgumentError(f"positions has shape {tuple(positions.shape)}; expected ({rows},)")
 
 
-def _plan(rates: Meta, positions: Meta | None, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
+def _plan(rates: Meta, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
     pairs = rates.shape[0]
     grid = min(-(-rows * pairs // _THREADS), GRID_LIMIT)
     launch = KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, _THREADS)

@@ -78,14 +78,12 @@ def _bwd_padded(dy, x, weight, precision, need_x, need_weight) -> tuple[Tensor, 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, precision: int) -> Tensor:
+def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = (_rows_of(x).float() @ weight.float().t()).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.float()
 
 
-def _reference_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, precision: int, need_x: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
+def _reference_bwd(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
     g = _rows_of(dy).float()
     return (
         (g @ weight.float()).to(x.dtype).view(x.shape) if need_x else nothing(x),
@@ -93,7 +91,7 @@ def _reference_bwd(
     )
 
 
-def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor, precision: int) -> None:
+def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.numel() and x.numel():
         main_grad.addmm_(_rows_of(dy).float().t(), _rows_of(x).float())
 

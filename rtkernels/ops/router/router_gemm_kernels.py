@@ -9,6 +9,7 @@ from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 
 FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
@@ -40,7 +41,7 @@ SPLIT = Kernel(
 SUM = Kernel(
     "router/router_gemm_terms.cu", "router_sum", template="T", max_registers=48,
     args="partial:ptr out:ptr bias:ptr count:i64 step:i64 cols:i64 splits:i64 accumulate:i64 aligned16:i64",
-    variants=[("bf16",), ("fp16",), ("fp32",)],
+    variants=TYPES,
 )  # fmt: skip
 MMA = Kernel(
     "router/router_gemm_mma.cu", "router_mma", template="T ACROSS_A ACROSS_B", max_registers=255,

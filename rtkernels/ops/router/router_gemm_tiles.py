@@ -25,7 +25,8 @@ _SM_BYTES = 69  # a clock that reach a multiprocessor
 _L2_BYTES = 5900  # a clock that leave L2
 _DRAM_BYTES = 1800  # a clock that leave memory
 _STORE_BYTES = 20  # a clock that a multiprocessor writes
-_EXCHANGE_START, _EXCHANGE_BYTES = 1450, 11  # of a cluster that adds up, and a clock
+_EXCHANGE_START = 1450  # clocks before a cluster adds up
+_EXCHANGE_BYTES = 11  # a clock that it adds up
 
 
 class Tile(NamedTuple):

@@ -18,8 +18,11 @@ from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 
 SOFTMAX, SCORE_FIRST, RENORMALIZE = 1, 2, 4  # bits of `mode`
-_WARPS, _MANY_WARPS, _WARPS_PER_SM = 8, 32, 32
-_SMALL_WARPS, _SMALL_BLOCKS_PER_SM = 16, 2
+_WARPS = 8  # of a block
+_MANY_WARPS = 32  # of a block, if there are rows for all of them
+_WARPS_PER_SM = 32
+_SMALL_WARPS = 16  # of a block of topk_router_small
+_SMALL_BLOCKS_PER_SM = 2
 _VECTOR = 4
 
 _FWD = Kernel(

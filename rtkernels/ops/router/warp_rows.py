@@ -12,7 +12,8 @@ from rtkernels.runtime.operator.declared import Meta
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COLUMNS = (2, 8)  # of a lane
 WARP_COLUMNS = 256  # at most
-OCTET, _GROUP = 8, 4  # lanes of a row in cuda_src/router/top8.cuh, which find as many numbers; columns of a group
+OCTET = 8  # lanes of a row in cuda_src/router/top8.cuh, which find as many numbers
+_GROUP = 4  # columns that are sorted together there
 MAX_K = 64
 
 

@@ -22,7 +22,8 @@ from rtkernels.runtime.operator.declared import Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _SLICE = 256, 4096
+_THREADS = 256
+_SLICE = 4096  # elements of a block
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _COUNT = Kernel(
     "scan/compact.cu", "compact_count", template="T", variants=_TYPES, max_registers=64, tier="aten",

@@ -14,9 +14,11 @@ from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS, _BYTES = 256, 32  # RTK_SCAN_BYTES of cuda_src/scan/scan.cu: what a thread reads of a tile
+_THREADS = 256
+_BYTES = 32  # RTK_SCAN_BYTES of cuda_src/scan/scan.cu: what a thread reads of a tile
 _SLICE = 4096  # elements of a slice, at least
-_FLOAT_TOKENS, _INT_TOKENS = ("bf16", "fp16", "fp32"), ("i64", "i32", "u8")
+_FLOAT_TOKENS = ("bf16", "fp16", "fp32")
+_INT_TOKENS = ("i64", "i32", "u8")
 _VARIANTS = [
     *((t, t, f"Running{s}<float>") for t in _FLOAT_TOKENS for s in ("Sum", "Maximum")),
     *((t, "i64", "RunningSum<rtk::i64>") for t in _INT_TOKENS),

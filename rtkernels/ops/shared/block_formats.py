@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 
-E2M1_MAX, E4M3_MAX = 6.0, 448.0
-SCALE_RULES, ELEMENT_RULES = ("rne", "ceil", "mse"), ("rne", "away", "zero")
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+SCALE_RULES = ("rne", "ceil", "mse")
+ELEMENT_RULES = ("rne", "away", "zero")
 MSE_FACTORS = (0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5)
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

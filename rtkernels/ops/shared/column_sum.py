@@ -8,13 +8,13 @@ from torch import Tensor
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import DTYPE_TOKEN
+from rtkernels.runtime.layout import DTYPE_TOKEN, TYPES
 from rtkernels.runtime.operator.plan import Step
 from rtkernels.runtime.operator.registry import Op
 
 _KERNEL = Kernel(
     "shared/column_sum.cu", "column_sum", template="T", max_registers=40,
-    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64", variants=[("bf16",), ("fp16",), ("fp32",)],
+    args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64", variants=TYPES,
 )  # fmt: skip
 
 

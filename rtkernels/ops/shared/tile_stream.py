@@ -33,11 +33,9 @@ def blocks_for(tiles: int, processors: int) -> int:
     return uniform if shares else min(tiles, processors)
 
 
-def tile_map(name: str, token: str, rows: int, cols: int, stride: int, offset: int = 0) -> Boxes:
-    """Return the tensor map of an input, `offset` bytes behind the first element of a tensor."""
-    return matrix_boxes(
-        name, token, rows, cols, stride, _BOX_ROWS, _BOX_COLS, swizzle=False, promote=False, offset=offset
-    )
+def tile_map(name: str, token: str, rows: int, cols: int, stride: int) -> Boxes:
+    """Return the tensor map of an input."""
+    return matrix_boxes(name, token, rows, cols, stride, _BOX_ROWS, _BOX_COLS, swizzle=False, promote=False)
 
 
 def stream_steps(

@@ -21,9 +21,14 @@ from rtkernels.runtime.operator.registry import Op
 
 PLACES = 2048  # of a block that sorts in shared memory
 LONGEST = 2**30 - 1  # elements of a row
-_NETWORK, _BLOCK_ROWS = 128, 4096  # up to which rows are sorted by a network, and by one block
+_NETWORK = 128  # elements of a row, up to which a network sorts it
+_BLOCK_ROWS = 4096  # up to which one block does
 _ROUNDS = ((512, 4), (2048, 8), (_BLOCK_ROWS, 16))  # of 32 elements for each warp of such a block, by length
-_THREADS, _DIGITS, _CHUNK, _SWEEP_WARPS = 256, 256, 512, 8  # as in cuda_src/sort/radix_tile.cuh
+# As in cuda_src/sort/radix_tile.cuh.
+_THREADS = 256
+_DIGITS = 256
+_CHUNK = 512  # elements of a warp
+_SWEEP_WARPS = 8
 _TYPES = [(t,) for t in ("bf16", "fp16", "fp32", "i64", "i32", "u8")]
 _KEY_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "i32": 32, "i64": 64, "u8": 8}
 _ROWS = Kernel(

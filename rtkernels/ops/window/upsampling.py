@@ -8,11 +8,11 @@ from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, product
 from rtkernels.ops.window.places import THREADS, blocks, divisors, plane_strides
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import TYPES
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_TYPES = [("bf16",), ("fp16",), ("fp32",)]
 _NEAREST = Kernel(
     "window/upsample.cu", "upsample_nearest", template="BYTES", variants=[(2,), (4,)], max_registers=48,
     tier="aten",
@@ -26,12 +26,12 @@ _TWICE = Kernel(
     "height_divisor:i64 width_divisor:i64",
 )  # fmt: skip
 _NEAREST_BWD = Kernel(
-    "window/upsample.cu", "upsample_nearest_bwd", template="T", variants=_TYPES, max_registers=48, tier="aten",
+    "window/upsample.cu", "upsample_nearest_bwd", template="T", variants=TYPES, max_registers=48, tier="aten",
     args="dy:ptr dx:ptr count:i64 height:i64 width:i64 out_height:i64 out_width:i64 height_divisor:i64 "
     "width_divisor:i64 scale_h:f64 scale_w:f64 factor_h:i64 factor_w:i64",
 )  # fmt: skip
 _TWICE_BWD = Kernel(
-    "window/upsample.cu", "upsample_twice_bwd", template="T", variants=_TYPES, max_registers=64, tier="aten",
+    "window/upsample.cu", "upsample_twice_bwd", template="T", variants=TYPES, max_registers=64, tier="aten",
     args="dy:ptr dx:ptr count:i64 vectors:i64 width_divisor:i64",
 )  # fmt: skip
 

@@ -56,18 +56,9 @@ class EmulatedMap:
 
 
 def matrix_map(
-    address: int,
-    token: str,
-    rows: int,
-    cols: int,
-    pitch: int,
-    box_rows: int,
-    box_cols: int,
-    *,
-    swizzle: bool = True,
-    promote: bool = True,
+    address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int
 ) -> TensorMap | EmulatedMap:
-    """Return the map of a row-major matrix that is copied in boxes.
+    """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes.
 
     Args:
         address: Of the first element on the device, a multiple of 16.
@@ -76,12 +67,10 @@ def matrix_map(
         cols: Columns of the matrix.
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
-        box_cols: Columns of a box, at most 256; at most 128 bytes with `swizzle`.
-        swizzle: As for :func:`tiled_map`.
-        promote: As for :func:`tiled_map`.
+        box_cols: Columns of a box, at most 128 bytes.
     """
     size = _TYPES[token][1]
-    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows), swizzle, promote)
+    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows))
 
 
 def tiled_map(

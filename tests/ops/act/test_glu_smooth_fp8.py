@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from support.compare import ROUNDOFF, assert_close, assert_same_bits, running_on
+from support.glu_cases import ACTS
+from support.glu_fp8_cases import Inputs, counts, gradients, judge_rows, make
 from support.places import DTYPES, at, order_test, short
-from test_glu import ACTS
-from test_glu_fp8 import Inputs, counts, gradients, judge_rows, make
 from torch import Tensor
 
 import rtkernels

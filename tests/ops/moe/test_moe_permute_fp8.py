@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.compare import assert_same_bits, poisoned, running_on
 from support.fp8_cases import DEVICE_CODE, wild
+from support.moe_permute_cases import numbers, on, routed
 from support.places import DTYPES, ORDERS, at, emulated, error_tests
 from support.ways import captured
-from test_moe_permute import numbers, on, routed
 from torch import Tensor
 
 import rtkernels

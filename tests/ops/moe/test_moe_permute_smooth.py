@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.compare import assert_same_bits, poisoned, running_on
 from support.fp8_cases import DEVICE_CODE, wild
+from support.moe_permute_cases import close, numbers, on, routed
 from support.places import ORDERS, at, emulated, error_tests
-from test_moe_permute import close, numbers, on, routed
 from torch import Tensor
 
 import rtkernels
