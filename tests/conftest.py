@@ -29,7 +29,7 @@ SLOW_WORDS = (
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
 # A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
-ONE_IN, ONE_PRODUCT_IN = 6, 24
+ONE_IN, ONE_PRODUCT_IN = 8, 32
 COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
 
 
@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="which part of the tests that take seconds a run of the whole suite takes (0 to 23)",
+        help="which part of the tests that take seconds a run of the whole suite takes (0 to 31)",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept, left = [], []
         for item in items:
             test = item.nodeid.partition("[")[0]
-            (left if seen[test] % step else kept).append(item)
+            (left if seen[test] % step and not item.get_closest_marker("one_in") else kept).append(item)
             seen[test] += 1
         items[:] = kept
         config.hook.pytest_deselected(items=left)
@@ -122,7 +122,7 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     and shapes alone. torch.compile takes a second; of the tests that compile a function of an op, one of each folder
     runs. A run of a family or two keeps all of its cases.
     """
-    costly = [item for item in items if _takes_seconds(item)]
+    costly = [item for item in items if item.get_closest_marker("one_in") or _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
         return set()
     return {item for item in costly if not _in_part(item, part)} | _compiled_by_others(items, part)
@@ -144,6 +144,8 @@ def _compiled_by_others(items: list[pytest.Item], part: int) -> set[pytest.Item]
 
 def _in_part(item: pytest.Item, part: int) -> bool:
     step = ONE_PRODUCT_IN if item.nodeid.startswith(PRODUCTS) else ONE_IN
+    if marker := item.get_closest_marker("one_in"):
+        (step,) = marker.args
     return zlib.crc32(item.nodeid.encode()) % step == part % step
 
 

@@ -368,6 +368,7 @@ def _one_sample_of_each() -> Iterator[Any]:
             yield pytest.param(torch_op, args, id=torch_op.name)
 
 
+@pytest.mark.one_in(3)
 @at("cpu", "sm_90")
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
 def test_the_default_device_makes_no_difference(torch_op: TorchOp, args: tuple, place: str) -> None:

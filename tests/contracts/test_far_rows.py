@@ -107,6 +107,7 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @emulated
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_further_apart_than_32_bits(name: str) -> None:

@@ -28,6 +28,7 @@ SAMPLES = [
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
 def test_opcheck(torch_op: TorchOp, args: tuple) -> None:
     _opcheck(torch_op, args)
@@ -69,6 +70,7 @@ def test_op_has_a_test_file_and_bench_rows(name: str) -> None:
     assert rows and len({row.label for row in rows}) == len(rows)
 
 
+@pytest.mark.one_in(3)
 @emulated
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_every_kernel_is_emulated_or_exempt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def check_bits(model: nn.Module, wanted: tuple[float, dict[str, torch.Tensor]], 
     assert [name for name, g in wanted[1].items() if not torch.equal(found[name], g)] == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_layers(options: str, way: str) -> None:
