@@ -29,7 +29,7 @@ SLOW_WORDS = (
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
 # A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
-ONE_IN, ONE_PRODUCT_IN = 8, 32
+ONE_IN, ONE_PRODUCT_IN = 16, 64
 COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
 
 
@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="which part of the tests that take seconds a run of the whole suite takes (0 to 31)",
+        help="which part of the tests that take seconds a run of the whole suite takes (0 to 63)",
     )
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
@@ -122,7 +122,7 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     and shapes alone. torch.compile takes a second; of the tests that compile a function of an op, one of each folder
     runs. A run of a family or two keeps all of its cases.
     """
-    costly = [item for item in items if item.get_closest_marker("one_in") or _takes_seconds(item)]
+    costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
         return set()
     return {item for item in costly if not _in_part(item, part)} | _compiled_by_others(items, part)
@@ -153,6 +153,8 @@ def _takes_seconds(item: pytest.Item) -> bool:
     """Return whether a test emulates or compiles; those of the emulator itself are small and always run."""
     if item.get_closest_marker("gpu") or not isinstance(item, pytest.Function):
         return False
+    if item.get_closest_marker("one_in"):
+        return True
     place = getattr(item, "callspec", None) and item.callspec.params.get("place")
     if place is not None and str(place).startswith("sm_"):
         return True

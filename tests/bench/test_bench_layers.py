@@ -16,6 +16,7 @@ pytest.importorskip("transformers", minversion="5.0")
 WAYS = {"dense": ("ours_fused", "fp8_fused"), "head": ("ours",), "moe": ("ours", "fp8")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "ways"), WAYS.items(), ids=WAYS)
 def test_errors_of_the_ways(kind: str, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_SMALLEST_GAIN", 0)

@@ -164,6 +164,7 @@ def test_list_json_has_one_entry_per_variant(capsys):
         assert len(rows) == COUNT * len(CI_TARGETS)
 
 
+@pytest.mark.one_in(3)
 def test_tiers_select_kernels(capsys, monkeypatch):
     monkeypatch.setattr(registry.get(SMALL).kernels[0], "tier", "serve")
     code, out, _ = run(capsys, "list", "--arch", "sm_80,sm_90a")
@@ -445,6 +446,7 @@ def test_show_source_has_the_kernel_and_its_headers(capsys):
 # ---- demo, and the two ways to call ----------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 def test_demo_runs_and_agrees_with_torch():
     done = shell("demo")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -351,6 +351,7 @@ def _numbers() -> Iterator[tuple[str, str, set[str]]]:
                     yield name, parameter.name, types
 
 
+@pytest.mark.one_in(3)
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize(("name", "option", "types"), [pytest.param(*n, id=".".join(n[:2])) for n in _numbers()])
 def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set[str], place: str) -> None:

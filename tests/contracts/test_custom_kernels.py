@@ -46,6 +46,7 @@ def files_of(page: str) -> dict[str, str]:
     return dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.+?\n)```", text, re.DOTALL))
 
 
+@pytest.mark.one_in(3)
 def test_the_page_works_and_its_cache_does_not_know_the_folder(tmp_path: Path) -> None:
     files = files_of("custom_kernels.md")
     assert len(files) == 3

@@ -206,6 +206,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
+@pytest.mark.one_in(3)
 @needs_compiler
 @pytest.mark.parametrize("place", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow) if op == "attention" else op for op in OPS])

@@ -59,6 +59,7 @@ def _error_of_bf16(kind: str, patched: bool) -> float:
     return (distance / size) ** 0.5
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "phi3", "glm4", "olmo2", "qwen3_moe"])
 def test_bf16_is_as_near_to_fp32_as_before(kind: str) -> None:
     before, now = _error_of_bf16(kind, False), _error_of_bf16(kind, True)
@@ -109,6 +110,7 @@ def _wrong_offset(model: nn.Module) -> None:
         replace.replace(module, Recognized("rms_norm", tuple(options.items())))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_twenty_steps_of_training(kind: str) -> None:
     wanted = _updates(build(kind))

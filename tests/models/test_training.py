@@ -69,6 +69,7 @@ FP8 = {"fp8": {"fp8": True}, "fused": {"fp8": models.Fp8Recipe(save="input"), "f
 FP8_ADAPTERS = (["down_proj"], ["q_proj", "v_proj"], ["gate_proj"], "all-linear")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("targets", FP8_ADAPTERS, ids=str)
 @pytest.mark.parametrize("options", FP8)
 @pytest.mark.parametrize("order", ["patched first", "adapters first"])

@@ -67,6 +67,7 @@ def made(shape: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tup
     return Fp8MoE(*sizes, dtype=torch.float32, **options), torch.randn(tokens, sizes[0]).to(dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("shape", SHAPES)
 @at("cpu", "cuda")

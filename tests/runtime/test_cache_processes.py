@@ -103,6 +103,7 @@ def _results(workers):
     return results
 
 
+@pytest.mark.one_in(3)
 def test_cache_eight_processes_compile_once(work, start):
     code = """
 import json

@@ -393,6 +393,7 @@ def others_can_reach(path: Path) -> bool:
     return all(os.stat(item).st_mode & stat.S_IXOTH for item in (path, *path.parents))
 
 
+@pytest.mark.one_in(3)
 @needs_root
 @pytest.mark.parametrize("builder", [0, OTHER])
 def test_published_cache_serves_another_user(shared, builder):

@@ -45,6 +45,7 @@ def _case(bug: Bug):
     return pytest.param(bug, id=bug.name.replace(" ", "_"), marks=() if bug.fast else pytest.mark.slow)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bug", [_case(bug) for bug in ALL])
 def test_planted_bug_is_caught(bug: Bug) -> None:
     if bug.check == "instructions":
