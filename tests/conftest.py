@@ -150,7 +150,7 @@ def _in_part(item: pytest.Item, part: int) -> bool:
 
 
 def _takes_seconds(item: pytest.Item) -> bool:
-    """Return whether a test emulates or compiles; those of the emulator itself are small and always run."""
+    """Return whether a test emulates, compiles or is marked; others of the emulator itself are small and always run."""
     if item.get_closest_marker("gpu") or not isinstance(item, pytest.Function):
         return False
     if item.get_closest_marker("one_in"):
