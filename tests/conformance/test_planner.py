@@ -51,8 +51,7 @@ def check(case) -> None:
             text = f"{harness.case_name(case)} {sample}"
             assert (a.dtype, a.shape) == (b.dtype, b.shape), text
             assert a.stride() == b.stride() or a.numel() <= 1, f"{a.stride()}, torch {b.stride()}: {text}"
-    if not compared:
-        pytest.skip("torch itself runs none of the samples on the CPU")
+    assert compared, f"{harness.case_name(case)}: torch itself runs none of the samples"
 
 
 @pytest.mark.one_in(3)
