@@ -333,7 +333,8 @@ class Bound:
                 where += ": between its elements"
             fields["buffer"] = buffer.name
         elif fields["kind"] == "out_of_bounds" and error.segment == -1:
-            return f"out of bounds {access} at address {hex(offset)}, far from every tensor"
+            why = f": {detail}" if detail else ", far from every tensor"
+            return f"out of bounds {access} at address {hex(offset)}{why}"
         else:
             fields["buffer"] = "shared"
             where = f"at byte {offset} of {'dynamic ' if error.segment == -2 else ''}shared memory"

@@ -97,7 +97,14 @@ void wait_for_previous();
 [[noreturn]] void trap(Site site);
 
 u32 lane();
-u32& own_word();  // of the thread; 0 when it starts
+
+// What a thread has started and not finished (products of wgmma): records of its own, the oldest leaves first. A group is
+// what a commit closes; the thread counts those that it has closed.
+u64& closed_groups();
+void keep_record(const void* record, u32 bytes);
+u32 kept_records(u32 bytes);
+void take_record(void* record, u32 bytes);
+
 u32 active_mask();  // the lanes of this warp that had not returned when it last waited
 
 // cp.async: the bytes arrive in shared memory when the thread waits for them, not before.
@@ -114,8 +121,8 @@ void mbarrier_wait(void* barrier, u32 parity, Site site);
 bool mbarrier_test(void* barrier, u32 parity, Site site);
 void bulk_load(void* shared, const void* global, u32 bytes, void* barrier);
 void bulk_store(void* global, const void* shared, u32 bytes, bool adds = false);
-void tensor_load(void* shared, const long long* map, void* barrier, const int* at);
-void tensor_store(const long long* map, const void* shared, const int* at, bool adds = false);
+void tensor_load(void* shared, const long long* map, void* barrier, const int* at, u32 coordinates);
+void tensor_store(const long long* map, const void* shared, const int* at, u32 coordinates, bool adds = false);
 void bulk_store_commit();
 void bulk_store_wait_read(u32 pending = 0);
 void bulk_store_wait();

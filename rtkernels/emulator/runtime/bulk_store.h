@@ -38,9 +38,8 @@ void mark(const BulkStore& store, bool reads) {
 
 void begin_store(BulkStore store, void* pc) {
     for (const StoredPart& part : store.parts) {
+        require_shared(part.from, 16, false, "source of a bulk store that is not in shared memory", pc);
         access(part.from, 16, false, true, false, pc);
-        if (!shared_range.has(reinterpret_cast<u64>(part.from)))
-            report(kOutOfBounds, 16, false, -1, reinterpret_cast<long long>(part.from), pc, "source of a bulk store");
         check_proxy(shared_offset(part.from), 16, false, "the copy engine", pc);
         access(part.to, part.bytes, true, false, false, pc);
     }
@@ -71,14 +70,16 @@ void bulk_store(void* global, const void* shared, u32 bytes, bool adds) {
     begin_store(std::move(store), pc);
 }
 
-void tensor_store(const long long* map, const void* shared, const int* at, bool adds) {
+void tensor_store(const long long* map, const void* shared, const int* at, u32 coordinates, bool adds) {
+    void* pc = __builtin_return_address(0);
+    const Box box(map, coordinates, pc);
     BulkStore store = {current->id, current->store_group, {}};
-    for (u32 d = 0; d < Box(map).rank; ++d)  // behind the tensor it leaves out what does not exist; this an H200 refuses
-        if (at[d] < 0) report(kOutOfBounds, 16, true, -1, at[d], __builtin_return_address(0), "a box that is stored begins before the tensor");
-    Box(map).each(shared, at, [&](u32 offset, u8* to, u32 size) {
+    for (u32 d = 0; d < box.rank; ++d)  // behind the tensor it leaves out what does not exist; this an H200 refuses
+        if (at[d] < 0) report(kOutOfBounds, 16, true, -1, at[d], pc, "a box that is stored begins before the tensor");
+    box.each(shared, at, [&](u32 offset, u8* to, u32 size) {
         store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
     });
-    begin_store(std::move(store), __builtin_return_address(0));
+    begin_store(std::move(store), pc);
 }
 
 void bulk_store_commit() { ++current->store_group; }

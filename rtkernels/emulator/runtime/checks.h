@@ -85,6 +85,13 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     if (write) s->written = 1;
 }
 
+// What instructions take as addresses of shared memory: the shadow has no place for others.
+void require_shared(const void* p, u32 bytes, bool write, const char* what, void* pc) {
+    const u64 a = reinterpret_cast<u64>(p);
+    if (!shared_range.has(a) || a - shared_range.begin + bytes > shared_range.size)
+        report(kOutOfBounds, bytes, write, -1, static_cast<long long>(a), pc, what);
+}
+
 }  // namespace
 
 // ---- accesses the compiler does not see as plain loads and stores -----------------------------------------------
@@ -124,6 +131,7 @@ void store_strong(void* p, Word16 value) {
 
 Word16 load_by_wgmma(const void* p, u32 bytes) {
     void* pc = __builtin_return_address(0);
+    require_shared(p, bytes, false, "an operand of wgmma that is not in shared memory", pc);
     access(p, bytes, false, true, false, pc);
     check_proxy(reinterpret_cast<u64>(p) - shared_range.begin, bytes, false, "wgmma", pc);
     Word16 value = {};
@@ -133,6 +141,7 @@ Word16 load_by_wgmma(const void* p, u32 bytes) {
 
 void leave_undefined(void* shared, u32 bytes) {
     u8* const first = static_cast<u8*>(shared);
+    require_shared(first, bytes, true, "not shared memory", __builtin_return_address(0));
     for (u32 i = 0; i < bytes; ++i) {
         access(first + i, 1, true, true, false, __builtin_return_address(0));
         first[i] = kPoison[i % 2];
@@ -142,8 +151,10 @@ void leave_undefined(void* shared, u32 bytes) {
 
 void cp_async(void* shared, const void* global, u32 bytes, u32 from_global) {
     void* pc = __builtin_return_address(0);
-    if (!shared_range.has(reinterpret_cast<u64>(shared)))
-        report(kOutOfBounds, bytes, true, -1, reinterpret_cast<long long>(shared), pc, "");
+    require_shared(shared, bytes, true, "target of cp.async that is not in shared memory", pc);
+    if (from_global > bytes)
+        report(kOutOfBounds, from_global, false, -1, reinterpret_cast<long long>(global), pc,
+               "cp.async reads more than it writes");
     access(shared, bytes, true, true, false, pc);
     if (from_global) access(global, from_global, false, false, false, pc);
     if (reinterpret_cast<u64>(global) % bytes != 0)
@@ -174,6 +185,16 @@ static void finish_copies(u32 end_group) {
 
 void cp_async_wait(u32 in_flight) { finish_copies(std::max(current->copy_group, in_flight) - in_flight); }
 
+// Any number of bytes, of which the last one counts as well as the first.
+static void access_range(const void* p, u64 bytes, bool write, void* pc) {
+    constexpr u64 kMost = 1 << 30;
+    for (const u8* at = static_cast<const u8*>(p); bytes != 0;) {
+        const u64 part = std::min(bytes, kMost);
+        access(at, static_cast<u32>(part), write, false, false, pc);
+        at += part, bytes -= part;
+    }
+}
+
 }  // namespace emu
 
 // ---- what the compiler calls before every load and store --------------------------------------------------------
@@ -197,22 +218,18 @@ RTK_EMU_HOOKS(16)
 
 #pragma GCC visibility push(default)
 extern "C" {
-void __tsan_read_range(void* p, unsigned long n) {
-    emu::access(p, static_cast<emu::u32>(n), false, false, false, __builtin_return_address(0));
-}
-void __tsan_write_range(void* p, unsigned long n) {
-    emu::access(p, static_cast<emu::u32>(n), true, false, false, __builtin_return_address(0));
-}
+void __tsan_read_range(void* p, unsigned long n) { emu::access_range(p, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void* p, unsigned long n) { emu::access_range(p, n, true, __builtin_return_address(0)); }
 // clang's names for copies it does not expand; older ones call the C functions, which the linker wraps.
 #define RTK_EMU_COPY(name, function)                                                                              \
     void* name(void* to, const void* from, unsigned long n) {                                                     \
-        emu::access(from, static_cast<emu::u32>(n), false, false, false, __builtin_return_address(0));            \
-        emu::access(to, static_cast<emu::u32>(n), true, false, false, __builtin_return_address(0));               \
+        emu::access_range(from, n, false, __builtin_return_address(0));                                           \
+        emu::access_range(to, n, true, __builtin_return_address(0));                                              \
         return function(to, from, n);                                                                             \
     }
 #define RTK_EMU_SET(name)                                                                                         \
     void* name(void* to, int value, unsigned long n) {                                                            \
-        emu::access(to, static_cast<emu::u32>(n), true, false, false, __builtin_return_address(0));               \
+        emu::access_range(to, n, true, __builtin_return_address(0));                                              \
         return memset(to, value, n);                                                                              \
     }
 RTK_EMU_COPY(__tsan_memcpy, memcpy)

@@ -115,7 +115,7 @@ void cluster_store(void* p, u32 rank, u32 word) {
     void* pc = __builtin_return_address(0);
     const u64 a = reinterpret_cast<u64>(p), offset = a - shared_range.begin;
     if (a % 4 != 0) report(kMisaligned, 4, true, -1, static_cast<long long>(offset), pc, "");
-    if (!shared_range.has(a) || (dynamic_range.has(a) && a + 4 - dynamic_range.begin > launch->shared_bytes))
+    if (!shared_range.has(a) || offset + 4 > shared_range.size || (dynamic_range.has(a) && a + 4 - dynamic_range.begin > launch->shared_bytes))
         report(kOutOfBounds, 4, true, -2, static_cast<long long>(a - dynamic_range.begin), pc, "of another block");
     if (rank >= launch->cluster)
         report(kOutOfBounds, 4, true, -2, static_cast<long long>(a - dynamic_range.begin), pc,

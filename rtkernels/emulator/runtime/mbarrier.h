@@ -31,6 +31,8 @@ struct BulkCopy {
 };
 std::vector<BulkCopy> flying;
 
+constexpr u32 kMbarrierMost = (1u << 20) - 1u;  // arrivals, and bytes, that the instructions can count
+
 void join(std::vector<u32>& into, const std::vector<u32>& from) {
     for (u32 i = 0; i < block_threads; ++i) into[i] = std::max(into[i], from[i]);
 }
@@ -79,10 +81,10 @@ void end_phase_if_complete(CountingBarrier& b) {
     b.waiting.clear();
 }
 
-// The copy engine is to write 16 bytes here.
+// The copy engine is to write 16 bytes of shared memory here.
 void overwrite(u8* shared, void* pc) {
     const u64 a = reinterpret_cast<u64>(shared);
-    if (shared_range.has(a)) check_proxy(a - shared_range.begin, 16, true, "the copy engine", pc);
+    check_proxy(a - shared_range.begin, 16, true, "the copy engine", pc);
     access(shared, 16, true, true, false, pc);
 }
 
@@ -107,6 +109,9 @@ bool deliver(u64 choice) {
 
 void mbarrier_init(void* p, u32 arrivals) {
     access(p, 8, true, true, false, __builtin_return_address(0));
+    require_shared(p, 8, true, "an mbarrier that is not in shared memory", __builtin_return_address(0));
+    if (arrivals == 0 || arrivals > kMbarrierMost)
+        fail(kDivergentBarrier, current, nullptr, "an mbarrier counts 1 to %u arrivals, not %u", kMbarrierMost, arrivals);
     const std::vector<u32> nothing(block_threads, 0);
     counting[reinterpret_cast<u64>(p)] = {arrivals, arrivals, 0, 0, current->id, current->now, nothing, nothing, {}};
 }
@@ -119,6 +124,8 @@ void mbarrier_arrive(void* p, u32 bytes) {
     --b.pending;
     ++events;
     b.bytes += bytes;
+    if (b.bytes > static_cast<long long>(kMbarrierMost))
+        fail(kDivergentBarrier, current, nullptr, "an mbarrier waits for at most %u bytes, not %lld", kMbarrierMost, b.bytes);
     join(b.arrived, moment());
     end_phase_if_complete(b);
 }
@@ -153,6 +160,7 @@ bool mbarrier_test(void* p, u32 parity, Site site) {
 void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
     void* pc = __builtin_return_address(0);
     barrier_of_copy(p);
+    require_shared(shared, bytes, true, "target of a bulk copy that is not in shared memory", pc);
     if (bytes % 16 != 0) report(kMisaligned, bytes, true, -1, 0, pc, "size of a bulk copy");
     const u64 offset = reinterpret_cast<u64>(shared) - shared_range.begin;
     for (u32 i = 0; i < bytes; i += 16) {
@@ -167,16 +175,27 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
 // A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
 // of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and sizes of the box.
 struct Box {
+    static constexpr u32 kMapWords = 20;
     u8* first;
     const long long *sizes, *strides, *box;
     u32 rank, row_bytes, rows, element;
     bool swizzled;
+
+    Box(const long long* map, u32 coordinates, void* pc) : Box(checked(map, coordinates, pc)) {}
 
     explicit Box(const long long* map)
         : first(reinterpret_cast<u8*>(map[0]) + map[1]), sizes(map + 5), strides(map + 10), box(map + 15),
           rank(static_cast<u32>(map[3])), row_bytes(static_cast<u32>(map[15] * map[2])), rows(1),
           element(static_cast<u32>(map[2])), swizzled(map[4] != 0) {
         for (u32 d = 1; d < rank; ++d) rows *= static_cast<u32>(box[d]);
+    }
+
+    // The words of a map, which an instruction with so many coordinates may use.
+    static const long long* checked(const long long* map, u32 coordinates, void* pc) {
+        access(map, kMapWords * sizeof(*map), false, false, false, pc);
+        if (map[3] != coordinates)
+            fail(kTrap, current, pc, "a tensor map of %lld dimensions, and %u coordinates", map[3], coordinates);
+        return map;
     }
 
     u32 bytes() const { return rows * row_bytes; }
@@ -204,11 +223,12 @@ struct Box {
     }
 };
 
-void tensor_load(void* shared, const long long* map, void* p, const int* at) {
+void tensor_load(void* shared, const long long* map, void* p, const int* at, u32 coordinates) {
     void* pc = __builtin_return_address(0);
-    const Box box(map);
+    const Box box(map, coordinates, pc);
     const u32 bytes = box.bytes();
     barrier_of_copy(p);
+    require_shared(shared, bytes, true, "target of a box that is not in shared memory", pc);
     if (reinterpret_cast<u64>(shared) % (box.swizzled ? 1024 : 128) != 0)
         report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in shared memory");
     if (at[0] * static_cast<long long>(box.element) % 16 != 0)  // of a box that is read; an H200 refuses it

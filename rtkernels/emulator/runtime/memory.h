@@ -49,6 +49,8 @@ void place_segments() {
         memcpy(s.copy, s.host, s.bytes);
         at += s.bytes + kGap;
     }
+    forbid(arena, total);
+    for (u64 i = 0; i < launch->segment_count; ++i) allow(launch->segments[i].copy, launch->segments[i].bytes);
     for (u32 i = 0; i < launch->arg_count; ++i)
         if (launch->arg_segment[i] >= 0)
             launch->args[i] += reinterpret_cast<u64>(launch->segments[launch->arg_segment[i]].copy);
@@ -84,6 +86,9 @@ void check_limits(const Launch& l, u64 dynamic_capacity, char* text, size_t n) {
     else if (l.grid[0] > 0x7fffffffu || l.grid[1] > 65535 || l.grid[2] > 65535)
         snprintf(text, n, "a grid has at most 2147483647 blocks in x and 65535 in y and z, not (%u, %u, %u)", l.grid[0],
                  l.grid[1], l.grid[2]);
+    else if (static_cast<u64>(l.grid[0]) * l.grid[1] > 0xffffffffull / std::max(l.grid[2], 1u))
+        snprintf(text, n, "the emulator numbers blocks with 32 bits, and (%u, %u, %u) are more", l.grid[0], l.grid[1],
+                 l.grid[2]);
     else if (l.cluster == 0 || l.cluster > kMaxCluster || l.grid[0] % l.cluster != 0)
         snprintf(text, n, "clusters of %u blocks, which is not 1 to %u or no divisor of %u", l.cluster, kMaxCluster,
                  l.grid[0]);

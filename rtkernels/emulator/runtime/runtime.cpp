@@ -4,8 +4,6 @@
 #include "cluster.h"
 #include "memory.h"
 
-#include <sys/mman.h>
-
 #include <set>
 
 namespace emu {
@@ -29,10 +27,16 @@ void arrange(std::vector<u64>& order, u64 n) {
         for (u64 i = n - 1; i > 0; --i) std::swap(order[i], order[random_word() % (i + 1)]);
 }
 
-void fiber_main() {
-    u64 args[64];  // a copy on the fiber's own stack, so that reading them is not a tracked access
+// The kernel gets a copy of its arguments on the fiber's own stack, so that reading them is not a tracked access.
+[[gnu::noinline]] void call_entry() {
+    u64* const args = static_cast<u64*>(__builtin_alloca(launch->arg_count * sizeof(u64)));
     memcpy(args, launch->args, launch->arg_count * sizeof(u64));
     entry(args);
+}
+
+RTK_EMU_UNCHECKED void fiber_main() {
+    arrive_in_fiber();
+    call_entry();
     finish_copies(~0u);
     end_stores();
     current->state = State::done;
@@ -87,12 +91,14 @@ void report_stuck() {
 void resume(Thread* t) {
     current = t;
     threadIdx = t->index;
+    leave_for(stack_of(rank_now, t->id));
     rtk_emu_switch(&scheduler, t->stack);
+    arrive_in_scheduler();
 }
 
 void start_thread(u32 id, Clock* clock) {
     Thread& t = threads[id];
-    u64* top = reinterpret_cast<u64*>(stacks + (rank_now * kMaxThreads + id + 1) * kStackBytes) - 2;
+    u64* top = reinterpret_cast<u64*>(stack_of(rank_now, id) + kStackBytes) - 2;
     u64* frame = top - kFrameWords;
     memset(frame, 0, kFrameWords * sizeof(u64));
     frame[kReturnWord] = reinterpret_cast<u64>(&fiber_main);
@@ -103,7 +109,9 @@ void start_thread(u32 id, Clock* clock) {
     t.active = warps[id / 32].alive;
     t.clock = clock;
     t.now = t.met = 1;
-    t.copy_group = t.word = 0;
+    t.copy_group = 0;
+    t.closed_groups = 0;
+    t.records.clear();
     t.copies.clear();
     t.fenced = t.init_fenced = t.store_group = t.epoch = t.epoch_time = 0;
     t.fence_clock = nullptr;
@@ -261,7 +269,19 @@ bool run_cluster(u64 first, std::vector<u64>& order) {
 
 u32 lane() { return current->id % 32; }
 
-u32& own_word() { return current->word; }
+u64& closed_groups() { return current->closed_groups; }
+
+void keep_record(const void* record, u32 bytes) {
+    const u8* const first = static_cast<const u8*>(record);
+    current->records.insert(current->records.end(), first, first + bytes);
+}
+
+u32 kept_records(u32 bytes) { return static_cast<u32>(current->records.size() / bytes); }
+
+void take_record(void* record, u32 bytes) {
+    memcpy(record, current->records.data(), bytes);
+    current->records.erase(current->records.begin(), current->records.begin() + bytes);
+}
 
 u32 active_mask() { return current->active; }
 
@@ -370,22 +390,22 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity, int m
     memcpy(&gridDim, l->grid, sizeof(gridDim));
     memcpy(&blockDim, l->block, sizeof(blockDim));
     block_threads = blockDim.x * blockDim.y * blockDim.z;
-    if (!stacks)
-        stacks = static_cast<u8*>(mmap(nullptr, kMaxCluster * kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
-                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     Module unit = {reinterpret_cast<u64>(kernel), {0, 0}, {0, 0}};
     Module self = {reinterpret_cast<u64>(&threadIdx), {0, 0}, {0, 0}};
     dl_iterate_phdr(find_module, &unit);
     dl_iterate_phdr(find_module, &self);
-    stack_range = {reinterpret_cast<u64>(stacks), kMaxCluster * kMaxThreads * kStackBytes};
     shared_range = unit.tls;
     dynamic_range = {reinterpret_cast<u64>(dynamic_shared), dynamic_capacity};
     module_range = unit.loaded;
     runtime_range = self.loaded;
     check_limits(*l, dynamic_capacity, l->error.detail, sizeof(l->error.detail));
     if (l->error.detail[0]) return l->error.kind = kLaunchLimit;
-    for (; guarded_stacks < l->cluster * kMaxThreads; ++guarded_stacks)
-        mprotect(stacks + guarded_stacks * kStackBytes, 4096, PROT_NONE);
+    if (!map_stacks(l->cluster)) {
+        snprintf(l->error.detail, sizeof(l->error.detail), "no memory for the stacks of %u threads: %s",
+                 l->cluster * kMaxThreads, strerror(errno));
+        return l->error.kind = kLaunchLimit;
+    }
+    stack_range = {reinterpret_cast<u64>(stacks), kAllStacks};
     size_shadow();
 
     const std::vector<u64> args(l->args, l->args + l->arg_count);
@@ -408,6 +428,7 @@ int run(Launch* l, Entry kernel, u8* dynamic_shared, u64 dynamic_capacity, int m
         } else {
             copy_back();
         }
+        if (l->error.kind) clean_stacks();
         free(arena);
     } while (l->error.kind == kRestart);
     current = nullptr;

@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "switch.h"
+#include "stacks.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -32,8 +32,6 @@ enum Kind {
 };
 enum class State : u8 { ready, barrier, warp, counting, cluster, polling, done };
 
-constexpr u32 kMaxThreads = 1024, kMaxCluster = 8;
-constexpr u64 kStackBytes = 256 << 10;
 constexpr u64 kGap = 1 << 16;  // between tensors in the arena
 
 // What a thread knows of the others' progress, for ordering shared-memory accesses (FastTrack's vector clocks).
@@ -64,7 +62,8 @@ struct Thread {
     u32 now;
     u32 met;  // `now` when the cluster last met
     u32 copy_group;
-    u32 word;  // own_word()
+    u64 closed_groups;
+    std::vector<u8> records;  // of keep_record, in order
     std::vector<Copy> copies;
     u32 fenced;          // `now` at its last proxy fence, 0: none
     Clock* fence_clock;  // what it had seen of the others then, or null
@@ -112,8 +111,6 @@ struct ReaderNode {
     u32 length;  // of the list from here
 };
 
-u8* stacks;
-u64 guarded_stacks;
 Thread* threads;  // these, the shadow memory and blockIdx are those of the block that runs (cluster.h)
 Warp* warps;
 Barrier* barriers;
@@ -140,7 +137,11 @@ struct Range {
 Range stack_range, shared_range, dynamic_range, module_range, runtime_range;
 Segment* last_segment;
 
-void suspend() { rtk_emu_switch(&current->stack, scheduler); }
+void suspend() {
+    leave_for_scheduler();
+    rtk_emu_switch(&current->stack, scheduler);
+    arrive_in_fiber();
+}
 
 // Records the first error and leaves the block for good.
 [[noreturn]] void fail(int kind, const Thread* thread, void* pc, const char* format, ...) {
@@ -155,6 +156,7 @@ void suspend() { rtk_emu_switch(&current->stack, scheduler); }
     va_end(list);
     if (kind != kRestart) rtk_emu_error();
     void* nowhere;
+    leave_for_scheduler();
     rtk_emu_switch(&nowhere, scheduler);
     __builtin_unreachable();
 }

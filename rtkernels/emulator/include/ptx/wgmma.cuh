@@ -26,19 +26,16 @@ RTK_DEVICE EmulatedMatrix emulated_matrix(u64 descriptor) {
     return {(descriptor & 0xffffffffffffull) << 4, static_cast<u32>(descriptor >> 48) << 4};
 }
 
-struct EmulatedProduct {  // nothing runs when a unit is loaded: no constructors
+struct EmulatedProduct {
     float* sums;
     EmulatedMatrix a, b;
     u32 left[2][8];  // a's pairs of this thread's two rows, if they come from registers
     int eights;      // of columns
     bool in_registers, across, add, half;
-    u32 group;
+    u64 group;
     void (*make)(const EmulatedProduct&);  // instead of emulated_product, if not null
     bool across_a;
 };
-inline constexpr u32 kEmulatedProducts = 64;
-inline EmulatedProduct emulated_products[1024][kEmulatedProducts];  // own_word(): how many, and the open group << 16
-
 RTK_DEVICE void emulated_product(const EmulatedProduct& p) {
     const int lane = static_cast<int>(emu::lane()), g = lane / 4, t = lane % 4;
     const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + g;
@@ -68,10 +65,8 @@ RTK_DEVICE void emulated_product(const EmulatedProduct& p) {
 }
 
 RTK_DEVICE void emulated_products_push(EmulatedProduct product) {
-    u32& word = emu::own_word();
-    product.group = word >> 16;
-    if ((word & 0xffffu) == kEmulatedProducts) emu::trap({"more products on their way than the emulator keeps", "", 0});
-    emulated_products[threadIdx.x][word++ & 0xffffu] = product;
+    product.group = emu::closed_groups();
+    emu::keep_record(&product, sizeof(product));
 }
 
 RTK_DEVICE void wgmma_fence() {}
@@ -79,22 +74,19 @@ RTK_DEVICE void wgmma_fence() {}
 template <int N>
 RTK_DEVICE void wgmma_pin(u32 (&)[N]) {}
 
-RTK_DEVICE void wgmma_commit() { emu::own_word() += 1u << 16; }
+RTK_DEVICE void wgmma_commit() { ++emu::closed_groups(); }
 
 template <int kPending>
 RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
-    u32& word = emu::own_word();
-    const u32 count = word & 0xffffu, open = word >> 16;
-    u32 left = 0;
-    for (u32 i = 0; i < count; ++i) {
-        EmulatedProduct& p = emulated_products[threadIdx.x][i];
-        if (p.group + kPending < open) {
+    EmulatedProduct p;
+    for (u32 count = emu::kept_records(sizeof(p)); count > 0; --count) {
+        emu::take_record(&p, sizeof(p));
+        if (p.group + kPending < emu::closed_groups()) {
             p.make == nullptr ? emulated_product(p) : p.make(p);
         } else {
-            emulated_products[threadIdx.x][left++] = p;
+            emu::keep_record(&p, sizeof(p));
         }
     }
-    word = open << 16 | left;
     // The instruction is for whole warps: each lane knows that the reads for all of them are over.
     emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"), true);
 }
