@@ -70,7 +70,7 @@ class emulate(contextlib.ContextDecorator):
     Args:
         features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"``, ``"sm_90"`` or ``"sm_120"``.
         order: Order of the threads between synchronisation points, and of the blocks: ``"forward"``, ``"reverse"``,
-            or the seed (an int, at least 0) of a random one. Correct kernels give the same bits for all.
+            or the seed (an int, 0 to 2**63 - 1) of a random one. Correct kernels give the same bits for all.
         races: Report accesses to shared memory that conflict and that no barrier orders.
         debug: Compile without optimisation, for stepping through a kernel with gdb.
 
@@ -81,8 +81,8 @@ class emulate(contextlib.ContextDecorator):
     def __init__(
         self, features: str = "sm_90", order: str | int = "forward", *, races: bool = True, debug: bool = False
     ) -> None:
-        if not (order in ("forward", "reverse") or (isinstance(order, int) and order >= 0)):
-            raise ArgumentError(f"order is {order!r}; it must be 'forward', 'reverse' or a seed of at least 0")
+        if not (order in ("forward", "reverse") or (isinstance(order, int) and 0 <= order < 2**63)):
+            raise ArgumentError(f"order is {order!r}; it must be 'forward', 'reverse' or a seed from 0 to 2**63 - 1")
         self._settings = Settings(_number(features), order, races, debug)
         self._tokens: list[Token[Settings | None]] = []
 

@@ -11,12 +11,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
+from rtkernels.emulator import _compiler, _scratch
 from rtkernels.emulator._compiler import GCC_FLAGS, KERNEL_FLAGS, accepted, compiler
 from rtkernels.errors import KernelCompileError, NotWarmError, SourceError
 from rtkernels.runtime import env
@@ -33,6 +32,7 @@ DYNAMIC_SHARED = 232_448  # bytes reserved for `extern __shared__` arrays: the m
 
 _INCLUDES = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]\s*;")
+_ALIGNED = re.compile(r"(?:__align__|alignas)\s*\([^)]*\)")
 _BOUNDS = re.compile(r"__global__\s+void\s+__launch_bounds__\s*\(")
 _TEMPLATE = re.compile(r"template\s*(<[^;{}]*>)\s*$")
 _shrunk = False
@@ -70,7 +70,8 @@ def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
     arrays = dict.fromkeys((kind.strip(), name) for kind, name in _DYNAMIC.findall(text))
     # All `extern __shared__` arrays begin at the same address, as on the device.
     aliases = "".join(
-        f'namespace rtk {{ extern __shared__ {kind} {name}[1] __attribute__((alias("rtk_emu_dynamic"))); }}\n'
+        f"namespace rtk {{ extern __shared__ {kind} {name}[{DYNAMIC_SHARED} / sizeof({_ALIGNED.sub('', kind)})] "
+        '__attribute__((alias("rtk_emu_dynamic"))); }\n'
         for kind, name in arrays
     )
     size = DYNAMIC_SHARED if arrays else 0
@@ -79,7 +80,8 @@ def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
     return f"""#include "intrinsics.h"
 #include "{unit}"
 {storage}{aliases}{bounds}static void rtk_emu_entry(const emu::u64* args) {{ emu::call(&{expression}, args); }}
-extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) int rtk_emu_run(emu::Launch* launch) {{
+extern "C" __attribute__((visibility("default"), no_sanitize("thread", "address")))
+int rtk_emu_run(emu::Launch* launch) {{
     return emu::run(launch, rtk_emu_entry, {"rtk_emu_dynamic" if arrays else "nullptr"}, {size}, {max_threads});
 }}
 """
@@ -126,10 +128,14 @@ def _cached(op: str, expression: str, content: dict[str, object], make: Callable
     with key_lock(store, key, op):
         if found := _read(store, final):
             return found
-        with tempfile.TemporaryDirectory(prefix="rtkernels-emulator-") as scratch:
-            _require_allowed(op, expression)
-            make(output := Path(scratch) / "kernel.so")
-            image = output.read_bytes()
+        _require_allowed(op, expression)
+        try:
+            with _scratch.staging(store) as directory:
+                make(output := directory / "kernel.so")
+                image = output.read_bytes()
+        except OSError as error:
+            store_module.complain(store, "write", error)
+            return _private(key, make)
         meta = {
             "format": store_module.FORMAT, "key": key, "base_key": key, "op": op, "unit": content["unit"],
             "expressions": [expression], "names": {expression: "rtk_emu_run"}, "target": _target(),
@@ -171,14 +177,9 @@ def _limit(store: store_module.Store) -> None:
             store_module.shrink(store, env.get("CACHE_MAX_MB") * 1_000_000)
 
 
-@cache
-def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="rtkernels-emulator-")
-
-
 def _private(key: str, make: Callable[[Path], None]) -> Path:
     """Without a usable cache: a directory that lives as long as the process."""
-    path = Path(_private_directory().name) / f"{key[:32]}.so"
+    path = _scratch.private() / f"{key[:32]}.so"
     if not path.exists():
         _require_allowed("emulator", path.name)
         make(path)
@@ -192,8 +193,10 @@ def _hashes(sources: dict[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(sources.items())}
 
 
-def _compile(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _compile(command: list[str], output: Path, what: str) -> None:
+    # The compiler's own files lie beside the output: a killed one leaves nothing elsewhere.
+    command, env = [*command, "-o", str(output)], {**os.environ, "TMPDIR": str(output.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line][:3] or done.stderr.splitlines()[:3]
         raise KernelCompileError(
@@ -205,7 +208,8 @@ def _compile(command: list[str], what: str) -> None:
 def runtime() -> tuple[Path, str]:
     """Return the shared object that holds the execution model, compiling it if needed, and its soname."""
     tool = compiler()
-    flags = [*tool.flags, "-O2", "-g"]  # with types, so that a debugger can print threadIdx
+    # With types, so that a debugger can print threadIdx. With sanitizers, optimising would take most of the time.
+    flags = [*tool.flags, *(("-O0", "-g1", *_compiler.SANITIZERS) if _compiler.sanitized else ("-O2", "-g"))]
     sources = [INCLUDE / "execution.h", *sorted(RUNTIME.iterdir())]
     files = _hashes({file.name: file.read_bytes() for file in sources if file.suffix in (".h", ".cpp")})
     content = {"unit": "runtime.cpp", "flags": flags, "compiler": tool.version, "files": files}
@@ -221,7 +225,7 @@ def runtime() -> tuple[Path, str]:
             f"-I{INCLUDE}",
             str(RUNTIME / "runtime.cpp"),
         ]
-        _compile([*command, "-o", str(output)], "the emulator's runtime")
+        _compile(command, output, "the emulator's runtime")
 
     return _cached("emulator_runtime", "emu::run", content, make), soname
 
@@ -263,9 +267,9 @@ def _build_kernel(
     flags = [
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
-        "-fsanitize=thread",
+        *tool.hooks,
         *accepted(tool.command, KERNEL_FLAGS),
-        *(() if "clang" in tool.version else accepted(tool.command, GCC_FLAGS)),
+        *(() if tool.is_clang else accepted(tool.command, GCC_FLAGS)),
         f"-D__CUDA_ARCH__={arch}0",
         *(("-D__CUDA_ARCH_FEAT_SM120_ALL",) if arch == 120 else ()),
         *defines,
@@ -285,11 +289,12 @@ def _build_kernel(
     def make(output: Path) -> None:
         source = output.with_suffix(".cpp")
         source.write_text(_wrapper(path, expression, sources))
+        wrapped = ("memcpy", "memmove", "memset", *(_compiler.SANITIZED_CALLS if _compiler.sanitized else ()))
         # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
-        wrap = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
+        wrap = [f"-Wl,--wrap={name}" for name in wrapped]
         link = ["-shared", "-nodefaultlibs", *wrap, str(engine), "-lm", "-lc", "-lgcc"]
         places = [f"-I{base}" for base in bases]
-        _compile([*tool.command, *flags, *places, str(source), *link, "-o", str(output)], f"{expression} ({unit})")
+        _compile([*tool.command, *flags, *places, str(source), *link], output, f"{expression} ({unit})")
 
     return times, _cached(op, expression, content, make)
 

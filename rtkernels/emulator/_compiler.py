@@ -33,6 +33,18 @@ GCC_FLAGS = (
     "-fno-guess-branch-probability",
 )
 
+# A process that has the sanitizers' library (LD_PRELOAD) may set this before it builds anything: the runtime and the
+# kernels are then compiled with AddressSanitizer and UBSan. Kernels call the library for every access, by names that
+# the linker gives to the runtime (`SANITIZED_CALLS`), which does its own checks and then those of the library.
+sanitized = False
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
+_OF_GCC = ("--param=asan-instrumentation-with-call-threshold=0", "--param=asan-use-after-return=0")
+_OF_CLANG = ("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-fsanitize-address-use-after-return=never")
+SANITIZED_CALLS = (
+    *(f"__asan_{kind}{size}" for kind in ("load", "store") for size in (1, 2, 4, 8, 16, "N")),
+    *(f"__asan_{name}" for name in ("memcpy", "memmove", "memset")),
+)
+
 
 @dataclass(frozen=True)
 class Compiler:
@@ -46,6 +58,17 @@ class Compiler:
         """Options every object is compiled with."""
         common = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-w")
         return common + _contraction(self.command)
+
+    @property
+    def is_clang(self) -> bool:
+        return "clang" in self.version
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """Options that make a kernel call the runtime for its accesses."""
+        if not sanitized:
+            return ("-fsanitize=thread",)
+        return (*SANITIZERS, *(_OF_CLANG if self.is_clang else _OF_GCC))
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 from rtkernels.emulator import _build, lock
 from rtkernels.emulator._dependent import history
 from rtkernels.emulator._recording import TARGETS, Pointer
-from rtkernels.errors import RtkError
+from rtkernels.errors import ArgumentError, RtkError
 
 _KINDS = {
     1: "out_of_bounds",
@@ -237,6 +237,11 @@ class Bound:
         self.block = _three(block)
         self.shared = shared
         self.cluster = cluster
+        if any(not 0 <= n < 2**32 for n in (*self.grid, *self.block, cluster)) or not 0 <= shared < 2**63:
+            raise ArgumentError(
+                f"{kernel.name}: grid {self.grid}, block {self.block}, clusters of {cluster}, {shared} bytes of shared "
+                "memory; none of them is below 0 or above 32 bits"
+            )
         self.resident = resident
         self.overlap = overlap and arch >= 90
 
@@ -284,7 +289,7 @@ class Bound:
         memory = _Memory(buffers)
         values = (ctypes.c_uint64 * max(len(args), 1))()
         where = (ctypes.c_int * max(len(args), 1))(*[-1] * len(args))
-        for i, ((_, kind), value) in enumerate(zip(self.kernel.args, args, strict=True)):
+        for i, ((name, kind), value) in enumerate(zip(self.kernel.args, args, strict=True)):
             if kind == "f64":
                 values[i] = struct.unpack("=Q", struct.pack("=d", value))[0]
             elif i in memory.position:
@@ -292,7 +297,7 @@ class Bound:
                 value = value.table.data_ptr() if kind == "tmap" else value
                 values[i] = (int(value) - start) & (2**64 - 1)
             else:
-                values[i] = int(value) & (2**64 - 1)
+                values[i] = struct.unpack("=Q", _packed(self.kernel.name, name, kind, int(value)))[0]
         return values, where, memory
 
     def _report(self, error: _Error, memory: _Memory, library: Any) -> EmulatorError:
@@ -347,6 +352,16 @@ class Bound:
         return f"{kind.replace('_', ' ')} {access} {where}{'; ' + detail if detail else ''}"
 
 
+def _packed(kernel: str, name: str, kind: str, value: int) -> bytes:
+    """Return the eight bytes of an integer, as a launch on a GPU packs them."""
+    try:
+        return struct.pack("=q" if kind == "i64" else "=Q", value)
+    except struct.error:
+        raise ArgumentError(f"{kernel}: argument {name} is {value}, which is no integer of 64 bits") from None
+
+
 def _three(dims: int | tuple[int, ...]) -> tuple[int, int, int]:
     given = (dims,) if isinstance(dims, int) else tuple(dims)
+    if not 1 <= len(given) <= 3:
+        raise ArgumentError(f"a grid or a block has 1 to 3 dimensions, not {len(given)}")
     return (given + (1, 1, 1))[:3]  # type: ignore[return-value]

@@ -4,7 +4,7 @@
 #include "numeric.h"
 
 #define RTK_EMU_FN inline __attribute__((always_inline))
-#define RTK_EMU_ATOMIC template <typename T> __attribute__((noinline, no_sanitize("thread")))
+#define RTK_EMU_ATOMIC template <typename T> __attribute__((noinline, no_sanitize("thread", "address")))
 
 // ---- vector types -----------------------------------------------------------------------------------------------
 

@@ -238,6 +238,34 @@ RTK_EMU_COPY(__tsan_memmove, memmove)
 RTK_EMU_COPY(__wrap_memmove, memmove)
 RTK_EMU_SET(__tsan_memset)
 RTK_EMU_SET(__wrap_memset)
+#ifdef RTK_EMU_SANITIZED
+// Kernels that are compiled with AddressSanitizer call it through these (_compiler.py). Of two accesses to one place it may
+// look at the first only, a read before a write: every tensor that is touched counts as written.
+#define RTK_EMU_SANITIZED_ACCESS(kind, size, write)                                        \
+    void __asan_##kind##size(void* p);                                                     \
+    void __wrap___asan_##kind##size(void* p) {                                             \
+        emu::access(p, size, write, false, false, __builtin_return_address(0));            \
+        if (emu::last_segment) emu::last_segment->written = 1;                             \
+        __asan_##kind##size(p);                                                            \
+    }
+#define RTK_EMU_SANITIZED_ACCESSES(kind, write)                                            \
+    RTK_EMU_SANITIZED_ACCESS(kind, 1, write)                                               \
+    RTK_EMU_SANITIZED_ACCESS(kind, 2, write)                                               \
+    RTK_EMU_SANITIZED_ACCESS(kind, 4, write)                                               \
+    RTK_EMU_SANITIZED_ACCESS(kind, 8, write)                                               \
+    RTK_EMU_SANITIZED_ACCESS(kind, 16, write)                                              \
+    void __asan_##kind##N(void* p, unsigned long n);                                       \
+    void __wrap___asan_##kind##N(void* p, unsigned long n) {                               \
+        emu::access_range(p, n, write, __builtin_return_address(0));                       \
+        if (emu::last_segment) emu::last_segment->written = 1;                             \
+        __asan_##kind##N(p, n);                                                            \
+    }
+RTK_EMU_SANITIZED_ACCESSES(load, false)
+RTK_EMU_SANITIZED_ACCESSES(store, true)
+RTK_EMU_COPY(__wrap___asan_memcpy, memcpy)
+RTK_EMU_COPY(__wrap___asan_memmove, memmove)
+RTK_EMU_SET(__wrap___asan_memset)
+#endif
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

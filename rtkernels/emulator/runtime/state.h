@@ -137,7 +137,7 @@ struct Range {
 Range stack_range, shared_range, dynamic_range, module_range, runtime_range;
 Segment* last_segment;
 
-void suspend() {
+RTK_EMU_UNCHECKED void suspend() {
     leave_for_scheduler();
     rtk_emu_switch(&current->stack, scheduler);
     arrive_in_fiber();

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rtkernels.errors import NotWarmError, RtkError, UnsupportedDeviceError
+from rtkernels.errors import ArgumentError, NotWarmError, RtkError, UnsupportedDeviceError
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc
 from rtkernels.runtime.launch import driver
@@ -27,6 +27,8 @@ Variant = tuple[Any, ...]
 _C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "rtk::e4m3", "e5m2": "rtk::e5m2"}
 TIERS = ("core", "serve", "aten")  # see Kernel
 _KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
+_KIND_BYTES = {"tmap": 128, **dict.fromkeys(_KIND_FORMAT, 8)}
+MOST_ARGUMENT_BYTES = 4096  # of a kernel; newer drivers take more, but not every one
 
 
 class Kernel:
@@ -46,6 +48,9 @@ class Kernel:
         flags: Extra compiler flags.
         tier: Who needs this kernel, so that ``warm`` and CI can leave out the others: "core" for training and whatever
             several kinds of programs use, "serve" for inference only, "aten" for operators that take torch's place.
+
+    Raises:
+        ArgumentError: `args` has an unknown kind or a tensor map behind others, or is more than a launch has room for.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class Kernel:
         self.unit = os.fspath(unit)
         self.name = entry
         self.template = tuple(template.split())
-        self.args = tuple(tuple(item.split(":")) for item in args.split())
+        self.args = _parsed(entry, args)
         self.max_registers = max_registers
         self.needs = needs
         self.emulated = emulated
@@ -234,6 +239,21 @@ def _raw_kernel(path: Any, name: str) -> Any:
     raw = nvrtc.import_cupy().RawModule(path=os.fspath(path)).get_function(name)
     raw.kernel  # noqa: B018  CuPy loads the module here, not earlier
     return raw
+
+
+def _parsed(entry: str, args: str) -> tuple[tuple[str, str], ...]:
+    """Return names and kinds of a kernel's arguments."""
+    found = tuple((name, kind) for name, _, kind in (item.partition(":") for item in args.split()))
+    if unknown := [name for name, kind in found if kind not in _KIND_BYTES]:
+        raise ArgumentError(f"kernel {entry}: argument {unknown[0]} is none of {', '.join(_KIND_BYTES)}")
+    kinds = [kind for _, kind in found]
+    if "tmap" in kinds[kinds.count("tmap") :]:
+        raise ArgumentError(f"kernel {entry}: tensor maps (tmap) come before all other arguments")
+    if (size := sum(_KIND_BYTES[kind] for kind in kinds)) > MOST_ARGUMENT_BYTES:
+        raise ArgumentError(
+            f"kernel {entry} takes {len(found)} arguments of {size} bytes; a launch has room for {MOST_ARGUMENT_BYTES}"
+        )
+    return found
 
 
 def _template_argument(value: Any) -> str:

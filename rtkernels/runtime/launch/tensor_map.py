@@ -44,6 +44,9 @@ class EmulatedMap:
     def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
         from rtkernels.emulator import points_to
 
+        if problem := _refused(int(address), size, sizes, strides, box, swizzle):
+            raise RtkError(f"no driver makes this tensor map: {problem}")
+
         def five(words: Words) -> list[int]:
             return [*words, *[0] * (5 - len(words))]
 
@@ -53,6 +56,24 @@ class EmulatedMap:
             [*head, *five(sizes), *five((size, *strides)), *five(box)], dtype=torch.int64, device="cpu"
         )
         points_to(self.table, {0: address.tensor})
+
+
+def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> str:
+    """Return which rule of cuTensorMapEncodeTiled a map breaks, or ""."""
+    rank = len(sizes)
+    if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
+        return f"{rank} sizes, {len(strides)} strides and {len(box)} sizes of a box, where 1 to 5 have a stride less"
+    if address % 16:
+        return f"the address {address:#x} is no multiple of 16"
+    if bad := [n for n in sizes if not 1 <= n <= 2**32]:
+        return f"a size of {bad[0]}; 1 to 2**32"
+    if bad := [n for n in strides if n % 16 or not 0 <= n < 2**40]:
+        return f"a stride of {bad[0]} bytes; multiples of 16 below 2**40"
+    if bad := [n for n in box if not 1 <= n <= 256]:
+        return f"a box of {bad[0]} elements; 1 to 256"
+    if box[0] * size % 16 or (swizzle and box[0] * size > 128):
+        return f"a box of {box[0] * size} bytes in the first dimension; a multiple of 16, and at most 128 with swizzle"
+    return ""
 
 
 def matrix_map(
