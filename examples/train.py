@@ -49,9 +49,11 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--plain", action="store_true", help="do not patch")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="a GPU if there is one; a CPU takes minutes for a step without --tiny")
     args = parser.parse_args(argv)
-    device = args.device
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" and not args.tiny and args.device is None:
+        parser.error("there is no GPU: expected --tiny, or --device cpu")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     torch.manual_seed(0)

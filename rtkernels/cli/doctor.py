@@ -23,6 +23,7 @@ from rtkernels.cli import diagnosis
 
 _PACKAGES = (
     "rtkernels", "torch", "numpy", "triton",
+    "transformers", "accelerate", "peft", "diffusers",
     "cupy-cuda12x", "cupy-cuda13x", "cupy",
     "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime", "cuda-pathfinder",

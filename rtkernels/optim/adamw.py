@@ -38,10 +38,16 @@ class AdamW(torch.optim.Optimizer):
         betas: Decay of the two moments, from 0 to below 1.
         eps: Added to the root of the second moment.
         weight_decay: Weights are multiplied by ``1 - lr * weight_decay``.
+        amsgrad: Must be False: there is no running maximum of the second moment.
         maximize: Ascend.
+        foreach: For torch's callers. Which of its loops torch would take; a step here is always one for all parameters.
+        capturable: For torch's callers. Steps can always be captured into a CUDA graph.
+        differentiable: Must be False: autograd does not record the step.
+        fused: As `foreach`; not both of them True.
 
     Raises:
-        ArgumentError: A hyperparameter is out of range, or a tensor is none of these.
+        ArgumentError: A hyperparameter is out of range, a tensor is none of these, or an option of torch's that would
+            change results is asked for.
     """
 
     # GradScaler hands over its scale and whether an inf was found instead of waiting for the answer.
@@ -54,9 +60,18 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
+        _check_torchs_options(
+            {"amsgrad": amsgrad, "differentiable": differentiable, "capturable": capturable},
+            {"foreach": foreach, "fused": fused},
+        )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         _check_options(defaults)
         super().__init__(params, defaults)
@@ -68,7 +83,12 @@ class AdamW(torch.optim.Optimizer):
 
         Args:
             state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            ArgumentError: It is of an optimizer with ``amsgrad`` or ``differentiable``.
         """
+        for group in state_dict["param_groups"]:
+            _check_torchs_options(group, {})
         super().load_state_dict(state_dict)
         # torch casts state to the dtype of the parameter, which would throw away the low bits of moments and masters.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -163,7 +183,28 @@ def _moved(number: Tensor | None, device: torch.device) -> Tensor | None:
     return None if number is None else number.to(device, torch.float32, non_blocking=True)
 
 
+_MUST_BE_FALSE = {
+    "amsgrad": "this optimizer keeps no running maximum of the second moment",
+    "differentiable": "autograd does not record the step, which is one kernel for all parameters",
+}
+
+
+def _check_torchs_options(flags: dict[str, Any], loops: dict[str, Any]) -> None:
+    """Check options of ``torch.optim.AdamW`` that are no hyperparameters, of the constructor or of a group."""
+    for name, value in {**flags, **loops}.items():
+        if name in ("amsgrad", "differentiable", "capturable", *loops) and not (
+            isinstance(value, bool) or (value is None and name in loops)
+        ):
+            raise ArgumentError(f"{name} is {value!r}; expected True or False{' or None' if name in loops else ''}")
+    for name, why in _MUST_BE_FALSE.items():
+        if flags.get(name):
+            raise ArgumentError(f"{name} is True, and must be False: {why}; use torch.optim.AdamW for that")
+    if loops and all(loops.values()):
+        raise ArgumentError("fused and foreach are both True; torch.optim.AdamW takes one of them, too")
+
+
 def _check_options(group: dict[str, Any]) -> None:
+    _check_torchs_options(group, {})
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_doctor_reports_everything(monkeypatch):
     for variable in env_module.VARIABLES:
         assert variable.name in text
     assert text.endswith("everything rtkernels needs is here")
+
+
+def test_doctor_shows_the_libraries_whose_models_are_patched(monkeypatch):
+    versions = {"transformers": "5.1.2", "peft": "0.19.0"}
+
+    def version(name: str) -> str:
+        if name in versions:
+            return versions[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = doctor._packages()
+    assert found["transformers"] == "5.1.2" and found["peft"] == "0.19.0"
+    assert found["accelerate"] is None and found["diffusers"] is None
+    shown = doctor.render({"packages": found, "problems": [], "notes": []})
+    assert "transformers              5.1.2" in shown
 
 
 def test_doctor_has_no_problem_with_an_nvrtc_older_than_a_target(monkeypatch):

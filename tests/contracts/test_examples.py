@@ -47,3 +47,16 @@ def test_training_learns_and_agrees_with_the_plain_model(place: str, capsys: pyt
     assert "norm" in printed and "tokens/s" in printed
     assert losses[-1] < 0.8 * losses[0]
     assert losses == pytest.approx(main([*sizes, "--plain"]), rel=1e-3 if place == "cpu" else 2e-2)  # bf16 there
+
+
+def test_training_without_a_gpu_wants_the_small_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    example = runpy.run_path(str(EXAMPLES / "train.py"))
+    monkeypatch.setattr(example["torch"].cuda, "is_available", lambda: False)
+    monkeypatch.setitem(example["main"].__globals__, "Qwen3ForCausalLM", None)  # no model is made
+    with pytest.raises(SystemExit) as caught:
+        example["main"](["--steps", "1"])
+    assert caught.value.code == 2
+    assert "there is no GPU: expected --tiny, or --device cpu" in capsys.readouterr().err

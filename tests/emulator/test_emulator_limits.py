@@ -42,7 +42,7 @@ def test_a_kernel_has_as_many_arguments_as_a_launch_takes() -> None:
         _kernel(" ".join(f"a{i}:tmap" for i in range(33)))
     with pytest.raises(ArgumentError, match="argument rows is none of tmap, ptr, i64, f64"):
         _kernel("x:ptr rows:i32")
-    with pytest.raises(ArgumentError, match="tensor maps .* come before all other arguments"):
+    with pytest.raises(ArgumentError, match=r"tensor maps .* come before all other arguments"):
         _kernel("x:ptr y:tmap")
 
 
@@ -52,7 +52,9 @@ def test_integers_of_more_than_64_bits(value: int) -> None:
         run("sanitized.cu", "in_order", block=64, x=torch.ones(64), y=torch.empty(64), n=value)
 
 
-@pytest.mark.parametrize("shape", [{"grid": 2**32 + 1}, {"block": (2**32 + 32, 1)}, {"grid": (1, 1, 1, 2)}, {"grid": -1}])
+@pytest.mark.parametrize(
+    "shape", [{"grid": 2**32 + 1}, {"block": (2**32 + 32, 1)}, {"grid": (1, 1, 1, 2)}, {"grid": -1}], ids=str
+)
 def test_grids_and_blocks_of_more_than_32_bits(shape: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="grid"):
         run("sanitized.cu", "in_order", **{"block": 64, **shape}, x=torch.ones(64), y=torch.empty(64), n=1)
@@ -114,7 +116,7 @@ def test_cp_async_reads_no_more_than_it_writes() -> None:
 @pytest.mark.parametrize(("arrivals", "bytes_expected"), [(0, 0), (2**20, 0), (1, 2**20)])
 def test_what_an_mbarrier_can_count(arrivals: int, bytes_expected: int) -> None:
     run("limits.cu", "barrier_of", block=1, arrivals=2**20 - 1, bytes=2**20 - 1)
-    with pytest.raises(EmulatorError, match="an mbarrier (counts|waits for)"):
+    with pytest.raises(EmulatorError, match=r"an mbarrier (counts|waits for)"):
         run("limits.cu", "barrier_of", block=1, arrivals=arrivals, bytes=bytes_expected)
 
 

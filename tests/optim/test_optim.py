@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -425,3 +426,61 @@ def test_more_than_2_to_the_31_parameters() -> None:
     p.grad[-1] = p.grad[2**31] = 1.0
     optimizer.step()
     assert p.detach()[[0, 5, 2**31 - 1, 2**31, 2**31 + 1, -1]].tolist() == [0.0, 0.0, 0.0, -0.5, 0.0, -0.5]
+
+
+# ---- options of torch's ---------------------------------------------------------------------------------------------
+
+
+def _one() -> list[Parameter]:
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    return [p]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"fused": value} for value in (True, False, None)),
+        *({"foreach": value} for value in (True, False, None)),
+        *({"capturable": value} for value in (True, False)),
+        {"amsgrad": False, "differentiable": False, "fused": True, "foreach": False},
+    ],
+    ids=str,
+)
+def test_options_that_choose_torchs_loops_change_nothing(options: dict) -> None:
+    (mine,), (plain,) = _one(), _one()
+    AdamW([mine], **options).step()
+    AdamW([plain]).step()
+    assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"amsgrad": True}, "amsgrad is True, and must be False: this optimizer keeps no running maximum"),
+        ({"differentiable": True}, "differentiable is True, and must be False: autograd does not record"),
+        ({"fused": True, "foreach": True}, "fused and foreach are both True"),
+        ({"fused": "yes"}, "fused is 'yes'; expected True or False or None"),
+        ({"capturable": None}, "capturable is None; expected True or False"),
+        ({"amsgrad": 1}, "amsgrad is 1; expected True or False"),
+    ],
+)
+def test_options_that_would_change_results_are_refused(options: dict, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        AdamW(_one(), **options)
+    if options.keys() & {"amsgrad", "differentiable"}:
+        with pytest.raises(ArgumentError, match=text):
+            AdamW([{"params": _one(), **options}])
+        mine, torchs = AdamW(_one()), torch.optim.AdamW(_one())
+        saved = torchs.state_dict()
+        saved["param_groups"][0].update(options)
+        with pytest.raises(ArgumentError, match=text):
+            mine.load_state_dict(saved)
+
+
+def test_every_argument_of_torchs_is_known() -> None:
+    torchs = inspect.signature(torch.optim.AdamW).parameters
+    mine = inspect.signature(AdamW).parameters
+    assert torchs.keys() <= mine.keys()
+    positional = [name for name, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(mine)[: len(positional)] == positional
