@@ -61,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="which part of the tests that take seconds a run of the whole suite takes (0 to 63)",
     )
+    parser.addoption("--whole", action="store_true", help="a run of the whole suite leaves out no emulated case")
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
 
@@ -74,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
         dropped = slow | _repeated(items)
-        dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
+        if not config.getoption("--whole"):
+            dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:

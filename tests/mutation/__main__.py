@@ -1,0 +1,58 @@
+"""``python -m tests.mutation``: judge mutants by tests, choose tests by mutants."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run tests against mutants; results are lines of JSON, one a test."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import pytest
+
+    os.chdir(TESTS.parent)
+    options = ["-q", "-s", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "--whole",
+               f"--mutation-out={args.out}", f"--mutation-jobs={args.jobs}", f"--mutation-seconds={args.seconds}"]  # fmt: skip
+    options += [f"--mutation-tests={args.tests}"] if args.tests else []
+    options += ["--mutation-known", *map(str, args.known)] if args.known else []
+    return int(pytest.main([*options, *(args.only or ["tests"])]))
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print mutants."""
+    from mutation import mutator
+
+    for name, mutant in mutator.all_mutants().items():
+        if any(word in name for word in args.words) or not args.words:
+            print(mutant)
+    return 0
+
+
+def main() -> int:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("run", help=run.__doc__)
+    command.add_argument("--jobs", type=int, default=os.cpu_count())
+    command.add_argument("--seconds", type=float, default=1e9)
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--known", type=Path, nargs="*", help="results of earlier runs, to go on from")
+    command.add_argument("--tests", type=Path, help="file with the node ids of the only tests to run")
+    command.add_argument("only", nargs="*", help="files or folders of tests")
+    command.set_defaults(do=run)
+    command = commands.add_parser("show", help=show.__doc__)
+    command.add_argument("words", nargs="*")
+    command.set_defaults(do=show)
+    args = parser.parse_args()
+    return args.do(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,307 @@
+"""The pytest plugin behind ``python -m mutation run``: every test against the mutants that it reaches.
+
+Workers share the collected tests. Each test runs once as it is (this compiles its kernels, with all mutants in them and
+none of them on), a second time to see how long it takes and which mutants it reaches, and then once for each of these,
+every time in a process of its own: a mutant may crash, hang, or leave counters in a workspace as no kernel would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import mmap
+import os
+import pickle
+import pkgutil
+import random
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from mutation import mutator, schemata
+from rtkernels.emulator import _build
+
+FOLDERS = ("ops", "aten", "conformance", "nn", "optim", "contracts", "emulator/test_emulator_model.py")
+ENOUGH = 8  # tests known to kill a mutant; more say nothing new
+TRIES = 60  # tests that reach a mutant and do not kill it, after which others of the same functions are not asked
+_SEEN_CASES = 3  # cases of a test function after which it is known what its cases reach
+_CLEAN_LIMIT = 120.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the command line of ``mutation`` passes on."""
+    group = parser.getgroup("mutation")
+    group.addoption("--mutation-out", type=Path, required=True)
+    group.addoption("--mutation-jobs", type=int, default=1)
+    group.addoption("--mutation-seconds", type=float, default=1e9)
+    group.addoption("--mutation-known", type=Path, nargs="*", default=[])
+    group.addoption("--mutation-tests", type=Path, default=None)
+
+
+@dataclass
+class _Shared:
+    """What workers know of each other's results, in memory that they share."""
+
+    next: mmap.mmap
+    kills: mmap.mmap
+    tries: mmap.mmap
+    cases: mmap.mmap
+    reached: mmap.mmap  # [functions, mutants]
+
+
+class Runner:
+    """The run: mutants, tests, workers."""
+
+    def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.out: Path = config.getoption("--mutation-out")
+        self.jobs: int = config.getoption("--mutation-jobs")
+        self.end = time.monotonic() + config.getoption("--mutation-seconds")
+        self.mutants = list(mutator.all_mutants().values())
+        self.place = {mutant.number: i for i, mutant in enumerate(self.mutants)}
+        self.items = items
+        functions = sorted({_function(item) for item in items})
+        self.function = {name: i for i, name in enumerate(functions)}
+        count = len(self.mutants)
+        sizes = (8, count, count, len(functions), len(functions) * count)
+        self.shared = _Shared(*(mmap.mmap(-1, max(size, 1)) for size in sizes))
+        self.folder = Path(tempfile.mkdtemp(prefix="rtkernels-mutation-"))
+        self.switch = schemata.Switch(self.folder)
+        schemata.plant_all(self.folder)
+
+    def learn(self, files: list[Path]) -> None:
+        """Take over the results of earlier runs; their tests are not run again."""
+        done = set()
+        names = {mutant.name: i for i, mutant in enumerate(self.mutants)}
+        for file in files:
+            for line in file.read_text().splitlines():
+                result = json.loads(line)
+                done.add(result["test"])
+                self._count(result["test"].partition("[")[0], [names[n] for n in result["killed"] if n in names],
+                            [names[n] for n in result["survived"] if n in names])  # fmt: skip
+        self.items = [item for item in self.items if item.nodeid not in done]
+
+    def _count(self, function: str, killed: list[int], survived: list[int]) -> None:
+        shared, count = self.shared, len(self.mutants)
+        place = self.function.get(function)
+        for i in killed:
+            shared.kills[i] = min(shared.kills[i] + 1, 255)
+        for i in survived:
+            shared.tries[i] = min(shared.tries[i] + 1, 255)
+        if place is not None:
+            shared.cases[place] = min(shared.cases[place] + 1, 255)
+            for i in (*killed, *survived):
+                shared.reached[place * count + i] = 1
+
+    def run(self) -> None:
+        """Run all workers to their end."""
+        _import_all()
+        gc.collect()
+        gc.freeze()
+        workers = []
+        for worker in range(self.jobs):
+            if pid := os.fork():
+                workers.append(pid)
+                continue
+            code = 1
+            try:
+                self._work(worker)
+                code = 0
+            finally:
+                os._exit(code)
+        failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(workers)} workers failed")
+
+    # ---- in a worker ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Iterator[pytest.Item]:
+        """Yield tests until there are none or time is over; a token in a pipe would do, a lock file is simpler."""
+        with open(self.folder / "lock", "w") as lock:
+            import fcntl
+
+            while time.monotonic() < self.end:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                at = int.from_bytes(self.shared.next[:8], "little")
+                self.shared.next[:8] = (at + 1).to_bytes(8, "little")
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                if at >= len(self.items):
+                    return
+                yield self.items[at]
+
+    def _work(self, worker: int) -> None:
+        chance = random.Random(worker)
+        out = self.out.with_suffix(f".{worker}.part")
+        with out.open("a") as file:
+            for item in self._next():
+                if self._says_nothing_new(item):
+                    continue
+                result = self._judge(item, chance)
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+
+    def _says_nothing_new(self, item: pytest.Item) -> bool:
+        place, count = self.function[_function(item)], len(self.mutants)
+        if self.shared.cases[place] < _SEEN_CASES:
+            return False
+        reached = self.shared.reached[place * count : (place + 1) * count]
+        return not any(self._is_open(i) for i in range(count) if reached[i])
+
+    def _is_open(self, i: int) -> bool:
+        return self.shared.kills[i] < ENOUGH and (self.shared.kills[i] > 0 or self.shared.tries[i] < TRIES)
+
+    def _judge(self, item: pytest.Item, chance: random.Random) -> dict[str, Any]:
+        """Return what one test says about mutants."""
+        result: dict[str, Any] = {"test": item.nodeid, "killed": [], "survived": []}
+        first = _apart(lambda: self._first(item), _CLEAN_LIMIT)
+        if not isinstance(first, dict) or first["outcome"] != "passed":
+            return result | {"outcome": first["outcome"] if isinstance(first, dict) else str(first)}
+        _build._built.update(first["built"])
+        if not first["kernels"]:
+            return result | {"outcome": "launches nothing"}
+        start = time.monotonic()
+        second = _apart(lambda: self._once(item, 0), _CLEAN_LIMIT)
+        if not isinstance(second, dict) or second["outcome"] != "passed":
+            return result | {"outcome": "fails the second time"}
+        took = time.monotonic() - start
+        result |= {"outcome": "passed", "seconds": round(second["seconds"], 3), "kernels": first["kernels"]}
+        reached = [self.place[number] for number in second["reached"] if number in self.place]
+        result["reached"] = len(reached)
+        chance.shuffle(reached)
+        killed, survived = [], []
+        for i in reached:
+            if not self._is_open(i) or time.monotonic() > self.end:
+                continue
+            outcome = _apart(lambda number=self.mutants[i].number: self._once(item, number), max(3.0, 6 * took))
+            alive = isinstance(outcome, dict) and outcome["outcome"] == "passed"
+            (survived if alive else killed).append(i)
+        self._count(_function(item), killed, survived)
+        result["killed"] = sorted(self.mutants[i].name for i in killed)
+        result["survived"] = sorted(self.mutants[i].name for i in survived)
+        return result
+
+    # ---- in a process of a test -------------------------------------------------------------------------------------
+
+    def _first(self, item: pytest.Item) -> dict[str, Any]:
+        """Run a test as it is: its kernels are compiled; report which, and how long that took."""
+        kernels: dict[str, float] = {}
+        kernel, compile_ = _build.kernel, _build._compile
+        spent = [0.0]
+
+        def timed(command: list[str], what: str) -> None:
+            start = time.monotonic()
+            compile_(command, what)
+            spent[0] += time.monotonic() - start
+
+        def named(op: str, unit: str, expression: str, arch: int, defines: tuple = (), **options: Any) -> Path:
+            spent[0] = 0.0
+            path = kernel(op, unit, expression, arch, defines, **options)
+            key = f"{expression} {arch} {' '.join(defines)} {unit}"
+            kernels[key] = round(max(kernels.get(key, 0.0), spent[0]), 2)
+            return path
+
+        _build.kernel, _build._compile = named, timed
+        outcome = self._once(item, 0)
+        return outcome | {"kernels": kernels, "built": dict(_build._built)}
+
+    def _once(self, item: pytest.Item, number: int) -> dict[str, Any]:
+        self.switch.choose(number)
+        start = time.monotonic()
+        if hasattr(item, "_initrequest"):
+            item._initrequest()
+        reports = runtestprotocol(item, log=False, nextitem=None)
+        worst = next((r.outcome for r in reports if r.outcome != "passed"), "passed")
+        return {"outcome": worst, "seconds": time.monotonic() - start, "reached": self.switch.reached()}
+
+
+def _import_all() -> None:
+    """Import what tests would import when they run: each of them has a process of its own."""
+    import torch._inductor
+
+    import rtkernels
+
+    for module in pkgutil.walk_packages(rtkernels.__path__, "rtkernels."):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _apart(work: Callable[[], Any], limit: float) -> Any:
+    """Return what a function returns in a process of its own, or "crashed" or "hung"."""
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            os.setpgid(0, 0)
+            os.close(read)
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            data = pickle.dumps(work())
+            with os.fdopen(write, "wb") as pipe:
+                pipe.write(data)
+        os._exit(0)
+    os.close(write)
+    end = time.monotonic() + limit
+    parts = []
+    with os.fdopen(read, "rb", buffering=0) as pipe:
+        while (left := end - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
+            if not (part := pipe.read(1 << 20)):
+                break
+            parts.append(part)
+        else:
+            parts = ["hung"]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if parts == ["hung"]:
+        return "hung"
+    try:
+        return pickle.loads(b"".join(parts))
+    except (EOFError, pickle.UnpicklingError):
+        return "crashed"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what may emulate kernels, in an order whose first part is a fair sample of every family."""
+    wanted = None
+    if path := config.getoption("--mutation-tests"):
+        wanted = set(path.read_text().splitlines())
+    kept = [item for item in items if _may_emulate(item) and (wanted is None or item.nodeid in wanted)]
+    random.Random(0).shuffle(kept)
+    items[:] = kept
+
+
+def _may_emulate(item: pytest.Item) -> bool:
+    path = item.nodeid.removeprefix("tests/")
+    if getattr(item, "callspec", None) and item.callspec.params.get("place") == "cpu":
+        return False
+    if not path.startswith(FOLDERS) or not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
+        return False
+    return not path.startswith(("contracts/test_kernels_compile", "contracts/test_machine", "contracts/test_package",
+                                "contracts/test_docs", "contracts/test_examples", "contracts/test_words"))  # fmt: skip
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Judge mutants instead of running tests."""
+    runner = Runner(session.config, session.items)
+    runner.learn(session.config.getoption("--mutation-known"))
+    runner.run()
+    parts = sorted(runner.out.parent.glob(f"{runner.out.stem}.*.part"))
+    with runner.out.open("w") as file:
+        for part in parts:
+            file.write(part.read_text())
+            part.unlink()
+    return True
