@@ -18,9 +18,12 @@ def run(args: argparse.Namespace) -> int:
     import pytest
 
     os.chdir(TESTS.parent)
-    options = ["-q", "-s", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-p", "no:xdist", "--whole",
-               f"--mutation-out={args.out}", f"--mutation-jobs={args.jobs}", f"--mutation-seconds={args.seconds}"]  # fmt: skip
+    without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "xdist")]
+    options = ["-q", "-s", "-p", "mutation.plugin", *without, "--whole", f"--mutation-out={args.out}",
+               f"--mutation-jobs={args.jobs}", f"--mutation-seconds={args.seconds}"]  # fmt: skip
     options += [f"--mutation-tests={args.tests}"] if args.tests else []
+    options += [f"--mutation-mutants={args.mutants}"] if args.mutants else []
+    options += [f"--mutation-tries={args.tries}"] if args.tries else []
     options += ["--mutation-known", *map(str, args.known)] if args.known else []
     return int(pytest.main([*options, *(args.only or ["tests"])]))
 
@@ -35,6 +38,20 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def choose(args: argparse.Namespace) -> int:
+    """Choose samples from results of runs; write them and the record."""
+    from mutation import choose as chooser
+    from mutation.plugin import results
+
+    found = list(results(args.results))
+    tests = chooser.read(found)
+    chosen, seconds = chooser.choose(tests, args.per_mutant)
+    reached = {name for result in found for name in (*result["killed"], *result["survived"])}
+    print(f"{len(tests)} tests judged, {len(chosen)} chosen, {seconds:.0f} s")
+    print(chooser.write(tests, chosen, reached))
+    return 0
+
+
 def main() -> int:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
@@ -45,8 +62,14 @@ def main() -> int:
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--known", type=Path, nargs="*", help="results of earlier runs, to go on from")
     command.add_argument("--tests", type=Path, help="file with the node ids of the only tests to run")
+    command.add_argument("--mutants", type=Path, help="file with the names of the only mutants to judge")
+    command.add_argument("--tries", type=int, help="tests that may leave a mutant alive before it is given up")
     command.add_argument("only", nargs="*", help="files or folders of tests")
     command.set_defaults(do=run)
+    command = commands.add_parser("choose", help=choose.__doc__)
+    command.add_argument("--per-mutant", type=float, default=5.0, metavar="SECONDS", help="that a kill may cost")
+    command.add_argument("results", type=Path, nargs="+")
+    command.set_defaults(do=choose)
     command = commands.add_parser("show", help=show.__doc__)
     command.add_argument("words", nargs="*")
     command.set_defaults(do=show)

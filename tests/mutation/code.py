@@ -22,8 +22,10 @@ _NOT_MUTATED = re.compile(
 _SKIPPED_FUNCTION = re.compile(r"\bconstexpr\b|prefetch|\bdelete\b")
 
 # Binary operators from those that bind least; between spaces.
-LEVELS = (("=", "+=", "-=", "*=", "/=", "|=", "&=", "^=", "<<=", ">>=", "%="), ("?", ":"), ("||",), ("&&",), ("|",), ("^",), ("&",),
-          ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"))  # fmt: skip
+LEVELS = (
+    ("=", "+=", "-=", "*=", "/=", "|=", "&=", "^=", "<<=", ">>=", "%="), ("?", ":"), ("||",), ("&&",), ("|",), ("^",),
+    ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
+)  # fmt: skip
 _LEVEL = {operator: level for level, operators in enumerate(LEVELS) for operator in operators}
 _SPACED = re.compile(r"(?<=[ \n])(?:<<=|>>=|<=|>=|==|!=|&&|\|\||[-+*/|&^%]=|<<|>>|[-+*/%<>=?:&|^])(?=[ \n])")
 _OPEN, _CLOSE = "([{", ")]}"
@@ -143,7 +145,7 @@ def expression(code: str, at: int, lowest: int) -> tuple[int, int]:
         if c in _CLOSE:
             left = opening(code, left - 1)
             continue
-        if c in _OPEN + ",;" or code.startswith("return ", left - 7) and left >= 7:
+        if c in _OPEN + ",;" or (code.startswith("return ", left - 7) and left >= 7):
             break
         operator = _operator_ending(operators, left)
         if operator is not None:

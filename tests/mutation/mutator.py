@@ -65,7 +65,7 @@ class Mutant:
     @property
     def number(self) -> int:
         """What ``rtk_mutant`` is asked."""
-        return zlib.crc32(self.name.encode()) >> 1 | 1 << 30
+        return zlib.crc32(self.name.partition("#")[0].encode()) >> 1 | 1 << 30
 
     def planted(self, text: str) -> str:
         """Return the file with this edit."""
@@ -101,7 +101,7 @@ def _binary(text: str, plain: str) -> Iterator[_Edit]:
     """Bounds, signs, factors, comparisons and conjuncts."""
     for at, operator in code.spaced_operators(plain).items():
         lowest = code.level(operator)
-        if operator in ("=", "?", ":", "|", "^", "&") or operator.endswith("=") and operator not in _NEXT | _OPPOSITE:
+        if operator in ("=", "?", ":", "|", "^", "&") or (operator.endswith("=") and operator not in _NEXT | _OPPOSITE):
             continue
         start, end = code.expression(plain, at, lowest)
         left, right = text[start:at].rstrip(), text[at + len(operator) : end].lstrip()
@@ -137,7 +137,7 @@ def _others(text: str, plain: str) -> Iterator[_Edit]:
     for match in _GUARD.finditer(plain):
         end = code.closing(plain, match.end() - 1)
         leaves = _LEAVES.match(plain, end + 1)
-        if leaves or re.search(r" [<>]=? ", plain[match.end() : end]):
+        if ";" not in plain[match.end() : end] and (leaves or re.search(r" [<>]=? ", plain[match.end() : end])):
             yield _Edit("tail", match.end(), end, "false" if leaves else "true")
     for match in _PHASE.finditer(plain):
         waits = "mbarrier" in plain[slice(*code.statement(plain, match.start()))]
@@ -199,7 +199,8 @@ def sites(file: str) -> tuple[Mutant, ...]:
         found.sort(key=lambda m: _digest(m.name))
     order = sorted(kinds, key=lambda kind: _digest(file, kind))
     # One of each kind, then the second of each, ...
-    return tuple(kinds[kind][i] for i in range(max(map(len, kinds.values()), default=0)) for kind in order if i < len(kinds[kind]))
+    most = max(map(len, kinds.values()), default=0)
+    return tuple(kinds[kind][i] for i in range(most) for kind in order if i < len(kinds[kind]))
 
 
 def written(file: str) -> list[Mutant]:
@@ -217,6 +218,8 @@ def written(file: str) -> list[Mutant]:
             raise LookupError(f"{file} has {bug.around!r} {text.count(bug.around)} times, expected once ({bug.name})")
         start = text.index(bug.around) + bug.around.index(bug.old)
         name = f"{file}:written:{bug.name.replace(' ', '_')}"
+        if any(other.name == name for other in found):
+            name += "#2"
         found.append(Mutant(file, "written", start, start + len(bug.old), bug.new, name, bug.is_statement, bug.name))
     return found
 
@@ -248,7 +251,7 @@ def all_mutants() -> dict[str, Mutant]:
     Raises:
         LookupError: Two have the same number.
     """
-    found = {mutant.name: mutant for file in files() for mutant in mutants(file)}
+    found = {mutant.name: mutant for file in files() for mutant in mutants(file) if "#" not in mutant.name}
     if len({mutant.number for mutant in found.values()}) < len(found):
         raise LookupError("two mutants have the same number (31 bits)")
     return found

@@ -8,7 +8,9 @@ every time in a process of its own: a mutant may crash, hang, or leave counters 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import gzip
 import importlib
 import json
 import mmap
@@ -17,10 +19,11 @@ import pickle
 import pkgutil
 import random
 import select
+import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,13 @@ from rtkernels.emulator import _build
 
 FOLDERS = ("ops", "aten", "conformance", "nn", "optim", "contracts", "emulator/test_emulator_model.py")
 ENOUGH = 8  # tests known to kill a mutant; more say nothing new
-TRIES = 60  # tests that reach a mutant and do not kill it, after which others of the same functions are not asked
+TRIES = (
+    60  # tests that reach a mutant and leave it alive, after which no more are asked; twice that if at most one kills
+)
 _SEEN_CASES = 3  # cases of a test function after which it is known what its cases reach
-_CLEAN_LIMIT = 120.0
+_CLEAN_LIMIT = 120.0  # seconds of a test without a mutant
+_MUTANTS_LIMIT = 40.0  # seconds of a test with all mutants that others kill
+_SAVE_EVERY = 20.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mutation-seconds", type=float, default=1e9)
     group.addoption("--mutation-known", type=Path, nargs="*", default=[])
     group.addoption("--mutation-tests", type=Path, default=None)
+    group.addoption("--mutation-mutants", type=Path, default=None)
+    group.addoption("--mutation-tries", type=int, default=TRIES)
 
 
 @dataclass
@@ -66,9 +75,15 @@ class Runner:
         self.out: Path = config.getoption("--mutation-out")
         self.jobs: int = config.getoption("--mutation-jobs")
         self.end = time.monotonic() + config.getoption("--mutation-seconds")
+        self.tries: int = config.getoption("--mutation-tries")
         self.mutants = list(mutator.all_mutants().values())
+        if path := config.getoption("--mutation-mutants"):
+            wanted = set(path.read_text().splitlines())
+            self.mutants = [mutant for mutant in self.mutants if mutant.name in wanted]
         self.place = {mutant.number: i for i, mutant in enumerate(self.mutants)}
         self.items = items
+        (conftest,) = (p for p in config.pluginmanager.get_plugins() if hasattr(p, "in_every_run"))
+        self.always = {item.nodeid for item in items if conftest.in_every_run(item)}
         functions = sorted({_function(item) for item in items})
         self.function = {name: i for i, name in enumerate(functions)}
         count = len(self.mutants)
@@ -82,12 +97,10 @@ class Runner:
         """Take over the results of earlier runs; their tests are not run again."""
         done = set()
         names = {mutant.name: i for i, mutant in enumerate(self.mutants)}
-        for file in files:
-            for line in file.read_text().splitlines():
-                result = json.loads(line)
-                done.add(result["test"])
-                self._count(result["test"].partition("[")[0], [names[n] for n in result["killed"] if n in names],
-                            [names[n] for n in result["survived"] if n in names])  # fmt: skip
+        for result in results(files):
+            done.add(result["test"])
+            self._count(result["test"].partition("[")[0], [names[n] for n in result["killed"] if n in names],
+                        [names[n] for n in result["survived"] if n in names])  # fmt: skip
         self.items = [item for item in self.items if item.nodeid not in done]
 
     def _count(self, function: str, killed: list[int], survived: list[int]) -> None:
@@ -118,17 +131,34 @@ class Runner:
                 code = 0
             finally:
                 os._exit(code)
-        failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]
+        failed = 0
+        saved = time.monotonic()
+        while workers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                workers.remove(pid)
+                failed += status != 0
+            elif time.monotonic() - saved > _SAVE_EVERY:
+                self.save()
+                saved = time.monotonic()
+            else:
+                time.sleep(0.2)
+        self.save()
+        shutil.rmtree(self.folder, ignore_errors=True)
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(workers)} workers failed")
+            raise RuntimeError(f"{failed} of {self.jobs} workers failed")
+
+    def save(self) -> None:
+        """Write what workers know so far."""
+        text = "".join(part.read_text() for part in sorted(self.folder.glob("*.part")))
+        whole = text[: text.rfind("\n") + 1]
+        self.out.write_bytes(gzip.compress(whole.encode()) if self.out.suffix == ".gz" else whole.encode())
 
     # ---- in a worker ------------------------------------------------------------------------------------------------
 
     def _next(self) -> Iterator[pytest.Item]:
         """Yield tests until there are none or time is over; a token in a pipe would do, a lock file is simpler."""
         with open(self.folder / "lock", "w") as lock:
-            import fcntl
-
             while time.monotonic() < self.end:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 at = int.from_bytes(self.shared.next[:8], "little")
@@ -140,8 +170,7 @@ class Runner:
 
     def _work(self, worker: int) -> None:
         chance = random.Random(worker)
-        out = self.out.with_suffix(f".{worker}.part")
-        with out.open("a") as file:
+        with (self.folder / f"{worker}.part").open("a") as file:
             for item in self._next():
                 if self._says_nothing_new(item):
                     continue
@@ -157,12 +186,14 @@ class Runner:
         return not any(self._is_open(i) for i in range(count) if reached[i])
 
     def _is_open(self, i: int) -> bool:
-        return self.shared.kills[i] < ENOUGH and (self.shared.kills[i] > 0 or self.shared.tries[i] < TRIES)
+        kills = self.shared.kills[i]
+        return kills < ENOUGH and self.shared.tries[i] < self.tries * (1 if kills > 1 else 2)
 
     def _judge(self, item: pytest.Item, chance: random.Random) -> dict[str, Any]:
         """Return what one test says about mutants."""
-        result: dict[str, Any] = {"test": item.nodeid, "killed": [], "survived": []}
-        first = _apart(lambda: self._first(item), _CLEAN_LIMIT)
+        result: dict[str, Any] = {"test": item.nodeid, "always": item.nodeid in self.always}
+        result |= {"killed": [], "survived": []}
+        first = _apart(lambda: self._first(item), min(_CLEAN_LIMIT, max(self.end - time.monotonic(), 0.0) + 15.0))
         if not isinstance(first, dict) or first["outcome"] != "passed":
             return result | {"outcome": first["outcome"] if isinstance(first, dict) else str(first)}
         _build._built.update(first["built"])
@@ -177,9 +208,12 @@ class Runner:
         reached = [self.place[number] for number in second["reached"] if number in self.place]
         result["reached"] = len(reached)
         chance.shuffle(reached)
+        reached.sort(key=lambda i: min(self.shared.kills[i], 2))
         killed, survived = [], []
+        start = time.monotonic()
         for i in reached:
-            if not self._is_open(i) or time.monotonic() > self.end:
+            late = time.monotonic() - start > _MUTANTS_LIMIT and self.shared.kills[i] > 0
+            if not self._is_open(i) or late or time.monotonic() > self.end:
                 continue
             outcome = _apart(lambda number=self.mutants[i].number: self._once(item, number), max(3.0, 6 * took))
             alive = isinstance(outcome, dict) and outcome["outcome"] == "passed"
@@ -197,9 +231,9 @@ class Runner:
         kernel, compile_ = _build.kernel, _build._compile
         spent = [0.0]
 
-        def timed(command: list[str], what: str) -> None:
+        def timed(*args: Any) -> None:
             start = time.monotonic()
-            compile_(command, what)
+            compile_(*args)
             spent[0] += time.monotonic() - start
 
         def named(op: str, unit: str, expression: str, arch: int, defines: tuple = (), **options: Any) -> Path:
@@ -225,7 +259,7 @@ class Runner:
 
 def _import_all() -> None:
     """Import what tests would import when they run: each of them has a process of its own."""
-    import torch._inductor
+    importlib.import_module("torch._inductor")
 
     import rtkernels
 
@@ -299,9 +333,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     runner = Runner(session.config, session.items)
     runner.learn(session.config.getoption("--mutation-known"))
     runner.run()
-    parts = sorted(runner.out.parent.glob(f"{runner.out.stem}.*.part"))
-    with runner.out.open("w") as file:
-        for part in parts:
-            file.write(part.read_text())
-            part.unlink()
     return True
+
+
+def results(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the results of runs, one a test."""
+    for file in files:
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+        yield from map(json.loads, text.splitlines())
