@@ -125,7 +125,7 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     Part 0 keeps those that kill most mutants of the kernels (tests/mutation). Other parts, and part 0 of tests that are
     newer than these samples, take some by a hash of their names. The host compilation of a variant takes a fifth of a
     second, of a matrix product one, and most cases differ in types and shapes alone. torch.compile takes a second; of
-    the tests that compile a function of an op, one of each folder runs. A run of a family or two keeps all of its cases.
+    the tests that compile a function of an op, one of each folder runs. A run of a family or two keeps all cases.
     """
     costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:

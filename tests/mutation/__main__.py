@@ -17,6 +17,8 @@ def run(args: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import pytest
 
+    from mutation.plugin import FOLDERS
+
     os.chdir(TESTS.parent)
     without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "faulthandler", "xdist")]
     options = ["-q", "-s", "-p", "mutation.plugin", *without, "--whole", f"--mutation-out={args.out}",
@@ -25,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     options += [f"--mutation-mutants={args.mutants}"] if args.mutants else []
     options += [f"--mutation-tries={args.tries}"] if args.tries else []
     options += ["--mutation-known", *map(str, args.known)] if args.known else []
-    return int(pytest.main([*options, *(args.only or ["tests"])]))
+    return int(pytest.main([*options, *(args.only or FOLDERS)]))
 
 
 def show(args: argparse.Namespace) -> int:
@@ -52,6 +54,21 @@ def choose(args: argparse.Namespace) -> int:
     return 0
 
 
+def replay(args: argparse.Namespace) -> int:
+    """Check that recorded tests kill some recorded mutants now."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import json
+
+    import pytest
+
+    from mutation import replay as replayer
+
+    os.chdir(TESTS.parent)
+    chosen = replayer.drawn(args.seed, args.count)
+    options = ["-q", "-s", "-p", "mutation.replay", "-pno:cacheprovider", "-pno:faulthandler", "-pno:xdist", "--full"]
+    return int(pytest.main([*options, f"--replayed={json.dumps(chosen)}", *dict.fromkeys(chosen.values())]))
+
+
 def main() -> int:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
@@ -70,6 +87,10 @@ def main() -> int:
     command.add_argument("--per-mutant", type=float, default=5.0, metavar="SECONDS", help="that a kill may cost")
     command.add_argument("results", type=Path, nargs="+")
     command.set_defaults(do=choose)
+    command = commands.add_parser("replay", help=replay.__doc__)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--count", type=int, default=3)
+    command.set_defaults(do=replay)
     command = commands.add_parser("show", help=show.__doc__)
     command.add_argument("words", nargs="*")
     command.set_defaults(do=show)

@@ -67,11 +67,6 @@ class Mutant:
         """What ``rtk_mutant`` is asked."""
         return zlib.crc32(self.name.partition("#")[0].encode()) >> 1 | 1 << 30
 
-    def planted(self, text: str) -> str:
-        """Return the file with this edit."""
-        new = "{" + self.new + "}" if self.is_statement else f"({self.new})"
-        return text[: self.start] + new + text[self.end :]
-
     def switched(self, text: str) -> str:
         """Return the edited part, with the edit or without as ``rtk_mutant`` says."""
         old = text[self.start : self.end]
@@ -235,6 +230,16 @@ def mutants(file: str) -> tuple[Mutant, ...]:
         if all(site.end <= other.start or other.end <= site.start for other in chosen):
             chosen.append(site)
     return tuple(chosen)
+
+
+def planted(mutant: Mutant) -> str:
+    """Return a file with a mutant in it, and nothing else changed."""
+    text = sources.read(mutant.file).decode()
+    places = [other for other in mutants(mutant.file) if other.number == mutant.number]
+    for place in sorted(places, key=lambda m: -m.start):
+        new = "{" + place.new + "}" if place.is_statement else f"({place.new})"
+        text = text[: place.start] + new + text[place.end :]
+    return text
 
 
 def files() -> list[str]:

@@ -15,15 +15,13 @@ import importlib
 import json
 import mmap
 import os
-import pickle
 import pkgutil
 import random
-import select
+import re
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,17 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from mutation import mutator, schemata
+from mutation.processes import apart
 from rtkernels.emulator import _build
 
-FOLDERS = ("ops", "aten", "conformance", "nn", "optim", "contracts", "emulator/test_emulator_model.py")
+FOLDERS = tuple(f"tests/{name}" for name in ("ops", "aten", "conformance", "nn", "optim", "contracts"))
 ENOUGH = 8  # tests known to kill a mutant; more say nothing new
 TRIES = (
     60  # tests that reach a mutant and leave it alive, after which no more are asked; twice that if at most one kills
+)
+# Tests that compile with NVRTC, read files or stop before they launch anything.
+_NEVER = re.compile(
+    r"test_(kernels_compile|machine_code|package|docs|examples|words)\.py|error|same_messages|bad_arguments"
 )
 _SEEN_CASES = 3  # cases of a test function after which it is known what its cases reach
 _CLEAN_LIMIT = 120.0  # seconds of a test without a mutant
@@ -193,14 +196,14 @@ class Runner:
         """Return what one test says about mutants."""
         result: dict[str, Any] = {"test": item.nodeid, "always": item.nodeid in self.always}
         result |= {"killed": [], "survived": []}
-        first = _apart(lambda: self._first(item), min(_CLEAN_LIMIT, max(self.end - time.monotonic(), 0.0) + 15.0))
+        first = apart(lambda: self._first(item), min(_CLEAN_LIMIT, max(self.end - time.monotonic(), 0.0) + 15.0))
         if not isinstance(first, dict) or first["outcome"] != "passed":
             return result | {"outcome": first["outcome"] if isinstance(first, dict) else str(first)}
         _build._built.update(first["built"])
         if not first["kernels"]:
             return result | {"outcome": "launches nothing"}
         start = time.monotonic()
-        second = _apart(lambda: self._once(item, 0), _CLEAN_LIMIT)
+        second = apart(lambda: self._once(item, 0), _CLEAN_LIMIT)
         if not isinstance(second, dict) or second["outcome"] != "passed":
             return result | {"outcome": "fails the second time"}
         took = time.monotonic() - start
@@ -215,7 +218,7 @@ class Runner:
             late = time.monotonic() - start > _MUTANTS_LIMIT and self.shared.kills[i] > 0
             if not self._is_open(i) or late or time.monotonic() > self.end:
                 continue
-            outcome = _apart(lambda number=self.mutants[i].number: self._once(item, number), max(3.0, 6 * took))
+            outcome = apart(lambda number=self.mutants[i].number: self._once(item, number), max(3.0, 6 * took))
             alive = isinstance(outcome, dict) and outcome["outcome"] == "passed"
             (survived if alive else killed).append(i)
         self._count(_function(item), killed, survived)
@@ -273,41 +276,6 @@ def _function(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _apart(work: Callable[[], Any], limit: float) -> Any:
-    """Return what a function returns in a process of its own, or "crashed" or "hung"."""
-    read, write = os.pipe()
-    if not (pid := os.fork()):
-        with contextlib.suppress(BaseException):
-            os.setpgid(0, 0)
-            os.close(read)
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
-            data = pickle.dumps(work())
-            with os.fdopen(write, "wb") as pipe:
-                pipe.write(data)
-        os._exit(0)
-    os.close(write)
-    end = time.monotonic() + limit
-    parts = []
-    with os.fdopen(read, "rb", buffering=0) as pipe:
-        while (left := end - time.monotonic()) > 0 and select.select([pipe], [], [], left)[0]:
-            if not (part := pipe.read(1 << 20)):
-                break
-            parts.append(part)
-        else:
-            parts = ["hung"]
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if parts == ["hung"]:
-        return "hung"
-    try:
-        return pickle.loads(b"".join(parts))
-    except (EOFError, pickle.UnpicklingError):
-        return "crashed"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep what may emulate kernels, in an order whose first part is a fair sample of every family."""
     wanted = None
@@ -319,13 +287,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _may_emulate(item: pytest.Item) -> bool:
-    path = item.nodeid.removeprefix("tests/")
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
+        return False
     if getattr(item, "callspec", None) and item.callspec.params.get("place") == "cpu":
         return False
-    if not path.startswith(FOLDERS) or not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
-        return False
-    return not path.startswith(("contracts/test_kernels_compile", "contracts/test_machine", "contracts/test_package",
-                                "contracts/test_docs", "contracts/test_examples", "contracts/test_words"))  # fmt: skip
+    return not _NEVER.search(item.nodeid)
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool:
