@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import shutil
 import tempfile
@@ -30,7 +31,8 @@ SLOW_WORDS = (
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
 # A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
 ONE_IN, ONE_PRODUCT_IN = 16, 64
-COSTLY_AT_ONCE = 600  # tests; more are a run of the whole suite, which takes a sample of them
+COSTLY_AT_ONCE = 1000  # tests; more are a run of the whole suite, which takes a sample of them
+SAMPLES = Path(__file__).with_name("samples.json")  # written by ``python -m tests.mutation choose``
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="which part of the tests that take seconds a run of the whole suite takes (0 to 63)",
     )
+    parser.addoption("--whole", action="store_true", help="a run of the whole suite leaves out no emulated case")
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
 
@@ -74,7 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
         dropped = slow | _repeated(items)
-        dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
+        if not config.getoption("--whole"):
+            dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
@@ -116,11 +120,12 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
-    """Return, of a run of the whole suite, most of the tests that take seconds, by a hash of their names.
+    """Return, of a run of the whole suite, most of the tests that take seconds.
 
-    The host compilation of a variant takes a fifth of a second, of a matrix product one, and most cases differ in types
-    and shapes alone. torch.compile takes a second; of the tests that compile a function of an op, one of each folder
-    runs. A run of a family or two keeps all of its cases.
+    Part 0 keeps those that kill most mutants of the kernels (tests/mutation). Other parts, and part 0 of tests that are
+    newer than these samples, take some by a hash of their names. The host compilation of a variant takes a fifth of a
+    second, of a matrix product one, and most cases differ in types and shapes alone. torch.compile takes a second; of
+    the tests that compile a function of an op, one of each folder runs. A run of a family or two keeps all cases.
     """
     costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
@@ -142,7 +147,31 @@ def _compiled_by_others(items: list[pytest.Item], part: int) -> set[pytest.Item]
     return dropped
 
 
+def in_every_run(item: pytest.Item) -> bool:
+    """Return whether part 0 of the whole suite has a test, whatever the samples are."""
+    return not _takes_seconds(item) or (item.get_closest_marker("one_in") is not None and _in_part(item, 0))
+
+
+@functools.cache
+def _samples() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the node ids of samples, and the functions that they were chosen from."""
+    if not SAMPLES.exists():
+        return frozenset(), frozenset()
+    known = json.loads(SAMPLES.read_text())
+    chosen, judged = (
+        frozenset(f"{file}::{rest}" for file, names in known[key].items() for rest in names)
+        for key in ("chosen", "judged")
+    )
+    return chosen, judged
+
+
 def _in_part(item: pytest.Item, part: int) -> bool:
+    if part == 0:
+        chosen, judged = _samples()
+        if item.nodeid in chosen:
+            return True
+        if item.nodeid.partition("[")[0] in judged and not item.get_closest_marker("one_in"):
+            return False
     step = ONE_PRODUCT_IN if item.nodeid.startswith(PRODUCTS) else ONE_IN
     if marker := item.get_closest_marker("one_in"):
         (step,) = marker.args

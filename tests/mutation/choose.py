@@ -1,0 +1,118 @@
+"""Which tests a run of the whole suite takes of those that take seconds: the cheapest that kill most mutants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mutation import mutator
+
+SAMPLES = Path(__file__).resolve().parents[1] / "samples.json"
+RECORD = Path(__file__).with_name("recorded.json")
+_RUN = 0.05  # seconds of a test that are not its kernels': fixtures, reports
+
+
+@dataclass
+class Judged:
+    """What is known of one test."""
+
+    name: str
+    seconds: float
+    kernels: dict[str, float]
+    always: bool  # a run of the whole suite takes it anyway
+    killed: set[str] = field(default_factory=set)
+
+
+def read(results: Iterable[dict[str, Any]]) -> dict[str, Judged]:
+    """Return the tests that launch kernels; several runs may know a part of a test's kills each."""
+    mutants = mutator.all_mutants()
+    compiled: dict[str, float] = {}
+    tests: dict[str, Judged] = {}
+    for result in results:
+        if result["outcome"] != "passed":
+            continue
+        for kernel, seconds in result["kernels"].items():
+            compiled[kernel] = max(compiled.get(kernel, 0.0), seconds)
+        name = result["test"]
+        test = tests.setdefault(name, Judged(name, result["seconds"], result["kernels"], result["always"]))
+        test.killed |= {mutant for mutant in result["killed"] if mutant in mutants}
+    for test in tests.values():
+        test.kernels = {kernel: compiled[kernel] for kernel in test.kernels}
+    return tests
+
+
+def cost(test: Judged, compiled: set[str]) -> float:
+    """Return the seconds of a test where some kernels have been compiled."""
+    return _RUN + test.seconds + sum(seconds for kernel, seconds in test.kernels.items() if kernel not in compiled)
+
+
+def choose(tests: dict[str, Judged], per_mutant: float) -> tuple[list[str], float]:
+    """Return tests in the order in which a greedy cover takes them, and how long they take together.
+
+    Args:
+        tests: All that were judged.
+        per_mutant: Seconds that a kill may cost; dearer ones are left to runs of families.
+    """
+    compiled: set[str] = set()
+    covered: set[str] = set()
+    for test in tests.values():
+        if test.always:
+            compiled |= test.kernels.keys()
+            covered |= test.killed
+    chosen, total = [], 0.0
+    waiting = {name: test for name, test in tests.items() if not test.always}
+    while True:
+        best, rate, price = None, 1 / per_mutant, 0.0
+        for name, test in list(waiting.items()):
+            gain = len(test.killed - covered)
+            if not gain:
+                del waiting[name]
+                continue
+            seconds = cost(test, compiled)
+            if gain / seconds > rate:
+                best, rate, price = name, gain / seconds, seconds
+        if best is None:
+            return chosen, total
+        test = waiting.pop(best)
+        chosen.append(best)
+        total += price
+        compiled |= test.kernels.keys()
+        covered |= test.killed
+
+
+def by_file(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return node ids as file -> the rest of them."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        file, _, rest = name.partition("::")
+        found.setdefault(file, []).append(rest)
+    return found
+
+
+def write(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dict[str, int]:
+    """Write the samples and the record; return how many mutants are killed by what."""
+    functions = {name.partition("[")[0] for name, test in tests.items() if not test.always}
+    samples = {"chosen": by_file(chosen), "judged": by_file(functions)}
+    SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
+    in_command = set(chosen) | {name for name, test in tests.items() if test.always}
+    killers: list[str] = []
+    place: dict[str, int] = {}
+    record: dict[str, Any] = {"tests": killers, "command": {}, "family": {}, "survived": []}
+    ordered = sorted(tests.values(), key=lambda test: (cost(test, set()), test.name))
+    for mutant in sorted(mutator.all_mutants()):
+        found = [test for test in ordered if mutant in test.killed]
+        found.sort(key=lambda test: test.name not in in_command)
+        if not found:
+            record["survived"].append(mutant)
+            continue
+        name = found[0].name
+        if name not in place:
+            place[name] = len(killers)
+            killers.append(name)
+        record["command" if name in in_command else "family"][mutant] = place[name]
+    record["never_reached"] = sorted(set(record["survived"]) - reached)
+    RECORD.write_text(json.dumps(record, indent=0) + "\n")
+    return {key: len(record[key]) for key in ("command", "family", "survived", "never_reached")}

@@ -1,0 +1,129 @@
+"""Tests kill the mutants of the device sources: how many, by what, and that the record of it is still true.
+
+``python -m tests.mutation run`` judges mutants by tests, ``choose`` writes from its results the samples of a whole run
+(tests/samples.json) and the record (recorded.json) that these tests read. docs/mutation.md has the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.emulator_harness import needs_compiler
+
+from mutation import mutator
+from mutation.choose import RECORD, SAMPLES
+from mutation.written import EQUIVALENT, WRITTEN
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_COMMAND, BY_FAMILIES = 0.80, 0.97
+NOT_JUDGED = 0.05  # of mutants: kernels change more often than the hours of a machine are spent to judge all again
+AGAIN = "run `python -m tests.mutation run` and `choose` (docs/mutation.md)"
+WHOLE = 8000  # tests, of which a run of the whole suite has more
+# Files with fewer places to edit than others have mutants.
+FEW_PLACES = {"pointwise/pointwise.cu": 0, "index/sort_chunks.cu": 4}
+
+
+@cache
+def record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text())
+
+
+def of_now(key: str) -> set[str]:
+    """Return the mutants under a key of the record that are still there."""
+    return set(record()[key]) & set(mutator.all_mutants())
+
+
+def shares() -> tuple[float, float]:
+    """Return which part of the judged mutants the README's command kills, and which runs of families."""
+    command, family, survived = (len(of_now(key)) for key in ("command", "family", "survived"))
+    judged = command + family + survived
+    return command / judged, (command + family) / judged
+
+
+def test_every_kernel_file_has_mutants() -> None:
+    for file in mutator.files():
+        if file.endswith(".cu"):
+            wanted = FEW_PLACES.get(file, mutator.PER_KERNEL_FILE)
+            assert len(mutator.mutants(file)) >= wanted, (
+                f"{file} has {len(mutator.mutants(file))} mutants, not {wanted}"
+            )
+
+
+def test_mutants_are_edits_of_code() -> None:
+    for mutant in mutator.all_mutants().values():
+        text = mutator.sources.read(mutant.file).decode()
+        assert mutator.planted(mutant) != text, mutant
+        assert text[mutant.start : mutant.end].strip() == text[mutant.start : mutant.end], mutant
+
+
+def test_a_written_mutant_whose_text_is_gone_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = mutator.WRITTEN[0]
+    gone = type(bug)("gone", bug.file, "no such text", "text", "")
+    monkeypatch.setattr(mutator, "WRITTEN", (gone,))
+    with pytest.raises(LookupError, match="expected once"):
+        mutator.written(bug.file)
+
+
+def test_what_is_called_equivalent_says_why() -> None:
+    assert all(len(reason) > 20 for reason in EQUIVALENT.values())
+
+
+def test_the_record_is_of_these_sources() -> None:
+    known = of_now("command") | of_now("family") | of_now("survived")
+    unknown = sorted(set(mutator.all_mutants()) - known)
+    share = len(unknown) / len(mutator.all_mutants())
+    assert share <= NOT_JUDGED, f"{len(unknown)} mutants were never judged, such as {unknown[:3]}: {AGAIN}"
+
+
+def test_the_command_of_the_readme_kills_most_mutants() -> None:
+    command, _ = shares()
+    assert command >= BY_COMMAND, f"the README's command kills {command:.1%} of mutants, expected {BY_COMMAND:.0%}"
+
+
+def test_runs_of_families_kill_almost_all_mutants() -> None:
+    _, families = shares()
+    alive = sorted(of_now("survived"))
+    assert families >= BY_FAMILIES, f"tests kill {families:.1%} of mutants, expected {BY_FAMILIES:.0%}: {alive}"
+
+
+def test_written_mutants_are_killed() -> None:
+    names = {f"{bug.file}:written:{bug.name.replace(' ', '_')}" for bug in WRITTEN}
+    assert not names & of_now("survived")
+
+
+def test_samples_are_tests() -> None:
+    """Samples whose file or function is gone would silently be no samples; those of a renamed case, in a whole run."""
+    for file, names in json.loads(SAMPLES.read_text())["chosen"].items():
+        path = ROOT / file
+        text = path.read_text() if path.is_file() else ""
+        for name in names:
+            function = re.sub(r"\[.*", "", name, flags=re.DOTALL).rpartition("::")[2]
+            assert f"def {function}(" in text, f"{file}::{name} is a sample and no longer there: {AGAIN}"
+
+
+def test_all_samples_are_in_a_whole_run(request: pytest.FixtureRequest) -> None:
+    option = request.config.getoption
+    here = {item.nodeid for item in request.session.items}
+    if len(here) < WHOLE or option("--part") or option("--sample") > 1:
+        pytest.skip("not part 0 of the whole suite")
+    chosen = json.loads(SAMPLES.read_text())["chosen"]
+    lost = sorted(name for file, names in chosen.items() for rest in names if (name := f"{file}::{rest}") not in here)
+    assert not lost, f"{len(lost)} samples are no longer there, such as {lost[:3]}: {AGAIN}"
+
+
+@needs_compiler
+def test_recorded_tests_kill_recorded_mutants(request: pytest.FixtureRequest) -> None:
+    """Three of them, other ones with every part and every new record."""
+    seed = zlib.crc32(RECORD.read_bytes()) + request.config.getoption("--part")
+    command = [sys.executable, "-m", "tests.mutation", "replay", "--seed", str(seed), "--count", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed: ") == 3
