@@ -25,6 +25,7 @@ from rtkernels.runtime.launch.memory import (
 )
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator import into
+from rtkernels.runtime.operator.aliasing import Guard, guard_lines
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
@@ -160,17 +161,18 @@ class StepPlan(Plan):
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
         absent: Arguments that are None in all calls of this plan.
+        guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
     __slots__ = ("_launches", "_made_of", "converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
-        returned: str, steps: Steps, device: int, absent: Collection[str] = (),
+        returned: str, steps: Steps, device: int, absent: Collection[str] = (), guards: Sequence[Guard] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
-        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent
+        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent, guards
         made = self.memory()
         if both := {*arguments, *numbers} & {*made, *steps.scratch}:
             raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
@@ -197,7 +199,7 @@ class StepPlan(Plan):
             allocations.append(f"p_{variable} = {where[variable]}")
             where[variable] = f"p_{variable}"
         before, launches = self.launch_lines("", given | where, scope)
-        lines = [*before, *allocations, *launches]
+        lines = [*guard_lines(guards, scope), *before, *allocations, *launches]
         results = "".join(f"t_{variable}, " for variable in outputs)
         if returned == "list":
             results = f"[{results}]"
@@ -209,7 +211,9 @@ class StepPlan(Plan):
             others: list[Callable[..., Any]] = []
             scope["others"] = others
             scope["make_others"] = lambda: others.append(
-                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent).run
+                StepPlan(
+                    name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent, guards
+                ).run
             )
             tried = "\n    ".join(f"    {line}" for line in lines)
             lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]

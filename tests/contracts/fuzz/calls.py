@@ -18,6 +18,12 @@ from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.declared import Declared
 
 _ROWS = 6
+# Functions with several results whose `out` is for the first one; those of others have their own names, or none.
+ONE_EACH = {
+    "attention": ("out",), "attention_varlen": ("out",), "index_select": ("out",),
+    **dict.fromkeys(("quantize_nvfp4", "quantize_mxfp8", "quantize_mxfp4", "glu"), ("out", "scale_out")),
+    **dict.fromkeys(("rms_norm", "layer_norm"), ("out", "residual_out")),
+}  # fmt: skip
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Call:
         run: Takes tensors in that order, and ``out=`` if `has_out`; returns what the function returns.
         written: Places of the tensors that the call changes.
         has_out: Takes ``out=``.
+        out_names: Names of the arguments that results go to, in their order; none if ``out`` is a tuple for several.
         numbers: Integers among the other arguments, which sizes may belong to.
         function: It is a public function, which may be differentiable.
     """
@@ -43,6 +50,7 @@ class Call:
     run: Callable[..., Any]
     written: set[int] = field(default_factory=set)
     has_out: bool = False
+    out_names: tuple[str, ...] = ()
     numbers: frozenset[int] = frozenset()
     function: bool = False
 
@@ -84,10 +92,10 @@ def _call(name: str, family: str, callee: Callable[..., Any], args: Any, kwargs:
     found = list(leaves(dict(zip(parameters, args, strict=False)) | kwargs, ""))
     given = [(key, value) for key, value in found if isinstance(value, Tensor)]
 
-    def run(tensors: list[Tensor], out: Any = None) -> Any:
+    def run(tensors: list[Tensor], **outputs: Any) -> Any:
         some = iter(tensors)
         again = rebuilt(args, some), rebuilt(kwargs, some)
-        return callee(*again[0], **again[1]) if out is None else callee(*again[0], **again[1], out=out)
+        return callee(*again[0], **again[1], **outputs)
 
     numbers = frozenset(value for _, value in found if type(value) is int)
     return Call(name, family, [key for key, _ in given], [t.detach() for _, t in given], run, numbers=numbers, **more)
@@ -177,7 +185,8 @@ def _captured(name: str, call: Callable[..., Any]) -> tuple[Any, Any]:
 def _function(label: str, name: str, family: str, args: Any, kwargs: Any) -> Call:
     function = getattr(rtkernels, name)
     has_out = "out" in inspect.signature(function).parameters and "out" not in kwargs
-    call = _call(label, family, function, args, kwargs, has_out=has_out, function=True)
+    names = ONE_EACH.get(name, ()) if has_out else ()
+    call = _call(label, family, function, args, kwargs, has_out=has_out, out_names=names, function=True)
     tensors = [t.clone() for t in call.tensors]
     with torch.no_grad():
         call.run(tensors)
