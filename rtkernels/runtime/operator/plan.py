@@ -88,6 +88,21 @@ def matrix_boxes(
     return Boxes(name, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows), **more)
 
 
+def box_strides(sizes: Sequence[int], steps: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the strides of a tensor map in bytes.
+
+    A stride of 0 stays 0: every entry of an expanded dimension is the same one. What is not walked, a dimension of one
+    entry, may have any stride, and gets one that is a multiple of 16 bytes, as TMA wants them.
+
+    Args:
+        sizes: Elements in each dimension, the contiguous one first.
+        steps: Elements from one entry to the next in each dimension but the first.
+        size: Bytes of an element.
+    """
+    row = -(-sizes[0] * size // 16) * 16
+    return tuple(step * size if n > 1 else row for step, n in zip(steps, sizes[1:], strict=True))
+
+
 class Offset(NamedTuple):
     """A kernel argument: an address `offset` bytes behind the first element of a tensor."""
 
