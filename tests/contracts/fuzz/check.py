@@ -36,8 +36,8 @@ class Failure(NamedTuple):
     what: str
 
 
-class _Wrong(Exception):
-    pass
+class Wrong(Exception):
+    """What is wrong with a call."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Fuzzer:
         """Return what is wrong with a variation of a call, or None."""
         try:
             done = self._aliased(call, variation) if variation.alias else self._varied(call, variation)
-        except _Wrong as wrong:
+        except Wrong as wrong:
             return Failure(call.name, variation.named(call), str(wrong))
         except (RtkError, RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
             text = " ".join(str(error).split())[:200]
@@ -105,12 +105,12 @@ class Fuzzer:
             if isinstance(got, ArgumentError):
                 break
             if isinstance(wanted, ArgumentError):
-                raise _Wrong(f"contiguous tensors are refused ({wanted}), these are not")
+                raise Wrong(f"contiguous tensors are refused ({wanted}), these are not")
             compare(got, wanted, f"call {i + 1}" if i else "", _largest(clones))
         if isinstance(got, ArgumentError):
             for i in call.written:
                 if not same_bits(tensors[i], given[i]):
-                    raise _Wrong(f"{call.names[i]} was changed although it was refused: {got}")
+                    raise Wrong(f"{call.names[i]} was changed although it was refused: {got}")
         if not call.written or not any(tensors[i].is_neg() for i in call.written):
             self._check_damage([arena for arena, _ in watched.values()])
         return not isinstance(got, ArgumentError)
@@ -152,7 +152,7 @@ class Fuzzer:
     def _check_damage(self, arenas: list[Arena]) -> None:
         for arena in arenas:
             if changed := arena.damage():
-                raise _Wrong(f"{changed} bytes changed that belong to an input or to nobody")
+                raise Wrong(f"{changed} bytes changed that belong to an input or to nobody")
 
     # ---- shared memory ----
 
@@ -161,14 +161,14 @@ class Fuzzer:
         plain = [contiguous(t.to(self.device)) for t in call.tensors]
         wanted = self._outcome(call, plain, Variation(), {})
         if isinstance(wanted, ArgumentError):
-            raise _Wrong(f"the plain call is refused: {wanted}")
+            raise Wrong(f"the plain call is refused: {wanted}")
         j = call.names.index(name)
         if target.startswith("out["):
             return self._out_over(call, int(target[4:-1]), j, shift, wanted)
         return self._written_over(call, call.names.index(target), j, shift)
 
     def _out_over(self, call: Call, number: int, j: int, shift: int, wanted: list[Any]) -> bool:
-        results = [t for t in wanted[: len(wanted) - len(call.written)]]
+        results = wanted[: len(wanted) - len(call.written)]
         if number >= len(results) or results[number] is None or not results[number].numel():
             return False
         like = results[number]
@@ -181,10 +181,10 @@ class Fuzzer:
         for _ in range(3):  # later calls are replays, which must see what the first one saw
             got = self._outcome(call, tensors, Variation(), given)
             if isinstance(got, ArgumentError):
-                raise _Wrong(f"out of fresh memory is refused: {got}")
+                raise Wrong(f"out of fresh memory is refused: {got}")
             self._compare_out(got, wanted, number, fresh)
             if arena.damage():
-                raise _Wrong("memory around out was changed")
+                raise Wrong("memory around out was changed")
         overlapping = _over(like, call.tensors[j], shift, self.device)
         if overlapping is None:
             return False
@@ -196,7 +196,7 @@ class Fuzzer:
             got = self._in_order(call, tensors, given, order)
             if isinstance(got, ArgumentError):
                 if not same_bits(other, call.tensors[j].to(self.device)):
-                    raise _Wrong(f"{call.names[j]} was changed although out was refused: {got}")
+                    raise Wrong(f"{call.names[j]} was changed although out was refused: {got}")
                 return False
             self._refuse_shift(call, exact, "out", call.names[j])
             self._compare_out(got, wanted, number, out)
@@ -220,13 +220,13 @@ class Fuzzer:
             if isinstance(got, ArgumentError):
                 for name, t, was in zip(call.names, tensors, before, strict=True):
                     if not same_bits(t, was):
-                        raise _Wrong(f"{name} was changed although it was refused: {got}")
+                        raise Wrong(f"{name} was changed although it was refused: {got}")
                 return False
             self._refuse_shift(call, exact, call.names[i], call.names[j])
             if isinstance(wanted, ArgumentError):
-                raise _Wrong(f"apart they are refused ({wanted}), together not")
+                raise Wrong(f"apart they are refused ({wanted}), together not")
             if j in call.written:
-                raise _Wrong(f"{call.names[i]} and {call.names[j]} are both written, share memory, and are not refused")
+                raise Wrong(f"{call.names[i]} and {call.names[j]} are both written, share memory, and are not refused")
             last = len(wanted) - len(call.written)
             compare([*got[:last], first], [*wanted[:last], wanted[last + sorted(call.written).index(i)]], "")
         return True
@@ -242,11 +242,11 @@ class Fuzzer:
     def _refuse_shift(self, call: Call, exact: bool, target: str, other: str) -> None:
         """A kernel reads an element while another thread writes it: wrong on a device, whatever happens here."""
         if not exact and call.name.partition("#")[0].partition("(")[0] not in COPY_FIRST:
-            raise _Wrong(f"{target} overlaps {other} and is not refused")
+            raise Wrong(f"{target} overlaps {other} and is not refused")
 
     def _compare_out(self, got: list[Any], wanted: list[Any], number: int, out: Tensor) -> None:
         if got[number] is None or got[number].data_ptr() != out.data_ptr():
-            raise _Wrong("the result is not out")
+            raise Wrong("the result is not out")
         compare(got, wanted, "")
 
 
@@ -312,28 +312,28 @@ def _largest(tensors: list[Tensor]) -> float:
 def compare(got: list[Any], wanted: list[Any], what: str, inputs: float = 0.0) -> None:
     """Raise if results differ by more than another kernel may make of it."""
     if len(got) != len(wanted):
-        raise _Wrong(f"{len(got)} results; expected {len(wanted)}")
+        raise Wrong(f"{len(got)} results; expected {len(wanted)}")
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         if a is None and b is None:
             continue
         if a is None or b is None:
-            raise _Wrong(f"result {i}: {'missing' if a is None else 'unexpected'}")
+            raise Wrong(f"result {i}: {'missing' if a is None else 'unexpected'}")
         if a.shape != b.shape or a.dtype != b.dtype:
-            raise _Wrong(f"result {i}: {a.dtype} {tuple(a.shape)}; expected {b.dtype} {tuple(b.shape)}")
+            raise Wrong(f"result {i}: {a.dtype} {tuple(a.shape)}; expected {b.dtype} {tuple(b.shape)}")
         if same_bits(a, b):
             continue
         if b.dtype not in TOLERANCE or is_index(b):
-            raise _Wrong(f"result {i}: other values {what}")
+            raise Wrong(f"result {i}: other values {what}")
         x, y = (t.detach().resolve_neg().float() for t in (a, b))
         if not torch.equal(x.isnan(), y.isnan()):
-            raise _Wrong(f"result {i}: NaN in other places {what}")
+            raise Wrong(f"result {i}: NaN in other places {what}")
         finite = y.isfinite() & x.isfinite()
         if not torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num()):
-            raise _Wrong(f"result {i}: infinities in other places {what}")
+            raise Wrong(f"result {i}: infinities in other places {what}")
         largest = max(float(y[finite].abs().max()) if finite.any() else 0.0, 0.1 * inputs)
         error = float((x - y)[finite].abs().max()) if finite.any() else 0.0
         if error > TOLERANCE[b.dtype] * largest:
-            raise _Wrong(f"result {i}: off by {error:.3g} where the largest is {largest:.3g} {what}")
+            raise Wrong(f"result {i}: off by {error:.3g} where the largest is {largest:.3g} {what}")
 
 
 def rng_of(seed: int, call: Call) -> random.Random:
