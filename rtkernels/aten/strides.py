@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rtkernels.runtime.layout import divisor
+from rtkernels.runtime.layout import overlaps_itself as overlaps_itself
 
 MAX_DIMS = 6
 THREADS = 256
@@ -54,17 +55,6 @@ def broadcast(shape: Ints, stride: Ints, to: Ints) -> Ints:
         0 if size == 1 else step if size == given else _raise(shape, to)
         for given, size, step in zip(to, padded, steps, strict=True)
     )
-
-
-def overlaps_itself(shape: Ints, stride: Ints) -> bool:
-    """Return True if two elements of a tensor may lie at the same address."""
-    dims = sorted((abs(step), size) for size, step in zip(shape, stride, strict=True) if size > 1)
-    reach = 0
-    for step, size in dims:
-        if step <= reach:
-            return True
-        reach += step * (size - 1)
-    return False
 
 
 def collapse(shape: Ints, strides: list[Ints]) -> tuple[list[int], list[list[int]]]:

@@ -161,14 +161,70 @@ def extent(t: Tensor) -> tuple[int, int]:
 
 
 overlap_questions: list[Callable[[Tensor, Tensor, bool], None]] = []  # told of tensors and whether they overlap
+_Ints = Sequence[int]
+
+
+def overlaps_itself(shape: _Ints, stride: _Ints) -> bool:
+    """Return True if two elements of a tensor may lie at the same address."""
+    dims = sorted((abs(step), size) for size, step in zip(shape, stride, strict=True) if size > 1)
+    reach = 0
+    for step, size in dims:
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def sharing(
+    a: tuple[_Ints, _Ints, int], b: tuple[_Ints, _Ints, int]
+) -> tuple[int, int, Callable[[int], bool]] | None:
+    """Return when two tensors share memory, by the distance in bytes from the first element of `a` to that of `b`.
+
+    Args:
+        a: Shape, strides in elements, and the size of an element.
+        b: The same of the other tensor.
+
+    Returns:
+        Two numbers outside of which a distance must lie for the spans of the tensors to be apart, and a function that
+        looks at a distance between them more closely: views that lie within each other's gaps, such as slices of a
+        packed tensor, share nothing. None if one of them has no elements.
+    """
+    if 0 in a[0] or 0 in b[0]:
+        return None
+    (dims_a, item_a), (dims_b, item_b) = (
+        ([(n - 1, s * t[2]) for n, s in zip(t[0], t[1], strict=True) if n > 1 and s], t[2]) for t in (a, b)
+    )
+    reach_a, reach_b = (sum(n * s for n, s in dims) + item for dims, item in ((dims_a, item_a), (dims_b, item_b)))
+    periods = sorted({s for _, s in (*dims_a, *dims_b)}, reverse=True)
+
+    @lru_cache(maxsize=64)
+    def share(distance: int) -> bool:
+        for period in periods:
+            # What moves by multiples of the period stays where it is in it.
+            used_a, used_b = (
+                sum(n * s for n, s in dims if s % period) + item for dims, item in ((dims_a, item_a), (dims_b, item_b))
+            )
+            if used_a <= (first := distance % period) and first + used_b <= period:
+                return False
+        return True
+
+    return -reach_b, reach_a, share
+
+
+@lru_cache(maxsize=256)
+def _sharing(*metas: Any) -> tuple[int, int, Callable[[int], bool]] | None:
+    return sharing(metas[:3], metas[3:])
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors may share memory: tensors that lie within each other's gaps count as well."""
+    """Return True if two tensors share memory, or if that cannot be excluded for the strides they have."""
     if a.numel() == 0 or b.numel() == 0:
         return False
     (first, last), (begin, end) = extent(a), extent(b)
     overlap = begin < last and first < end
+    if overlap:
+        found = _sharing(a.shape, a.stride(), a.itemsize, b.shape, b.stride(), b.itemsize)
+        overlap = found[2](int(begin) - int(first))
     for listener in tuple(overlap_questions):  # other threads add and remove theirs
         listener(a, b, overlap)
     return overlap

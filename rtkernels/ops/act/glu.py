@@ -25,13 +25,9 @@ from rtkernels.runtime.operator.sharding import Way, shard
 
 
 def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    for name, t, others in (("x", x, (dy, up, weight)), ("up", up, (dy, weight))):
-        if t is None:
-            continue
-        if not t.is_contiguous():
+    for name, t in (("x", x), ("up", up)):
+        if t is not None and not t.is_contiguous():
             raise ArgumentError(f"{name} has strides {t.stride()}; expected a dense tensor to write the gradient over")
-        if any(other is not None and may_overlap(t, other) for other in others):
-            raise ArgumentError(f"{name} shares memory with another input; expected its own to write the gradient over")
     return dy, x, up, weight, *options
 
 

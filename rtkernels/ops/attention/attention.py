@@ -98,7 +98,7 @@ def _reference_out(*values: Any) -> Tensor:
 
 
 OUT = InPlaceOperator(
-    "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES)), options=_OPTIONS, results="lse",
+    "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES, over="q")), options=_OPTIONS, results="lse",
     outputs=lambda q, *_: (Memory(_lse_shape(q), _FLOAT32),), plan=_plan_out, reference=_reference_out,
     check=_check_out,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Memory, Step
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, box_strides
 
 _TOKENS = ("bf16", "fp16")
 _WIDTHS = (64, 128)
@@ -150,12 +150,8 @@ def _scan_sm90(call: Scan, device: int) -> Step:
     def boxes(tensor: tuple[str, Strides], width: int) -> Boxes:
         name, strides = tensor
         sizes = (width, call.length, call.heads, call.batch)
-        # What is not walked may have any stride, the copy engine wants multiples of 16 bytes.
-        apart = (
-            2 * s if n > 1 else 16 * -(-width // 8)
-            for s, n in zip((strides.row, strides.head, strides.batch), sizes[1:], strict=True)
-        )
-        return Boxes(name, call.token, sizes, tuple(apart), (64, _ROWS, 1, 1))
+        apart = box_strides(sizes, (strides.row, strides.head, strides.batch), 2)
+        return Boxes(name, call.token, sizes, apart, (64, _ROWS, 1, 1))
 
     writes = bool(call.out[0])
     return Step(

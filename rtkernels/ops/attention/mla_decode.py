@@ -30,7 +30,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.replayed import replayed
 
@@ -130,8 +130,10 @@ def _plan(
     table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
     of_q = tuple(_step(q, i) for i in range(3))
     if box_rows:
-        steps = (2 * _step(cache, 1) or 2 * cache.shape[2], 2 * _step(cache, 0) or 2 * cache.shape[2])
-        boxes = Boxes("kv_cache", token, (width, cache.shape[1], cache.shape[0]), steps, (64, box_rows, 1))
+        sizes = (width, cache.shape[1], cache.shape[0])
+        boxes = Boxes(
+            "kv_cache", token, sizes, box_strides(sizes, (cache.stride[1], cache.stride[0]), 2), (64, box_rows, 1)
+        )
         kernel = Step(
             KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, _SM90_SHARED),
             *(boxes, "q", "lengths", "page_table", "out", "lse", *made, heads, lq, lkv, width, value_width, splits),

@@ -16,7 +16,7 @@ from rtkernels.ops.attention.problem import Strides
 from rtkernels.ops.attention.sm90_forward_plan import heads_in_l2
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
 _TOKENS = ("bf16", "fp16")
@@ -117,9 +117,8 @@ def _served_by_sm90(call: Quantized, target: Target) -> bool:
 def _boxes(
     name: str, token: str, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...], size: int = 1
 ) -> Boxes:
-    """Return the tensor map; a stride of what is not walked may be anything, and becomes a multiple of 16 bytes."""
-    strides = tuple(size * step if n > 1 else 256 for step, n in zip(steps, sizes[1:], strict=True))
-    return Boxes(name, token, sizes, strides, box)
+    """Return the tensor map of something whose steps are in elements."""
+    return Boxes(name, token, sizes, box_strides(sizes, steps, size), box)
 
 
 def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 
 KINDS = {None: 0, "bf16": 1, "fp16": 2, "fp32": 3}  # of sinks and bias, for the kernels
 _L2_BYTES = 24 << 20  # of keys and values that heads whose tiles are worked on together may have
@@ -64,11 +64,7 @@ def rows_map(problem: Attention, name: str, heads: int, width: int, box_rows: in
     of_q = name not in ("k", "v")
     rows = (p.total_q if of_q else p.total_k) if p.varlen else (p.lq if of_q else p.lkv)
     sizes = (width, rows, heads, 1 if p.varlen else p.batch)
-    # What is not walked may have any stride, the copy engine wants multiples of 16 bytes.
-    bytes_apart = tuple(
-        2 * s if n > 1 else 16 * -(-width // 8)
-        for s, n in zip((strides.row, strides.head, strides.batch), sizes[1:], strict=True)
-    )
+    bytes_apart = box_strides(sizes, (strides.row, strides.head, strides.batch), 2)
     return Boxes(name, p.token, sizes, bytes_apart, (64, box_rows, 1, 1))
 
 

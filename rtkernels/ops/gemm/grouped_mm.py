@@ -14,7 +14,7 @@ from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
-from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_overlap, refuse_quantised_gradients
+from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
@@ -127,7 +127,6 @@ def grouped_mm(
         out = torch.zeros(memory.shape, dtype=memory.dtype, device=a.device)
     if out is not None:
         refuse_quantised_gradients("grouped_mm", a, b, scale_a, scale_b, out)
-        refuse_overlap(out, a, b)
         IN_PLACE.call(out, *tensors, *options, accumulate)
         return out
     if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
@@ -180,7 +179,6 @@ def grouped_mm_masked(
     refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)
     if out is None:
         return FORWARD.call(*tensors, *options)
-    refuse_overlap(out, a, b)
     IN_PLACE.call(out, *tensors, *options, False)
     return out
 

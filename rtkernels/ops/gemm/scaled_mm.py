@@ -15,7 +15,6 @@ from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
-from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.gradient import applied
@@ -197,7 +196,7 @@ def scaled_mm(
         )  # fmt: skip
         if result is not None:
             return result
-    elif quant_out is None and nibble == "low" and not is_dynamo_compiling() and are_apart(out, a, b):
+    elif quant_out is None and nibble == "low" and not is_dynamo_compiling():
         if _replay_out(
             out, a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc,
             backend, accumulate,
@@ -227,7 +226,6 @@ def scaled_mm(
         return QUANTIZED.call(*tensors, *options, quant_out)
     if out is not None:
         refuse_quantised_gradients("scaled_mm", *tensors, out)
-        refuse_overlap(out, a, b)
         IN_PLACE.call(out, *tensors, *options, accumulate)
         return out
     if is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
@@ -262,24 +260,6 @@ def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
                 "rtkernels.ops.quant.pack.swap_nibbles makes"
             )
     return packed
-
-
-def are_apart(out: Any, a: Any, b: Any) -> bool:
-    """Return True if a result has memory of its own; False also if this is to be looked at more closely."""
-    try:
-        own = out.untyped_storage().data_ptr()
-        return own != a.untyped_storage().data_ptr() and own != b.untyped_storage().data_ptr()
-    except AttributeError:  # no tensors
-        return False
-
-
-def refuse_overlap(out: Tensor, *tensors: Tensor) -> None:
-    """Raise if a result would be written over an operand while that is read."""
-    if is_dynamo_compiling():
-        return
-    for name, t in zip("ab", tensors, strict=False):
-        if isinstance(out, Tensor) and isinstance(t, Tensor) and out.device == t.device and may_overlap(out, t):
-            raise ArgumentError(f"out shares memory with {name}; expected memory of its own")
 
 
 OP = Op(

@@ -110,7 +110,8 @@ def describe(
         checks.check_result(
             "add", Meta(add.dtype, add.shape, dense_strides(add.shape), add.device, 0), shape, checks.FLOATS
         )
-        add_pitch = row_stride(add.shape, add.stride) or n
+        add_pitch = row_stride(add.shape, add.stride)  # 0 if rows are expanded; None if it is to be copied first
+        add_pitch = n if add_pitch is None else add_pitch
     if act is not None:
         checks.check_act(act)
     product = Product(

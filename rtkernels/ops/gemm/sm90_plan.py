@@ -30,7 +30,7 @@ from rtkernels.ops.gemm.tile_choice import (
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
 _TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
@@ -178,10 +178,10 @@ def _token(matrix: Matrix) -> str:
 def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int) -> Boxes:
     """Boxes of 128 bytes: of k and all rows of the tile, or, of an operand that lies across, of 64 rows and 64 of k."""
     size = int(BYTES[matrix.token])
-    strides = (matrix.pitch * size, (matrix.group_pitch or matrix.pitch) * size)
-    if matrix.across:
-        return Boxes(name, _token(matrix), (rows, k, groups), strides, (64, 64, 1))
-    return Boxes(name, _token(matrix), (k, rows, groups), strides, (128 // size, tile_rows, 1))
+    sizes = (rows, k, groups) if matrix.across else (k, rows, groups)
+    strides = box_strides(sizes, (matrix.pitch, matrix.group_pitch), size)
+    box = (64, 64, 1) if matrix.across else (128 // size, tile_rows, 1)
+    return Boxes(name, _token(matrix), sizes, strides, box)
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
@@ -190,8 +190,9 @@ def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: in
         return None
     if scales.depth_pitch % 4 or scales.group_pitch % 4 or (groups > 1 and scales.group_pitch == 0):
         return None
-    strides = (4 * scales.depth_pitch, 4 * (scales.group_pitch or scales.depth_pitch))
-    return Boxes(name, "fp32", (rows, -(-k // scales.depth), groups), strides, (tile_rows, 1, 1), swizzle=False)
+    sizes = (rows, -(-k // scales.depth), groups)
+    strides = box_strides(sizes, (scales.depth_pitch, scales.group_pitch), 4)
+    return Boxes(name, "fp32", sizes, strides, (tile_rows, 1, 1), swizzle=False)
 
 
 def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int, int]:
@@ -269,8 +270,9 @@ def _arguments(
     out = a  # not used
     if engine:
         token = "byte" if out_bytes == 1 else p.out.token if p.out.token in FLOAT16 else "fp32"
-        strides = (p.out.pitch * out_bytes, (p.out.group_pitch or p.out.pitch) * out_bytes)
-        out = Boxes("out", token, (p.n, p.m, groups_out), strides, (128 // out_bytes, 64, 1))
+        sizes = (p.n, p.m, groups_out)
+        strides = box_strides(sizes, (p.out.pitch, p.out.group_pitch), out_bytes)
+        out = Boxes("out", token, sizes, strides, (128 // out_bytes, 64, 1))
     a_scales = _scale_boxes("scale_a", p.scale_a, p.m, p.k, groups_a, tile.rows)
     if g and g.kind in ("rows", "labels") and g.align % 4:  # boxes begin at multiples of 16 bytes
         a_scales = None

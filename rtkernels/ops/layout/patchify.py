@@ -8,7 +8,8 @@ from torch import Tensor, is_grad_enabled
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
-from rtkernels.runtime.layout import FLOAT_DTYPES, may_overlap, token
+from rtkernels.runtime.layout import FLOAT_DTYPES, token
+from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
@@ -19,7 +20,9 @@ from rtkernels.runtime.operator.replayed import replayed
 _ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel
 
 
-def _result(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> Tensor:
+def _result(
+    name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, lut: Tensor | None = None
+) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=x.device)
     if out.dtype != dtype or tuple(out.shape) != shape or out.device != x.device:
@@ -28,8 +31,7 @@ def _result(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.
         )
     if not out.is_contiguous():
         raise ArgumentError(f"{name} has strides {out.stride()}; expected a contiguous tensor")
-    if may_overlap(out, x):
-        raise ArgumentError(f"{name} overlaps an input; expected memory of its own")
+    refuse_shared(name, out, [("an input", x), ("lut", lut)])
     return out
 
 
@@ -111,7 +113,7 @@ def patchify(
         return _patchify(img, ph, pw, img_layout, order)
     (img,) = detached(img)
     view, shape = _patches(img, ph, pw, img_layout, order)
-    made = _result("out", out, shape, img.dtype if lut is None else lut.dtype, img)
+    made = _result("out", out, shape, img.dtype if lut is None else lut.dtype, img, lut)
     strided_copy(view, made.view(view.shape), None if lut is None else lut.detach().contiguous())
     return made
 

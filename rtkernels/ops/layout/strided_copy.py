@@ -90,7 +90,7 @@ def _reference(x: Tensor, out: Tensor, table: Tensor | None, summed: bool) -> No
 
 
 COPY = Operator(
-    "strided_copy", (Argument("x", None), InPlace("out", None), Dense("table", None, optional=True)),
+    "strided_copy", (Argument("x", None), InPlace("out", None, over="x"), Dense("table", None, optional=True)),
     options="bool summed", results="", plan=_plan, reference=_reference, check=_check,
 )  # fmt: skip
 

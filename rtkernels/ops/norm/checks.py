@@ -9,7 +9,8 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_same, check_shape, token
-from rtkernels.runtime.layout import extent, may_overlap
+from rtkernels.runtime.layout import overlaps_itself
+from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Meta
 
@@ -51,15 +52,10 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
     check_same("out", out.get_device(), x.get_device(), "device index")
     if out.numel() == 0:
         return
-    first, last = extent(out)
-    if last - first < out.numel() * out.itemsize:
+    if overlaps_itself(out.shape, out.stride()):
         raise ArgumentError(f"out has strides {out.stride()}; expected memory of its own for every element")
-    for name, t in (("x", x), ("residual", residual), *(("weight or bias", v) for v in vectors)):
-        if t is None:
-            continue
-        same = name in ("x", "residual") and t.data_ptr() == out.data_ptr() and t.stride() == out.stride()
-        if not same and may_overlap(out, t):
-            raise ArgumentError(f"out overlaps {name}; expected memory of its own, or exactly x or residual")
+    others = (("x", x), ("residual", residual), *(("weight or bias", v) for v in vectors))
+    refuse_shared("out", out, others, ("x", "residual"))
 
 
 def prepare_out(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Any, ...]:
@@ -78,8 +74,7 @@ def check_over(h: Tensor, *others: Tensor | None) -> None:
     """Raise an ArgumentError unless the gradient of `h` can be written over it."""
     if not h.is_contiguous():
         raise ArgumentError(f"h has strides {h.stride()}; expected a dense tensor to write the gradient over")
-    if any(t is not None and may_overlap(h, t) for t in others):
-        raise ArgumentError("h shares memory with another input; expected its own to write the gradient over")
+    refuse_shared("h", h, [("another input", t) for t in others])
 
 
 def check_no_gradient(out: Tensor, *inputs: Tensor | None) -> None:

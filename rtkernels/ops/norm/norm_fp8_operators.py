@@ -10,6 +10,7 @@ from rtkernels.ops.norm.norm_fp8_plan import plan, plan_smooth
 from rtkernels.ops.norm.norm_fp8_shapes import check, outputs, smooth_outputs
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3
+from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 
 SMALLEST_SMOOTH = 1e-30
@@ -65,7 +66,7 @@ def _reference_smooth(
     q, scale = fp8.quantize(v / smooth.clamp(min=SMALLEST_SMOOTH), "row", E4M3, pow2_scale, "row")
     results = [q, scale.reshape(x.shape[:-1]), *_more(made, v.to(x.dtype) if keep else None, total)]
     if calibrate:
-        magnitudes = torch.where(v.isfinite(), v.abs(), 0.0).reshape(-1, x.shape[-1])
+        magnitudes = torch.where(v.isfinite(), v.abs(), 0.0).reshape(row_count(x.shape), x.shape[-1])
         results.append(magnitudes.amax(0) if magnitudes.shape[0] else magnitudes.new_zeros(x.shape[-1]))
     return results
 

@@ -113,8 +113,8 @@ def _dense(name: str) -> Dense:
     return Dense(name, None, optional=True)
 
 
-def _written(name: str) -> InPlaceExact:
-    return InPlaceExact(name, None, optional=True)
+def _written(name: str, over: str = "") -> InPlaceExact:
+    return InPlaceExact(name, None, optional=True, over=over)
 
 
 FORWARD = Operator(
@@ -122,7 +122,8 @@ FORWARD = Operator(
     (
         Rows("x", None), _rows("residual"), _rows("gate"), _dense("bias"), _dense("weight"), _dense("norm_bias"),
         _rows("scale"), _rows("shift"), _dense("channel_scale"), Argument("quant_scale", None, optional=True),
-        InPlaceExact("out", None), _written("residual_out"), _written("kept"), _written("scale_out"),
+        InPlaceExact("out", None, over="x residual"), _written("residual_out", "x residual"), _written("kept"),
+        _written("scale_out"),
         _written("global_out"),
     ),
     options="float eps, float offset, bool centred, str quant, bool swizzled, float static, float floor",

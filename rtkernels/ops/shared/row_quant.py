@@ -16,7 +16,8 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import extent, may_overlap, row_count
+from rtkernels.runtime.layout import overlaps_itself, row_count
+from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import a_number
 
 BLOCK, NVFP4_BLOCK = 128, 16
@@ -144,18 +145,11 @@ def memory_for(
         raise ArgumentError(f"{name} is on {given.device}; expected {like.device}")
     if given.numel() == 0:
         return given
-    first, last = extent(given)
-    if last - first < given.numel() * given.itemsize:
+    if overlaps_itself(given.shape, given.stride()):
         raise ArgumentError(f"{name} has strides {given.stride()}; expected memory of its own for every element")
     if not given.is_contiguous():
         raise ArgumentError(f"{name} has strides {given.stride()}; expected a contiguous tensor")
-    for other, t in inputs.items():
-        if t is None or not may_overlap(given, t):
-            continue
-        exact = other in same and t.data_ptr() == given.data_ptr() and t.dtype == dtype and t.stride() == given.stride()
-        if not exact:
-            may_be = f", or exactly {' or '.join(same)}" if same else ""
-            raise ArgumentError(f"{name} overlaps {other}; expected memory of its own{may_be}")
+    refuse_shared(name, given, inputs.items(), same)
     return given
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.layout import check_same, overlaps_itself
+from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
 from rtkernels.runtime.operator.by_name import by_name
 from rtkernels.runtime.operator.kinds import (
     Aligned,
@@ -240,6 +242,13 @@ def run_and_keep({names}):
         given = dict(zip(self.names, values, strict=True))
         for argument in self.arguments:
             argument.check(given)
+            meta = given[argument.name]
+            if argument.written and meta is not None and 0 not in meta.shape:
+                if overlaps_itself(meta.shape, meta.stride):
+                    raise ArgumentError(
+                        f"{argument.name} has strides {tuple(meta.stride)} for shape {tuple(meta.shape)}; expected "
+                        f"memory of its own for every element"
+                    )
         if self._check_all is not None:
             self._check_all(*values)
         there = [argument.name for argument in self.arguments if given[argument.name] is not None]
@@ -279,7 +288,8 @@ def run_and_keep({names}):
         given = dict(zip(self.names, values, strict=True))
         absent = [name for name in names if given[name] is None]
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
-        return StepPlan(self.name, names, self._numbers, made, shape, steps, device, absent)
+        guards = guards_of(self.arguments, given)
+        return StepPlan(self.name, names, self._numbers, made, shape, steps, device, absent, guards)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
@@ -291,6 +301,8 @@ def run_and_keep({names}):
     # How a call is made.
 
     def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        if self._written:
+            self._refuse_shared(args)
         plan = plan or self._find(*args)
         if plan is None:
             args = self._copy_unfit(*args)
@@ -302,6 +314,14 @@ def run_and_keep({names}):
                 args[i] = how(args[i]) if callable(how) else args[i].to(how).contiguous()
             args = tuple(args)
         return plan, args
+
+    def _refuse_shared(self, args: Sequence[Any]) -> None:
+        """Raise an ArgumentError if something that is overwritten shares memory with another argument."""
+        given = [(kind, args[i]) for i, kind in enumerate(self._kinds) if kind is not None and args[i] is not None]
+        for i, (kind, tensor) in enumerate(given):
+            if kind.written:
+                others = [(k.name, t) for j, (k, t) in enumerate(given) if j > i or (j < i and not k.written)]
+                refuse_shared(kind.name, tensor, others, kind.over)
 
     def _launch_planned(self, *args: Any) -> Any:
         return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
@@ -334,6 +354,8 @@ def run_and_keep({names}):
             self._check_numbers(*[args[i] for i in self._number_places])
         if self._prepare is not None:
             args = self._prepare(*args)
+        if self._written:
+            self._refuse_shared(args)
         return self._written_reference(*args)
 
     def _fake(self, *args: Any) -> Any:

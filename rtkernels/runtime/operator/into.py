@@ -20,7 +20,8 @@ from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.memory import Allocate
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.layout import may_overlap
+from rtkernels.runtime.layout import overlaps_itself
+from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, functorch_transform, is_dynamo_compiling
 
@@ -98,7 +99,7 @@ def into(function: Callable[..., Any], arguments: dict[str, Any], over: str = ""
     refuse_gradients(f"{function.__name__} with out=", [t for _, t in tensors] + [t for t in outs if t is not None])
     if is_dynamo_compiling():
         return _placed(function(**given), out, outs)
-    _check_overlap(outs, tensors, given, over.split())
+    _check_overlap(outs, tensors, over.split())
     seen = [*(t for _, t in tensors), *(t for t in outs if t is not None)]
     if dispatch_modes() or functorch_transform() is not None or any(type(t) not in TENSOR_TYPES for t in seen):
         return _placed(function(**given), out, outs)
@@ -212,20 +213,12 @@ def _check(outs: Sequence[Tensor | None], results: Sequence[Layout | None], devi
             raise ArgumentError(f"{name} is on {tensor.device}; expected {device}")
 
 
-def _check_overlap(
-    outs: Sequence[Tensor | None], tensors: Sequence[tuple[str, Tensor]], given: dict[str, Any], over: Sequence[str]
-) -> None:
+def _check_overlap(outs: Sequence[Tensor | None], tensors: Sequence[tuple[str, Tensor]], over: Sequence[str]) -> None:
     there = [(_name(outs, i), t) for i, t in enumerate(outs) if t is not None]
     for i, (name, out) in enumerate(there):
-        if out.is_meta:
-            continue
-        for other, tensor in [*tensors, *there[:i]]:
-            if tensor.is_meta or not may_overlap(out, tensor):
-                continue
-            alike = out.data_ptr() == tensor.data_ptr() and _layout(out) == _layout(tensor)
-            if not (alike and other in over):
-                remedy = f"its own, or {' or '.join(over)} itself" if over else "its own"
-                raise ArgumentError(f"{name} shares memory with {other}; expected {remedy}")
+        if out.numel() and overlaps_itself(out.shape, out.stride()):
+            raise ArgumentError(f"{name} has strides {out.stride()}; expected memory of its own for every element")
+        refuse_shared(name, out, [*tensors, *there[:i]], over)
 
 
 def _tensors(value: Any, name: str = "") -> Any:

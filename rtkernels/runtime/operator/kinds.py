@@ -80,6 +80,8 @@ class Argument:
         shape: The shape it must have, from the metas of all arguments by name.
         of: What messages say that the shape belongs to.
         optional: May be None.
+        over: Of one that is overwritten: names of arguments that it may be, the same memory seen alike. It may share no
+            memory with others.
     """
 
     written = False
@@ -87,8 +89,10 @@ class Argument:
     def __init__(
         self, name: str, dtypes: Sequence[torch.dtype] | None = FLOAT_DTYPES, *, like: str | None = None,
         shape: Callable[..., tuple[int, ...]] | None = None, of: str | None = None, optional: bool = False,
+        over: str = "",
     ) -> None:  # fmt: skip
         self.name, self.dtypes, self.like, self.optional = name, dtypes, like, optional
+        self.over = tuple(over.split())
         self.shape, self.of = shape, of or like
 
     def fits(self, meta: Meta) -> bool:

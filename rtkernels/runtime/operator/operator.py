@@ -319,12 +319,14 @@ class MutatingOp(TorchOp):
         arguments = self.overload._schema.arguments
         names = ", ".join(argument.name for argument in arguments)
         tensors = ", ".join(argument.name for argument in arguments if "Tensor" in str(argument.type))
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         scope = {
             "overload": self.overload,
             "check_types": self._check_types,
             "is_dynamo_compiling": is_dynamo_compiling,
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
+            "TENSOR_TYPES": TENSOR_TYPES,
         }
         source = f"""
 def call({names}):
@@ -333,6 +335,9 @@ def call({names}):
         if getattr(t, "is_meta", False) and not is_dynamo_compiling():
             check_types({names})
             break
+    for t in ({"".join(f"{name}, " for name in written)}):  # lazy negatives the dispatcher refuses when all is written
+        if type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()) and not is_dynamo_compiling():
+            check_types({names})
     try:
         return overload({names})
     except (RuntimeError, TypeError):

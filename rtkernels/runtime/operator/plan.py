@@ -25,6 +25,7 @@ from rtkernels.runtime.launch.memory import (
 )
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator import into
+from rtkernels.runtime.operator.aliasing import Guard, guard_lines
 from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
@@ -85,6 +86,21 @@ def matrix_boxes(
 ) -> Boxes:
     """Return the tensor map of a row-major matrix; arguments as for ``tensor_map.matrix_map``."""
     return Boxes(name, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows), **more)
+
+
+def box_strides(sizes: Sequence[int], steps: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the strides of a tensor map in bytes.
+
+    A stride of 0 stays 0: every entry of an expanded dimension is the same one. What is not walked, a dimension of one
+    entry, may have any stride, and gets one that is a multiple of 16 bytes, as TMA wants them.
+
+    Args:
+        sizes: Elements in each dimension, the contiguous one first.
+        steps: Elements from one entry to the next in each dimension but the first.
+        size: Bytes of an element.
+    """
+    row = -(-sizes[0] * size // 16) * 16
+    return tuple(step * size if n > 1 else row for step, n in zip(steps, sizes[1:], strict=True))
 
 
 class Offset(NamedTuple):
@@ -160,17 +176,18 @@ class StepPlan(Plan):
         steps: What the operator's ``plan`` gave.
         device: CUDA ordinal, or -1.
         absent: Arguments that are None in all calls of this plan.
+        guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
     __slots__ = ("_launches", "_made_of", "converted", "run", "run_plain", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
-        returned: str, steps: Steps, device: int, absent: Collection[str] = (),
+        returned: str, steps: Steps, device: int, absent: Collection[str] = (), guards: Sequence[Guard] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
-        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent
+        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent, guards
         made = self.memory()
         if both := {*arguments, *numbers} & {*made, *steps.scratch}:
             raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
@@ -197,7 +214,7 @@ class StepPlan(Plan):
             allocations.append(f"p_{variable} = {where[variable]}")
             where[variable] = f"p_{variable}"
         before, launches = self.launch_lines("", given | where, scope)
-        lines = [*before, *allocations, *launches]
+        lines = [*guard_lines(guards, scope), *before, *allocations, *launches]
         results = "".join(f"t_{variable}, " for variable in outputs)
         if returned == "list":
             results = f"[{results}]"
@@ -209,7 +226,9 @@ class StepPlan(Plan):
             others: list[Callable[..., Any]] = []
             scope["others"] = others
             scope["make_others"] = lambda: others.append(
-                StepPlan(name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent).run
+                StepPlan(
+                    name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent, guards
+                ).run
             )
             tried = "\n    ".join(f"    {line}" for line in lines)
             lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
+from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.operator import replay_memory
 from rtkernels.runtime.operator.noting import Arguments, Line, Notes, NotRepeatable, Root, View
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
@@ -110,7 +111,7 @@ class _Writer:
         self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
         same.append(f"matches({', '.join(distinct.values())})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
-        others = [f"not ({_end(a)} <= {_begin(b)} or {_end(b)} <= {_begin(a)})" for a, b in self.notes.apart]
+        others = [self.shares(a, b) for a, b in self.notes.apart]
         used = _words([*self.body, *others])
         misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
         others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
@@ -119,6 +120,15 @@ class _Writer:
         lines += [f"p_{name} = {name}.data_ptr()" for name in misaligned]
         lines += [f"if {' or '.join(others)}:\n        return MISS"] if others else []
         return lines
+
+    def shares(self, a: View, b: View) -> str:
+        """Return the question whether two views of arguments share memory."""
+        found = sharing(*((v.shape, v.strides, v.dtype.itemsize) for v in (a, b)))
+        if found is None:
+            return "False"
+        low, high, share = found
+        distance = f"p_{b.root.name} - p_{a.root.name} + {b.first - a.first}"
+        return f"({low} < {distance} < {high} and {self.constant(share)}({distance}))"
 
     def same(self, name: str, value: Any) -> str:
         """Return the comparison of an argument that is no tensor. A different type or sign of zero is another call."""
@@ -303,14 +313,6 @@ def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
     if name in _BINDINGS:
         return getattr(Tensor if name.endswith("_") else torch, name)
     return getattr(function, "_op", function)
-
-
-def _begin(view: View) -> str:
-    return f"p_{view.root.name} + {view.first}"
-
-
-def _end(view: View) -> str:
-    return f"p_{view.root.name} + {view.first + replay_memory.span(view)}"
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -163,7 +163,7 @@ BAD = {
     "add": (_misfit, r"add has shape \(3,\); expected one that broadcasts to \(2, 8\)"),
     "dtypes": (lambda: act(X.half(), "relu", add=X.bfloat16()), "operands have dtypes torch.bfloat16, torch.float16"),
     "out": (lambda: act(X, "relu", out=torch.ones(2, 9)[:, 1:]), "out has strides .* expected a contiguous"),
-    "out overlaps": (lambda: act(X[0], "relu", out=X.view(-1)[1:9]), "out overlaps x; expected memory of its own"),
+    "out overlaps": (lambda: act(X[0], "relu", out=X.view(-1)[1:9]), "out shares memory with x; expected its own"),
     "gradient": (lambda: act(X.clone().requires_grad_(), "relu", out=X), "out is given but a tensor needs gradients"),
     "layout": (lambda: glu(X, layout="rows"), "layout is 'rows'; expected one of 'concat'"),
     "up": (lambda: glu(X, X, layout="interleaved"), "up is given; expected None with layout 'interleaved'"),

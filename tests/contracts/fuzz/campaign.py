@@ -1,0 +1,87 @@
+"""All cases of a seed in one order, for processes that share them among themselves."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+from conformance import harness
+from contracts.fuzz import aten, calls
+from contracts.fuzz.check import Failure, Fuzzer, rng_of
+from contracts.fuzz.variations import Variation, variations
+
+
+def own_calls(only: str = "") -> list[calls.Call]:
+    """Return operators and public functions whose name or family is named; all of them if none is."""
+    found = [*calls.operators(), *calls.functions()]
+    return [call for call in found if not only or only in call.name or only == call.family]
+
+
+def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variation]]:
+    """Return all variations of calls, in an order that the seed decides: any part of it has something of everything."""
+    made = [(call, variation) for call in found for variation in variations(call, rng_of(seed, call))]
+    random.Random(seed).shuffle(made)
+    return made
+
+
+def run(
+    place: str, seed: int, seconds: float, *, part: int = 0, parts: int = 1, start: int = 0, only: str = "",
+    variation: str = "", repeat: int = 1, kinds: str = "own aten", begun: Callable[[int, str], None] | None = None,
+) -> Iterator[Failure | None]:  # fmt: skip
+    """Yield what is wrong with each case, or None.
+
+    Args:
+        place: ``cpu``, ``sm_80``, ``sm_90`` or ``cuda``.
+        seed: Decides the cases.
+        seconds: When to stop; half of it is for aten.
+        part: Which calls: those whose name has this number.
+        parts: Of so many.
+        start: Cases before this one were run already.
+        only: Calls whose name has this in it.
+        variation: Those with this name.
+        repeat: How often each call is made.
+        kinds: ``own``, ``aten`` or both.
+        begun: Is told the number and the name of each case before it runs.
+    """
+    number = 0
+    if "own" in kinds:
+        limit = time.monotonic() + seconds * (0.6 if "aten" in kinds else 1.0)
+        mine = [call for call in own_calls(only) if _is_mine(call.name, part, parts)]
+        fuzzer = Fuzzer(place, repeat)
+        for call, varied in cases(mine, seed):
+            number += 1
+            if number <= start or (variation and varied.named(call) != variation):
+                continue
+            if time.monotonic() > limit:
+                break
+            if begun:
+                begun(number, f"{call.name} | {varied.named(call)}")
+            yield fuzzer.check(call, varied)
+        number = 1 << 20  # aten's cases begin here, however many there were
+    if "aten" not in kinds or place == "cpu":
+        return
+    limit = time.monotonic() + seconds * (0.4 if "own" in kinds else 1.0)
+    operators = [op for op in harness.operators() if _is_mine(op.name, part, parts)]
+    operators = [op for op in operators if not only or only.removeprefix("aten ").split()[0].rstrip("_") in op.name]
+    random.Random(seed).shuffle(operators)
+    number = yield from _aten(place, seed, operators, limit, number, start, only, variation, begun)
+
+
+def _aten(place, seed, operators, limit, number, start, only, variation, begun):
+    for more in range(64):  # rounds: one sample of each operator at a time
+        for call, varied, check in aten.cases(place, seed + 1000 * more, operators):
+            number += 1
+            if number <= start or (variation and (varied.named(call) != variation or call.name != only)):
+                continue
+            if time.monotonic() > limit:
+                return number
+            if begun:
+                begun(number, f"{call.name} | {varied.named(call)}")
+            yield check(call, varied)
+    return number
+
+
+def _is_mine(name: str, part: int, parts: int) -> bool:
+    return zlib.crc32(name.encode()) % parts == part
