@@ -1,11 +1,21 @@
-"""Which directories hold compiled kernels: the user's, those of image layers, or the one a caller names."""
+"""Where files of this package may be written and read.
+
+Compiled kernels: the user's cache, those of image layers, or the directory a caller names. Anything temporary that
+holds code or leads to it (the host compiler's input and output, CuPy's cache): a fresh directory that only this user
+can write to. ``trust.py`` decides which directories qualify. Nothing else in the package chooses a path;
+``tests/contracts/test_files.py`` reads every module for calls that do.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rtkernels.errors import ArgumentError
+from rtkernels.errors import ArgumentError, ToolkitError
 from rtkernels.runtime import env
 from rtkernels.runtime.build import store as store_module
 from rtkernels.runtime.build import trust
@@ -98,3 +108,85 @@ def named_store(directory: Path) -> Store:
     if store is None:  # it changed in between
         raise ArgumentError(f"{directory} cannot hold compiled kernels")
     return store
+
+
+# --- temporary files ----------------------------------------------------------------------------------------
+
+
+def fresh_directory(purpose: str) -> Path:
+    """Create a directory for temporary files that only this user can write to or replace.
+
+    It is made below the first of ``TMPDIR``, ``/tmp``, ``/var/tmp`` and ``XDG_RUNTIME_DIR`` above which others cannot
+    exchange it. The current folder is never used.
+
+    Args:
+        purpose: Part of its name.
+
+    Raises:
+        ToolkitError: There is no such place.
+    """
+    return _fresh(purpose, lambda path: os.mkdir(path, 0o700))
+
+
+def _fresh(purpose: str, create: Callable[[Path], None]) -> Path:
+    """Return the path of something new in a place for temporary files; ``create`` fails if anything is there."""
+    refused = []
+    for base in _temporary_bases():
+        path = Path(os.path.realpath(base)) / f"rtkernels-{purpose}-{os.urandom(12).hex()}"
+        try:
+            trust.check(path, path, trust.caller())
+            create(path)
+        except OSError as error:
+            named = isinstance(error, trust.Untrusted)
+            refused.append(error.strerror if named else f"{base}: {error.strerror or error}")
+            continue
+        return path
+    raise ToolkitError(
+        "there is no directory for temporary files that only this user can write to; set TMPDIR to one. Refused: "
+        + "; ".join(refused)
+    )
+
+
+@contextlib.contextmanager
+def scratch(purpose: str) -> Iterator[Path]:
+    """A fresh directory that is removed at the end of the block; see ``fresh_directory``."""
+    path = fresh_directory(purpose)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def process_directory(purpose: str) -> Path:
+    """Create a fresh directory that is removed when this process (not a forked child) ends."""
+    path, owner = fresh_directory(purpose), os.getpid()
+    atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == owner else None)
+    return path
+
+
+def keep_log(name: str, text: str) -> Path:
+    """Write the output of a compiler to a new file that stays, which is returned.
+
+    Raises:
+        ToolkitError: It cannot be written.
+    """
+    return _fresh(f"log-{name}", lambda path: store_module.write(path, (text + "\n").encode(), 0o700))
+
+
+def make_private_directory(path: str) -> None:
+    """Create a directory and its missing parents, all with mode 0700 whatever the umask is.
+
+    Raises:
+        OSError: One of them cannot be created.
+    """
+    if os.path.isdir(path):
+        return
+    make_private_directory(os.path.dirname(path))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+
+
+def _temporary_bases() -> list[str]:
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    bases = [*named, "/tmp", "/var/tmp", os.environ.get("XDG_RUNTIME_DIR", "")]
+    return list(dict.fromkeys(base for base in bases if os.path.isabs(base)))
