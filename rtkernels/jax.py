@@ -142,7 +142,7 @@ def _tensor(buffer: _Buffer, spec: Spec, on_gpu: bool) -> Tensor:
     if nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype, device="cuda" if on_gpu else "cpu")
     if on_gpu:
-        memory = torch.as_tensor(_Memory(buffer.data, nbytes), device="cuda")
+        memory = torch.as_tensor(_Memory(buffer.data, nbytes), dtype=torch.uint8, device="cuda")
     else:
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(buffer.data), dtype=torch.uint8)
     return memory.view(spec.dtype).view(spec.shape)

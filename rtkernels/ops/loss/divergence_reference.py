@@ -47,7 +47,9 @@ def reference_fwd(
         return torch.zeros(2, dtype=torch.float32, device=x.device)
     factor, divide = resolve(x.shape, over, factor)
     rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
-    count = torch.tensor(rows.numel(), device=x.device) if labels is None else (labels != ignore).sum()
+    count = (
+        torch.tensor(rows.numel(), dtype=torch.int64, device=x.device) if labels is None else (labels != ignore).sum()
+    )
     scale = torch.where(count == 0, 0.0, factor / count.double() if divide else factor).to(x.device)
     return torch.stack((torch.where(scale == 0, 0.0, rows.double().sum() * scale), scale)).float()
 
