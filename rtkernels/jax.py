@@ -221,7 +221,7 @@ def _as_list(result: Any) -> list[Tensor]:
 def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
     """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
     with FakeTensorMode(), torch.no_grad():
-        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)))
+        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
         return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
 
 

@@ -212,7 +212,7 @@ def quantize_reference(
             s = (
                 scale.reshape(()).clamp_min(floor)
                 if scale is not None
-                else torch.tensor(static, dtype=torch.float32, device=y.device).float()
+                else torch.tensor(static, dtype=torch.float32, device=y.device)
             )
         out.copy_(codes_of(y, 1.0 / s, out.dtype))
         return
