@@ -161,12 +161,13 @@ def test_operators_do_not_depend_on_the_process(op: str) -> None:
         assert not _changed(call), operator.name
 
 
+@emulated
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", ALL)
 def test_launchers_do_not_depend_on_the_process(name: str) -> None:
     """In the emulator, where fresh memory holds three different things."""
     x, ids = _inputs(ROWS)
-    with emulated("sm_90"):
+    with rtk.emulate("sm_90"):
         changed = _changed(lambda: ALL[name](x, ids))
         plain = _flat(ALL[name](x, ids))
         for byte in (0, 0x3C, 0xFF):
