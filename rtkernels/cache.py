@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtkernels.errors import ArgumentError
 from rtkernels.runtime import env
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import places
@@ -108,11 +109,20 @@ def _version(meta: dict[str, Any]) -> str:
 
 
 def ls(target: str | None = None, op: str | None = None) -> list[Cached]:
-    """Return all entries of the user's cache, checksums verified, sorted by target and op."""
+    """Return all entries of the user's cache, checksums verified, sorted by target and op.
+
+    Args:
+        target: Only those of this target, for example ``sm_90a``.
+        op: Only those of this op.
+
+    Raises:
+        ArgumentError: ``target`` or ``op`` is not a name.
+    """
+    _check_names(target, op)
     store = places.user_store()
     if store is None:
         return []
-    return [_inspect(store, directory) for directory in store.entries(target or "*", op or "*")]
+    return [_inspect(store, directory) for directory in store.entries(target, op)]
 
 
 def verify(*, repair: bool = False) -> Verified:
@@ -135,25 +145,45 @@ def prune(max_mb: int | None = None) -> Removed:
 
     Args:
         max_mb: The limit in MB, 0 for none; ``RTKERNELS_CACHE_MAX_MB`` if not given.
+
+    Raises:
+        ArgumentError: ``max_mb`` is not a whole number from 0 up.
     """
+    if max_mb is not None and (type(max_mb) is not int or max_mb < 0):
+        raise ArgumentError(f"max_mb is {max_mb!r}; expected a whole number of megabytes, 0 for no limit")
     limit = env.get("CACHE_MAX_MB") if max_mb is None else max_mb
     store = _writable_store()
     return Removed(*store_module.shrink(store, limit * 1_000_000)) if store else Removed(0, 0)
 
 
 def clear(target: str | None = None, op: str | None = None) -> Removed:
-    """Remove all entries, or those of one target or op. Lock files stay: other processes may hold them."""
+    """Remove all entries, or those of one target or op. Lock files stay: other processes may hold them.
+
+    Args:
+        target: Only those of this target, for example ``sm_90a``.
+        op: Only those of this op.
+
+    Raises:
+        ArgumentError: ``target`` or ``op`` is not a name.
+    """
+    _check_names(target, op)
     store = _writable_store()
     if store is None:
         return Removed(0, 0)
     removed = size = 0
-    for directory in store.entries(target or "*", op or "*"):
+    for directory in store.entries(target, op):
         _, bytes_used = store_module.usage(directory)
         if store_module.remove(store, directory):
             removed += 1
             size += bytes_used
     store_module.sweep(store)
     return Removed(removed, size)
+
+
+def _check_names(target: str | None, op: str | None) -> None:
+    for argument, name in (("target", target), ("op", op)):
+        if name is not None:
+            store_module.check_name(argument, name)
 
 
 def _writable_store() -> Store | None:

@@ -129,7 +129,7 @@ class Calibration:
         if self.mode == "max":
             return max(values)
         if self.mode == "percentile":
-            return torch.tensor(values, dtype=torch.float64).quantile(self.percentile / 100).item()
+            return torch.tensor(values, dtype=torch.float64, device="cpu").quantile(self.percentile / 100).item()
         average = values[0]
         for value in values[1:]:
             average = self.momentum * average + (1 - self.momentum) * value

@@ -142,7 +142,7 @@ def _tensor(buffer: _Buffer, spec: Spec, on_gpu: bool) -> Tensor:
     if nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype, device="cuda" if on_gpu else "cpu")
     if on_gpu:
-        memory = torch.as_tensor(_Memory(buffer.data, nbytes), device="cuda")
+        memory = torch.as_tensor(_Memory(buffer.data, nbytes), dtype=torch.uint8, device="cuda")
     else:
         memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(buffer.data), dtype=torch.uint8)
     return memory.view(spec.dtype).view(spec.shape)
@@ -221,7 +221,7 @@ def _as_list(result: Any) -> list[Tensor]:
 def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
     """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
     with FakeTensorMode(), torch.no_grad():
-        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs)))
+        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
         return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
 
 

@@ -7,9 +7,10 @@
 //
 // A block has one sequence, one head, and 64 columns of value; it walks over chunks of 64 rows with the state in fp32
 // registers. Four warps have 16 rows each of the products within a chunk, and a quarter of the state's rows. Tiles of
-// the chunk have two stages. The state meets left as bf16, from shared memory; fp16 rows are then two bf16 terms, which are
-// exact. Powers of f are never larger than 1. Products within a chunk and decayed rows of right are rounded to T, sums are
-// fp32, out is rounded one time; nothing is added atomically.
+// the chunk have two stages. The state meets left as T, from shared memory. A state has a larger range than fp16, so there it is
+// divided by a power of two that brings its largest finite element to 2^14 or more; products within a chunk have met `scale`
+// before they are rounded. Powers of f are never larger than 1. Products within a chunk and decayed rows of right are rounded
+// to T, sums are fp32, out is rounded one time; nothing is added atomically.
 //
 // Where sequences and heads are too few to fill a device, a sequence has several segments of whole chunks, one behind the other in
 // the order of the scan: a first launch without `out` gives the state that each segment adds, lightning_prefix makes of these the
@@ -20,6 +21,8 @@
 #include "attention/lightning_segment.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
+#include "common/fp8_scale.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
@@ -27,17 +30,9 @@ namespace rtk {
 inline constexpr int kScanColumns = 64;
 inline constexpr int kScanThreads = 128;
 
-// A pair of T as two pairs of bf16 whose sum it is; bf16 is its own first term.
-template <typename T>
-RTK_DEVICE void bf16_terms(u32 pair, u32& high, u32& low) {
-    if constexpr (is_same<T, bf16>::value) {
-        high = pair, low = 0u;
-    } else {
-        float f[2];
-        unpack<T, 2>(Raw<4>{{pair}}, f);
-        high = ptx::cvt_bf16x2(f[0], f[1]);
-        low = ptx::cvt_bf16x2(f[0] - __uint_as_float(high << 16), f[1] - __uint_as_float(high & 0xffff0000u));
-    }
+// The power of two that brings a finite magnitude to 2^14 or more, below 2^15; smaller for magnitudes below 2^-100.
+RTK_DEVICE float to_fp16_range(float magnitude) {
+    return __uint_as_float((268u - max(__float_as_uint(magnitude) >> 23, 27u)) << 23);
 }
 
 template <typename T, int DK>
@@ -100,7 +95,28 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 const i64 at = initial == nullptr ? -1 : state_at(m, n, e);
                 state[m][n][e] = at < 0 ? 0.0f : initial[at] * static_cast<float>(initial_factor);
             }
+    constexpr bool kScaled = !is_same<T, bf16>::value;
+    float* const peaks = reinterpret_cast<float*>(state_tile + DK * VTile::kPitch);  // one of each warp
+    float restore = 1.0f;  // what the state in shared memory was divided by
+    auto find_peak = [&] {  // before a barrier and show_state
+        if constexpr (kScaled) {
+            float peak = 0.0f;
+#pragma unroll
+            for (int m = 0; m < kStateBlocks; ++m)
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) peak = max_finite(peak, state[m][n][e]);
+            peak = warp_reduce<MaxNumber>(peak);
+            if (lane == 0) peaks[warp] = peak;
+        }
+    };
     auto show_state = [&] {  // to all warps, as a right operand
+        float factor = 1.0f;
+        if constexpr (kScaled) {
+            factor = to_fp16_range(fmaxf(fmaxf(peaks[0], peaks[1]), fmaxf(peaks[2], peaks[3])));
+            restore = __uint_as_float(0x7f000000u - __float_as_uint(factor));
+        }
 #pragma unroll
         for (int m = 0; m < kStateBlocks; ++m)
 #pragma unroll
@@ -109,9 +125,12 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 for (int r = 0; r < 2; ++r) {
                     const int row = state_row0 + 16 * m + lane / 4 + 8 * r;
                     *reinterpret_cast<u32*>(state_tile + VTile::offset(row, n) + lane % 4 * 4) =
-                        ptx::cvt_bf16x2(state[m][n][2 * r], state[m][n][2 * r + 1]);
+                        kScaled ? packed_pair<T>(state[m][n][2 * r] * factor, state[m][n][2 * r + 1] * factor)
+                                : packed_pair<T>(state[m][n][2 * r], state[m][n][2 * r + 1]);
                 }
     };
+    find_peak();
+    if constexpr (kScaled) __syncthreads();
     show_state();
 
     int pending = segment == 0 ? static_cast<int>(lead) : 0;
@@ -131,24 +150,20 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             clear_sums(o);
 #pragma unroll 2
             for (int step = 0; step < DK / 16; ++step) {
-                u32 a[4], high[4], low[4];
+                u32 a[4];
                 KTile::left(a, left_tile, own_row, step, lane);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) bf16_terms<T>(a[i], high[i], low[i]);
 #pragma unroll
                 for (int n = 0; n < kTiles / 2; ++n) {
                     u32 b[4];
                     VTile::right_transposed(b, state_tile, 16 * step, n, lane);
-                    mma_step<bf16>(o[2 * n], high, b[0], b[1]);
-                    mma_step<bf16>(o[2 * n + 1], high, b[2], b[3]);
-                    if constexpr (!is_same<T, bf16>::value) {
-                        mma_step<bf16>(o[2 * n], low, b[0], b[1]);
-                        mma_step<bf16>(o[2 * n + 1], low, b[2], b[3]);
-                    }
+                    mma_step<T>(o[2 * n], a, b[0], b[1]);
+                    mma_step<T>(o[2 * n + 1], a, b[2], b[3]);
                 }
             }
-            const float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
-                                    ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
+            const float early = kScaled ? static_cast<float>(scale) : 1.0f, late = kScaled ? 1.0f : static_cast<float>(scale);
+            float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
+                              ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
+            if constexpr (kScaled) since[0] *= early * restore, since[1] *= early * restore;
             scale_rows(o, since);
 
             // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
@@ -163,6 +178,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                     for (int e = 0; e < 4; ++e) {
                         const int apart = own_row + lane / 4 + e / 2 * 8 - (16 * step + 8 * n + lane % 4 * 2 + e % 2);
                         s[n][e] = apart < 0 ? 0.0f : s[n][e] * ptx::ex2(-rate * static_cast<float>(apart));
+                        if constexpr (kScaled) s[n][e] *= early;
                     }
                 u32 a[4];
                 as_left<T>(a, s[0], s[1]);
@@ -176,7 +192,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     const int column = 8 * n + lane % 4 * 2;
-                    const float pair[2] = {o[n][2 * r] * static_cast<float>(scale), o[n][2 * r + 1] * static_cast<float>(scale)};
+                    const float pair[2] = {o[n][2 * r] * late, o[n][2 * r + 1] * late};
                     if (column < v_columns) store<T, 2>(to + column, pair);
                 }
             }
@@ -209,6 +225,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 by_columns<T, VTile>(state[m], a, value_tile, 16 * step, lane);
             }
         }
+        if (writes) find_peak();
         __syncthreads();  // all warps have met the state before the chunk
         if (writes) show_state();
     }

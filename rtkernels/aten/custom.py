@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,7 @@ from rtkernels.aten.elementwise import run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, Kernels
 from rtkernels.aten.table import NotHandled
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.build import places
+from rtkernels.runtime.build import sources
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -60,8 +56,9 @@ def pointwise(
         ArgumentError: A name or an expression cannot be used.
     """
     forward = _Expression("expression", expression, _TENSORS)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z]\w*", name):
-        raise ArgumentError(f"name is {name!r}; expected a C identifier that begins with a small letter")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][A-Za-z0-9_]{0,99}", name):
+        expected = "a C identifier of ASCII letters, digits and '_' that begins with a small letter, at most 100 long"
+        raise ArgumentError(f"name is {name!r}; expected {expected}")
     if not forward.tensors:
         raise ArgumentError(f"expression is {expression!r}; expected one that names a tensor: a, b or c")
     if forward.tensors != list(_TENSORS[: len(forward.tensors)]):
@@ -129,7 +126,8 @@ def _operator(
 ) -> Callable[..., Tensor]:  # fmt: skip
     structs = {"": forward, **{f"_d{tensor}": e for tensor, e in gradients.items()}}
     text = "".join(e.struct(f"user_{name}{ending}") for ending, e in structs.items())
-    unit = _written(name, f'#include "pointwise/functors.cuh"\n\nnamespace rtk {{\n{text}\n}}  // namespace rtk\n')
+    text = f'#include "pointwise/functors.cuh"\n\nnamespace rtk {{\n{text}\n}}  // namespace rtk\n'
+    unit = sources.generate(name, text)
 
     def variants(kind: str, target: Any) -> list[tuple[Any, ...]]:
         return [
@@ -212,25 +210,3 @@ def _torch_op(name: str, e: _Expression, functor: Functor, reference: Callable[.
 
     op = TorchOp(f"{name}({arguments}) -> Tensor", launch=launch, reference=reference or emulated, fake=fake)
     return op
-
-
-def _written(name: str, text: str) -> str:
-    """Return the path of a file with this text; its name holds a hash of it, so that no two processes differ about
-    it.
-    """
-    file_name = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.cu"
-    base = places.location()
-    folders = [base / "pointwise"] if base is not None else []
-    for folder in [*folders, Path(tempfile.gettempdir()) / f"rtkernels-pointwise-{os.getuid()}"]:
-        path = folder / file_name
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if path.exists() and path.read_text(encoding="utf-8") == text and path.stat().st_uid == os.getuid():
-                return str(path)
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
-                file.write(text)
-            os.replace(file.name, path)
-            return str(path)
-        except OSError:
-            continue
-    raise ArgumentError(f"name is {name!r}, and its source can be written neither to the cache nor to {folder}")

@@ -145,7 +145,7 @@ def output_strides(shape: tuple[int, ...], metas: Sequence[Meta]) -> tuple[int, 
         torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta").expand(shape) for meta in metas
     ]  # fmt: skip
     if not expanded or not shape:
-        return torch.empty(shape, device="meta").stride()
+        return torch.empty(shape, dtype=torch.float32, device="meta").stride()
     return tuple(compute_elementwise_output_strides(*expanded))
 
 

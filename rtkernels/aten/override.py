@@ -170,7 +170,7 @@ def _torch_kernel(row: Overload, native: Any, key: str) -> Callable[..., Any]:
         values = list(args)
         if not given:  # torch.add(2, 3)
             for i in numbers:
-                values[i] = torch.scalar_tensor(args[i], dtype=torch.result_type(args[i], args[i]))
+                values[i] = torch.scalar_tensor(args[i], dtype=torch.result_type(args[i], args[i]), device="cpu")
             return boxed(*values, **kwargs)
         for i in numbers:
             values[i] = _number_tensor(args[i], given[0])
@@ -190,7 +190,7 @@ def _number_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
     dtype = (
         torch.result_type(like, number) if lower else (torch.bool, torch.int64, torch.float64, torch.complex128)[kind]
     )
-    return torch.scalar_tensor(number, dtype=dtype)
+    return torch.scalar_tensor(number, dtype=dtype, device="cpu")
 
 
 _KINDS = {bool: 0, int: 1, float: 2, complex: 3}

@@ -27,7 +27,8 @@ from rtkernels.runtime.torch_private import never, same_tensors
 _LIMIT = 4096
 _NUMBERS = frozenset((bool, int, float, complex))
 _NOT_GIVEN = object()
-_STAND_INS = [torch.empty(0, device="cpu") for _ in range(24)]  # by the place of an argument that is no tensor
+# By the place of an argument that is no tensor.
+_STAND_INS = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(24)]
 Finder = tuple[Callable[..., Any], Callable[..., Any]]
 _all: dict[tuple[str, str], dict[Any, Any]] = {}
 _finders: dict[tuple[str, str], dict[str, Any]] = {}  # what the functions of ``finder`` know

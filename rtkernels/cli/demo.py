@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import rtkernels
 from rtkernels.cli.show import table
 from rtkernels.errors import ToolkitError
 from rtkernels.runtime import warm as warming
-from rtkernels.runtime.build import nvrtc
+from rtkernels.runtime.build import nvrtc, places
 
 _CROSS_TARGETS = ("sm_80", "sm_90a")
 _OPS = ("rms_norm", "glu", "quantize_fp8")  # what the cases below call
@@ -198,7 +197,7 @@ def _on_cpu() -> bool:
 def _cross_compile() -> bool:
     ok = True
     print("\ncross-compilation, one bf16 variant of each of their kernels (`rtkernels warm` builds all of all ops):")
-    with tempfile.TemporaryDirectory(prefix="rtkernels-demo-") as folder:
+    with places.scratch("demo") as folder:
         for name in _CROSS_TARGETS:
             jobs = warming.plan(warming.select(_OPS), warming.targets([name]))
             report = warming.build(list({job.kernel: job for job in jobs if "bf16" in job.variant}.values()), folder)

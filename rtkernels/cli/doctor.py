@@ -324,7 +324,7 @@ def _launch() -> dict[str, str]:
         place = f"cuda:{index}"
         try:
             compiled, started = build_cache.stats.compiles, time.perf_counter()
-            rows = torch.arange(33 * 7, dtype=torch.float32).reshape(33, 7)
+            rows = torch.arange(33 * 7, dtype=torch.float32, device="cpu").reshape(33, 7)
             with torch.cuda.device(index):
                 total = column_sum(rows.to(place), torch.float32).cpu()
             took = 1e3 * (time.perf_counter() - started)

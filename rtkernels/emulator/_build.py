@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
-from rtkernels.emulator import _compiler, _scratch
+from rtkernels.emulator import _compiler
 from rtkernels.emulator._compiler import GCC_FLAGS, KERNEL_FLAGS, accepted, compiler
 from rtkernels.errors import KernelCompileError, NotWarmError, SourceError
 from rtkernels.runtime import env
@@ -41,7 +42,7 @@ _shrunk = False
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
-def _closure(start: Path, bases: Sequence[Path]) -> tuple[dict[str, bytes], dict[Path, int]]:
+def _closure(unit: str, start: Path, bases: Sequence[Path]) -> tuple[dict[str, bytes], dict[Path, int]]:
     """Return the content of every file of a translation unit, and when each was last changed.
 
     Headers are named relative to one of the bases, and the first that has one counts: the emulator's before those of
@@ -54,18 +55,26 @@ def _closure(start: Path, bases: Sequence[Path]) -> tuple[dict[str, bytes], dict
         name, path = waiting.pop()
         if name in found:
             continue
-        times[path] = os.stat(path).st_mtime_ns
-        found[name] = path.read_bytes()
+        if path is start and (text := sources_module.generated(unit)) is not None:
+            found[name] = text
+        else:
+            times[path] = os.stat(path).st_mtime_ns
+            found[name] = path.read_bytes()
         for included in _INCLUDES.findall(found[name].decode()):
             places = (base / included for base in bases)
             if not (place := next((p for p in places if p.is_file()), None)):
                 raise SourceError(f"{name} includes {included!r}, which is neither in the emulator nor in cuda_src")
+            if sources_module.is_foreign(unit):  # its folder must not shadow headers of ours
+                for ours in (INCLUDE, sources_module.root()):
+                    sources_module.having_one(included, (start.parent, ours))
             waiting.append((included, place))
     return found, times
 
 
-def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
+def _wrapper(unit: str, path: Path, expression: str, sources: dict[str, bytes]) -> str:
     """Return the translation unit: the kernel's source, its dynamic shared memory, and one entry point."""
+    generated = sources_module.generated(unit)
+    kernel = f'#include "{path}"' if generated is None else generated.decode()
     text = "\n".join(content.decode() for name, content in sources.items() if not name.endswith(".h"))
     arrays = dict.fromkeys((kind.strip(), name) for kind, name in _DYNAMIC.findall(text))
     # All `extern __shared__` arrays begin at the same address, as on the device.
@@ -75,10 +84,10 @@ def _wrapper(unit: Path, expression: str, sources: dict[str, bytes]) -> str:
         for kind, name in arrays
     )
     size = DYNAMIC_SHARED if arrays else 0
-    bounds, max_threads = _launch_bounds(sources[unit.name].decode(), expression)
+    bounds, max_threads = _launch_bounds(sources[path.name].decode(), expression)
     storage = f'extern "C" {{ __shared__ __align__(1024) unsigned char rtk_emu_dynamic[{size}]; }}\n' if arrays else ""
     return f"""#include "intrinsics.h"
-#include "{unit}"
+{kernel}
 {storage}{aliases}{bounds}static void rtk_emu_entry(const emu::u64* args) {{ emu::call(&{expression}, args); }}
 extern "C" __attribute__((visibility("default"), no_sanitize("thread", "address")))
 int rtk_emu_run(emu::Launch* launch) {{
@@ -122,7 +131,7 @@ def _cached(op: str, expression: str, content: dict[str, object], make: Callable
     store = places_module.user_store()
     if store is None:
         return _private(key, make)
-    final = store.base / _target() / f"{op}-{key[:32]}"
+    final = store.entry(_target(), op, key)
     if (found := _read(store, final)) or not store.writable:
         return found or _private(key, make)
     with key_lock(store, key, op):
@@ -130,7 +139,7 @@ def _cached(op: str, expression: str, content: dict[str, object], make: Callable
             return found
         _require_allowed(op, expression)
         try:
-            with _scratch.staging(store) as directory:
+            with places_module.staging(store) as directory:
                 make(output := directory / "kernel.so")
                 image = output.read_bytes()
         except OSError as error:
@@ -177,9 +186,14 @@ def _limit(store: store_module.Store) -> None:
             store_module.shrink(store, env.get("CACHE_MAX_MB") * 1_000_000)
 
 
+@cache
+def _private_directory() -> Path:
+    return places_module.process_directory("emulator")
+
+
 def _private(key: str, make: Callable[[Path], None]) -> Path:
     """Without a usable cache: a directory that lives as long as the process."""
-    path = _scratch.private() / f"{key[:32]}.so"
+    path = _private_directory() / f"{key[:32]}.so"
     if not path.exists():
         _require_allowed("emulator", path.name)
         make(path)
@@ -263,7 +277,7 @@ def _build_kernel(
     tool = compiler()
     path = Path(unit) if os.path.isabs(unit) else sources_module.root() / unit
     bases = (INCLUDE, *sources_module.places(unit))
-    sources, times = _closure(path, bases)
+    sources, times = _closure(unit, path, bases)
     flags = [
         *tool.flags,
         *(("-O0", "-g", "-gdwarf-4") if debug else ("-O1", "-g1", "-gdwarf-4")),
@@ -288,7 +302,7 @@ def _build_kernel(
 
     def make(output: Path) -> None:
         source = output.with_suffix(".cpp")
-        source.write_text(_wrapper(path, expression, sources))
+        store_module.write(source, _wrapper(unit, path, expression, sources).encode(), 0o700)
         wrapped = ("memcpy", "memmove", "memset", *(_compiler.SANITIZED_CALLS if _compiler.sanitized else ()))
         # -nodefaultlibs: the runtime answers the sanitizer's callbacks, not the compiler's own library.
         wrap = [f"-Wl,--wrap={name}" for name in wrapped]

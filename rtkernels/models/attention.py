@@ -81,7 +81,8 @@ def attention_forward(
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if lengths is not None:
-            attention_mask = (torch.arange(keys, device=query.device) < lengths[:, None])[:, None, None]
+            columns = torch.arange(keys, dtype=torch.int64, device=query.device)
+            attention_mask = (columns < lengths[:, None])[:, None, None]
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )  # fmt: skip

@@ -140,7 +140,7 @@ class _BiasAndHalves(torch.autograd.Function):
             dy = torch.stack((dy[:, :half], dy[:, half:]), -1).flatten(-2)
         dbias = None
         if ctx.needs_input_grad[1]:
-            of_expert = expert == torch.arange(ctx.experts, device=dy.device)[:, None]
+            of_expert = expert == torch.arange(ctx.experts, dtype=torch.int64, device=dy.device)[:, None]
             written = torch.where((expert < ctx.experts)[:, None], dy, 0.0)
             dbias = of_expert.to(dy.dtype) @ written
         return dy, dbias, None, None

@@ -55,9 +55,9 @@ def _places(model: nn.Module) -> dict[str, _Place]:
             halves, count = (2 if part == "gate_up_proj" else 1), experts[path].num_experts
             first = len(places)
             places += [_Place(name, e, h if halves == 2 else None) for e in range(count) for h in range(halves)]
-            numbers[name] = torch.arange(first, len(places), dtype=torch.float64).view(count, halves, 1)
+            numbers[name] = torch.arange(first, len(places), dtype=torch.float64, device="cpu").view(count, halves, 1)
         else:
-            numbers[name] = torch.full((1,), len(places), dtype=torch.float64)
+            numbers[name] = torch.full((1,), len(places), dtype=torch.float64, device="cpu")
             places.append(_Place(name))
     found = {name: value.flatten() for name, value in revert_weight_conversion(model, numbers).items()}
     if any(value.numel() != 1 for value in found.values()) or len(found) != len(places):

@@ -204,16 +204,16 @@ class Fp8SmoothLinear(Fp8Linear):
         if not 0.0 <= alpha <= 1.0:
             raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
         self.alpha = alpha
-        self.register_buffer("smooth", torch.ones(in_features, device=device))
-        self.register_buffer("amax", torch.zeros(in_features, device=device))
+        self.register_buffer("smooth", torch.ones(in_features, dtype=torch.float32, device=device))
+        self.register_buffer("amax", torch.zeros(in_features, dtype=torch.float32, device=device))
 
     @classmethod
     def _recipes(cls) -> tuple[str, ...]:
         return ("smooth",)
 
     def _move_buffers(self, device: torch.device) -> None:
-        self.smooth = torch.ones(self.in_features, device=device)
-        self.amax = torch.zeros(self.in_features, device=device)
+        self.smooth = torch.ones(self.in_features, dtype=torch.float32, device=device)
+        self.amax = torch.zeros(self.in_features, dtype=torch.float32, device=device)
 
     def reset_parameters(self) -> None:
         """Set the parameters as torch.nn.Linear does, and the factors to 1."""

@@ -144,7 +144,7 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **made))
         self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **made))
         self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **made))
-        bias = torch.zeros(experts, device=device) if selection_bias else None
+        bias = torch.zeros(experts, dtype=torch.float32, device=device) if selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.reset_parameters()
 

@@ -217,7 +217,7 @@ def expert_parallel(
     permuted = moe_permute(x, index)
     rows = exchange_rows(permuted[: sum(send)], send, receive, group=group)
     # What arrived is sorted by process and then by expert.
-    here = torch.arange(num_experts // size, device=x.device).repeat(size)
+    here = torch.arange(num_experts // size, dtype=torch.int64, device=x.device).repeat(size)
     local = moe_index(
         here.repeat_interleave(arriving, output_size=sum(receive)).unsqueeze(-1), num_experts // size
     )  # fmt: skip

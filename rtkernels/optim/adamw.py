@@ -102,7 +102,7 @@ class AdamW(torch.optim.Optimizer):
             kept = {name: torch.empty_like(p, dtype=torch.float32) for name in _STATE if name in state}
             for name, value in kept.items():
                 value.copy_(state[name])
-            step = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device, copy=True).reshape(())
+            step = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device).clone().reshape(())
             self.state[p] = {"step": step, **kept}
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ STACK = MATRIX.bfloat16().expand(2, EXPERTS, HIDDEN).contiguous()
 OFFS = torch.tensor([2, 6], dtype=torch.int32)
 ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)  # of packed sequences
 COUNTS = torch.zeros(4, dtype=torch.int64)
+SIZES, ORDER = torch.tensor([2, 4]), torch.tensor([1, 0])
 F8 = torch.float8_e4m3fn
 
 
@@ -34,7 +35,7 @@ def _inputs(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(64 * 16).view(64, 16) / 100
+    angles = torch.arange(64 * 16, dtype=torch.float32, device="cpu").view(64, 16) / 100
     return angles.cos(), angles.sin()
 
 
@@ -51,8 +52,8 @@ def _qkv(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _appended(k: Tensor) -> Tensor:
-    cache = torch.zeros(k.shape[0], 2, 4, 64, dtype=k.dtype)
-    rtk.append_kv_cache(k, k, cache, cache.clone(), torch.ones(k.shape[0], dtype=torch.int32))
+    cache = k.new_zeros(k.shape[0], 2, 4, 64)
+    rtk.append_kv_cache(k, k, cache, cache.clone(), k.new_ones(k.shape[0], dtype=torch.int32))
     return cache
 
 
@@ -76,7 +77,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "column_absmax": lambda x, ids: rtk.column_absmax(x),
     "cross_entropy": lambda x, ids: rtk.cross_entropy(x, ids[:, 0]),
     "cross_entropy, one pass": lambda x, ids: rtk.cross_entropy(x, ids[:, 0], one_pass=True),
-    "dequantize_fp8": lambda x, ids: rtk.dequantize_fp8(x.detach().to(F8), torch.ones(())),
+    "dequantize_fp8": lambda x, ids: rtk.dequantize_fp8(x.detach().to(F8), x.new_ones(())),
     "dequantize_fp8_hadamard": lambda x, ids: rtk.dequantize_fp8_hadamard(x.detach().to(F8), x.detach()[:, 0].abs()),
     "dequantize_fp8_smooth": lambda x, ids: rtk.dequantize_fp8_smooth(x.detach().to(F8), x.detach()[:, 0].abs()),
     "embedding": lambda x, ids: rtk.embedding(ids, x[:6] * 2),
@@ -131,9 +132,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "multi_clip_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_([y], 0.5)),
     "multi_clip_norm_": lambda x, ids: _written(x, lambda y: rtk.multi_clip_norm_([y], 0.5)),
     "multi_copy_": lambda x, ids: _written(x, lambda y: rtk.multi_copy_([y], [x.detach()], 2.0)),
-    "lightning_attention": lambda x, ids: rtk.lightning_attention(*_qkv(x[None]), torch.ones(4)),
+    "lightning_attention": lambda x, ids: rtk.lightning_attention(*_qkv(x[None]), WEIGHT[:4]),
     "lightning_attention_step": lambda x, ids: rtk.lightning_attention_step(
-        *(_heads(x.detach()),) * 3, torch.ones(4), torch.zeros(x.shape[0], 4, 64, 64)
+        *(_heads(x.detach()),) * 3, WEIGHT[:4], x.new_zeros(x.shape[0], 4, 64, 64)
     ),
     "mla_attention": lambda x, ids: rtk.mla_attention(*_qkv(x[None])),
     "mla_decode": lambda x, ids: rtk.mla_decode(
@@ -160,7 +161,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "quantize_fp8_experts": lambda x, ids: rtk.quantize_fp8_experts(x, COUNTS, output="row")[:2],
     "quantize_fp8_hadamard": lambda x, ids: rtk.quantize_fp8_hadamard(x)[:2],
     "quantize_fp8_shard_": lambda x, ids: rtk.quantize_fp8_shard_(
-        torch.zeros(x.shape, dtype=F8), torch.ones(x.shape[0]), x.detach().view(-1), 0
+        x.new_zeros(x.shape, dtype=F8), x.new_ones(x.shape[0]), x.detach().view(-1), 0
     ),
     "quantize_fp8_smooth": lambda x, ids: rtk.quantize_fp8_smooth(x, WEIGHT)[:2],
     "rms_norm": lambda x, ids: rtk.rms_norm(x, WEIGHT),
@@ -183,7 +184,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sdpa": lambda x, ids: rtk.sdpa(*(t.transpose(0, 1) for t in _qkv(x)), is_causal=True),
     "smooth_factors": lambda x, ids: rtk.smooth_factors(rtk.column_absmax(x)),
     "softmax": lambda x, ids: rtk.softmax(x),
-    "sort_chunks": lambda x, ids: rtk.sort_chunks(x, torch.tensor([2, 4]), torch.tensor([1, 0])),
+    "sort_chunks": lambda x, ids: rtk.sort_chunks(x, SIZES, ORDER),
     "topk": lambda x, ids: rtk.topk(x, 3),
     "topk_router": lambda x, ids: rtk.topk_router(x[:, :EXPERTS], 2)[0],
     "transpose": lambda x, ids: rtk.transpose(x),

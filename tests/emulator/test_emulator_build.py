@@ -28,7 +28,7 @@ case "$*" in
 *) exec g++ "$@" ;;
 esac
 """
-_PRIVATE = "from rtkernels.emulator import _scratch; print(_scratch.private(), flush=True)"
+_PRIVATE = "from rtkernels.runtime.build import places; print(places.process_directory('emulator'), flush=True)"
 
 
 @pytest.mark.parametrize("cache", ["rw", "off"])

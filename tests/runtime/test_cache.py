@@ -91,8 +91,8 @@ def test_cache_layout_and_meta(compiler, cache_dir, sources):
 
 def test_cache_meta_is_written_last(compiler, monkeypatch):
     written = []
-    write = store._write
-    monkeypatch.setattr(store, "_write", lambda path, *rest: (written.append(path.name), write(path, *rest)))
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda path, *rest: (written.append(path.name), write(path, *rest)))
     load()
     assert written[-1] == "meta.json"
 

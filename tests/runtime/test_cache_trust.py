@@ -272,7 +272,8 @@ def test_cache_group_of_one_may_write(compiler, cache_dir, monkeypatch):
 
     class Account:
         pw_name = gr_name = "alice"
-        pw_gid = gr_gid = status.st_gid
+        pw_uid, pw_gid = status.st_uid, status.st_gid
+        gr_gid = status.st_gid
         gr_mem = members
 
     monkeypatch.setattr(trust.pwd, "getpwuid", lambda number: Account)

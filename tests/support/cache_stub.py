@@ -43,7 +43,7 @@ def install_sources(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     (root / "common" / "k.cuh").write_text("#pragma once\nnamespace rtk { inline constexpr int kK = 2; }\n")
     monkeypatch.setattr(sources_module, "_root_override", root)
-    monkeypatch.setattr("tempfile.tempdir", str(directory))  # compiler logs
+    monkeypatch.setenv("TMPDIR", str(directory))  # compiler logs
     return root
 
 

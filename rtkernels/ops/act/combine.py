@@ -206,7 +206,7 @@ def _reference(x: Tensor, *values: Any) -> None:
         y = y * partner_and_slope(act, over("mul0"))[0]
     if operands["mul1"] is not None:
         y = y * over("mul1")
-    times = torch.tensor(alpha, device=x.device).float()
+    times = torch.tensor(alpha, dtype=torch.float32, device=x.device)
     y = y * (times if factor is None else times * factor.reshape(()))
     for name in ("base0", "base1"):
         if operands[name] is not None:

@@ -146,7 +146,7 @@ def _reference(
 ) -> None:
     batch, tokens = k.shape[:2]
     size = k_cache.shape[1]
-    token = torch.arange(tokens, device=k.device).expand(batch, tokens)
+    token = torch.arange(tokens, dtype=torch.int64, device=k.device).expand(batch, tokens)
     position = (
         positions.long() if positions is not None else token if lengths is None else token + lengths.long().view(-1, 1)
     )
@@ -158,7 +158,7 @@ def _reference(
         fits = (position >= 0) & (position < capacity)
         safe = position.clamp(0, max(capacity - 1, 0))
         place = safe % size if page_table is not None else safe
-        page = torch.arange(batch, device=k.device).view(-1, 1).expand(batch, tokens)
+        page = torch.arange(batch, dtype=torch.int64, device=k.device).view(-1, 1).expand(batch, tokens)
         if page_table is not None:
             page = page_table.long().gather(1, safe // size)
     keys = k if cos is None else rotated(k, cos, sin, position, interleaved)

@@ -117,13 +117,13 @@ def gathered(
         values = values * scale.to(dtype).reshape(-1, 1)
     if page_table is not None:
         size, pages = cache.shape[1], page_table.shape[1]
-        used = torch.arange(pages, device=cache.device) * size < lengths.view(-1, 1)
+        used = torch.arange(pages, dtype=torch.int64, device=cache.device) * size < lengths.view(-1, 1)
         values = (
             values[torch.where(used, page_table, 0).long()].flatten(1, 2)
             if cache.shape[0]
             else values.new_zeros(len(lengths), pages * size, *cache.shape[2:])
         )
-    keys = torch.arange(values.shape[1], device=cache.device)
+    keys = torch.arange(values.shape[1], dtype=torch.int64, device=cache.device)
     return values.masked_fill((keys >= lengths.view(-1, 1)).view(*values.shape[:2], 1, 1), 0.0)
 
 

@@ -129,6 +129,7 @@ def scan(call: Scan, device: int) -> Step:
         return _scan_sm90(call, device)
     width = next(w for w in _WIDTHS if call.d_k <= w)
     shared = 2 * _ROWS * (2 * tile_pitch(width) + tile_pitch(_COLUMNS)) + width * tile_pitch(_COLUMNS)
+    shared += 4 * _THREADS // 32 if call.token == "fp16" else 0  # the largest element of each warp's part of the state
     tensors = (call.left, call.right, call.value, call.out)
     return Step(
         SCAN.bind(

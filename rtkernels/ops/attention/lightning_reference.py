@@ -69,7 +69,7 @@ def _sequences(q: Tensor, cu: Tensor | None) -> Iterator[tuple[int, int | slice]
 
 
 def _nothing(x: Tensor) -> Tensor:
-    return torch.empty(0, device=x.device)
+    return torch.empty(0, dtype=torch.float32, device=x.device)
 
 
 def forward(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state=True):

@@ -136,7 +136,7 @@ def _reference(
     given = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv
     batch, length = given.shape[:2]
     heads = given.unflatten(-1, (-1, dim)).split((q_heads, kv_heads, kv_heads), -2)
-    position = torch.arange(length, device=qkv.device) + first
+    position = torch.arange(length, dtype=torch.int64, device=qkv.device) + first
     position = position.expand(batch, length) + (0 if pos is None else pos.long().reshape(-1, 1))
     made = [_normed(heads[0], q_weight, eps), _normed(heads[1], k_weight, eps), heads[2].float()]
     if cos is not None:
@@ -151,7 +151,7 @@ def _reference(
         v.copy_(made[2].reshape(v.shape))
         return
     fits = (position >= 0) & (position < k.shape[-3])
-    rows = torch.arange(batch, device=qkv.device).view(-1, 1).expand(batch, length)
+    rows = torch.arange(batch, dtype=torch.int64, device=qkv.device).view(-1, 1).expand(batch, length)
     for cache, values in ((k, made[1]), (v, made[2])):
         whole = cache.unsqueeze(0) if cache.dim() == 3 else cache
         whole[rows[fits], position[fits]] = values[fits].to(cache.dtype)
@@ -190,7 +190,7 @@ class _Split(torch.autograd.Function):
         for i, (d, x, weight) in enumerate(zip((dq, dk), parts[:2], (q_norm, k_norm), strict=True)):
             if cos is not None:
                 length = qkv.shape[-2]
-                place = torch.arange(first, first + length, device=qkv.device)
+                place = torch.arange(first, first + length, dtype=torch.int64, device=qkv.device)
                 place = place.expand(qkv.shape[:-1]) + (0 if pos is None else pos.long().reshape(-1, 1).squeeze(0))
                 whole, table = (d.unsqueeze(0), place.reshape(1, -1)) if d.dim() == 3 else (d, place)
                 d = rotate(

@@ -37,7 +37,7 @@ def _rows(x: Tensor, e4m3: bool, blocks: bool) -> tuple[Tensor, Tensor]:
 def quantize_qk(q: Tensor, k: Tensor, e4m3: bool, blocks: bool, smooth: bool, scale: float) -> tuple[Tensor, ...]:
     """Return codes and scales of q and k, and what smoothing takes from scores."""
     q, k = q.float(), k.float()
-    taken = torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    taken = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if smooth and k.shape[1]:
         mean = k.mean(1, keepdim=True)
         k = k - mean

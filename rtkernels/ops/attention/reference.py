@@ -16,8 +16,8 @@ def seen(
     lq: int, lkv: int, keys: Tensor | int, left: int, right: int, kv_limit: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return which keys each query sees, bool [batch or 1, 1, lq, lkv]; `keys`: how many count, int or [batch]."""
-    i = torch.arange(lq, device=device).view(1, lq, 1)
-    j = torch.arange(lkv, device=device).view(1, 1, lkv)
+    i = torch.arange(lq, dtype=torch.int64, device=device).view(1, lq, 1)
+    j = torch.arange(lkv, dtype=torch.int64, device=device).view(1, 1, lkv)
     keys = keys.long().clamp(0, lkv).view(-1, 1, 1) if isinstance(keys, Tensor) else min(keys, lkv)
     own = i + (keys - lq)  # the key that is aligned with the query
     mask = (j < keys) & (i >= 0)
@@ -171,9 +171,13 @@ def backward(
     results = []
     for needed, grad, dtype in ((need_q, dq, q.dtype), (need_k, dk, q.dtype), (need_v, dv, q.dtype)):
         first = heads_first and cu_q is None
-        results.append(_laid_out(grad, dtype, first) if needed else torch.empty(0, device=q.device))
+        results.append(
+            _laid_out(grad, dtype, first) if needed else torch.empty(0, dtype=torch.float32, device=q.device)
+        )
     wanted = need_sinks and sinks is not None
-    results.append(dsinks.to(_sums(q)) if wanted else torch.empty(0, device=q.device))
+    results.append(dsinks.to(_sums(q)) if wanted else torch.empty(0, dtype=torch.float32, device=q.device))
     wanted = need_bias and bias is not None
-    results.append(dbias.to(bias.dtype).contiguous() if wanted else torch.empty(0, device=q.device))
+    results.append(
+        dbias.to(bias.dtype).contiguous() if wanted else torch.empty(0, dtype=torch.float32, device=q.device)
+    )
     return tuple(results)

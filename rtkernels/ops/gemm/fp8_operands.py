@@ -94,7 +94,12 @@ def _made(
 
 def zeros_of(x: Tensor, results: Iterable[Memory | None]) -> tuple[Tensor, ...]:
     """Return the results of an operator on a matrix without elements."""
-    return tuple([nothing(x) if r is None else torch.zeros(r.shape, device=x.device).to(r.dtype) for r in results])
+    return tuple(
+        [
+            nothing(x) if r is None else torch.zeros(r.shape, dtype=torch.float32, device=x.device).to(r.dtype)
+            for r in results
+        ]
+    )
 
 
 def _none(x: Tensor) -> tuple[Tensor, Tensor]:

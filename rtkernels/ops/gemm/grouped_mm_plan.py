@@ -179,7 +179,9 @@ def _members(rows: int, ends: Tensor | None, row_groups: Tensor | None, count: i
         labels = row_groups.long()
         return [(labels == group).nonzero().flatten() for group in range(count)]
     edges = [0, *(min(end, rows) for end in ends.tolist())]
-    return [torch.arange(edges[g], max(edges[g], edges[g + 1]), device=ends.device) for g in range(count)]
+    return [
+        torch.arange(edges[g], max(edges[g], edges[g + 1]), dtype=torch.int64, device=ends.device) for g in range(count)
+    ]
 
 
 def _grids(described: Described, scale_a, scale_b, k: int, stacked: bool) -> tuple[Tensor | None, Tensor | None]:

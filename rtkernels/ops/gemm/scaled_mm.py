@@ -39,7 +39,7 @@ def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tens
     p = described.product
     x = plain(*tensors, *options, torch.float32, acc, backend).reshape(p.m, p.n)
     if kind == "1x16":
-        codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), device=x.device))
+        codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), dtype=torch.float32, device=x.device))
     elif kind == "row":
         codes, scale = QUANTIZE(x, "row", described.dtype, False, "row")
     else:

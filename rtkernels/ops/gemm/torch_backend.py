@@ -55,7 +55,7 @@ def _multiplied(described: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any
         return torch.mm(a, b).to(dtype)
     if p.a.token in FP8 and p.b.token in FP8:
         kinds = [None if s is None else (s.rows, s.depth) for s in (p.scale_a, p.scale_b)]
-        one = torch.ones((), device=a.device)
+        one = torch.ones((), dtype=torch.float32, device=a.device)
         if kinds in ([None, None], [(0, 0), (0, 0)]):
             scales = [one if s is None else s.reshape(()) for s in (scale_a, scale_b)]
         elif kinds == [(1, 0), (1, 0)]:

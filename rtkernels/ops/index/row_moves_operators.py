@@ -54,7 +54,7 @@ def _sums(x: Tensor, indices: Tensor, rows: int, weights: Tensor | None) -> Tens
     values = x.float() if weights is None else x.float() * weights.float()[:, None]
     local = indices.long()
     local = torch.where((local >= 0) & (local < rows), local, rows)
-    return torch.zeros((rows + 1, x.shape[1]), device=x.device).index_add_(0, local, values)[:rows]
+    return torch.zeros((rows + 1, x.shape[1]), dtype=torch.float32, device=x.device).index_add_(0, local, values)[:rows]
 
 
 def _reference_scatter(x: Tensor, indices: Tensor, rows: int, weights: Tensor | None) -> Tensor:

@@ -211,12 +211,12 @@ def select(x: Tensor, indices: Tensor) -> Tensor:
 def chunk_rows(counts: Tensor, order: Tensor, rows: int, inverse: bool) -> Tensor:
     """Return the list of rows that index/sort_chunks.cu makes. Waits for nothing."""
     chunks = counts.shape[0]
-    row = torch.arange(rows, device=counts.device)
+    row = torch.arange(rows, dtype=torch.int64, device=counts.device)
     if chunks == 0 or rows == 0:
         return torch.full((rows,), -1, dtype=torch.int32, device=counts.device)
     end = counts.long().clamp(0, rows).cumsum(0).clamp(max=rows)
     begin = torch.cat((end.new_zeros(1), end[:-1]))
-    position = torch.arange(chunks, device=counts.device)
+    position = torch.arange(chunks, dtype=torch.int64, device=counts.device)
     chunk = order.long()
     exists = (chunk >= 0) & (chunk < chunks)
     chunk = chunk.clamp(0, chunks - 1)

@@ -155,7 +155,7 @@ def _reference_grad(logits, labels, ignore_index, label_smoothing, z_loss, softc
     loss, hits, stats, factor = reference.forward(
         logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy
     )
-    dloss = factor if reduction == MEAN else torch.ones(1, device=logits.device)
+    dloss = factor if reduction == MEAN else torch.ones(1, dtype=torch.float32, device=logits.device)
     options = (ignore_index, label_smoothing, z_loss, softcap, 0, logits.shape[-1])
     return loss, hits, stats, reference.backward(dloss, logits, labels, stats, None, *options)
 

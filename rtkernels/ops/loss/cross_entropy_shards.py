@@ -44,7 +44,7 @@ def _reduced(
 
     if reduction == "none":
         shape = tuple(labels.shape)
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         return [DTensor.from_local(t, mesh, rows_at, run_check=False, shape=shape, stride=strides) for t in results]
     summed = [Partial() if isinstance(place, Shard) else Replicate() for place in rows_at]
     whole = [Replicate()] * mesh.ndim

@@ -12,7 +12,7 @@ def _mixed(x: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return what the prediction and the target add to each term of the Jensen-Shannon divergence."""
     high, gap = torch.maximum(x, t), -(x - t).abs()
     x_is_larger = x >= t
-    rest = torch.where(x_is_larger, beta, 1.0 - beta)
+    rest = torch.where(x_is_larger, torch.full_like(x, beta), 1.0 - beta)
     level = torch.log1p(rest * gap.expm1())
     p, ratio = high.exp(), gap.exp()
     upper = torch.where(p == 0, 0.0, (1 - rest) * p * -level)
@@ -47,8 +47,9 @@ def reference_fwd(
         return torch.zeros(2, dtype=torch.float32, device=x.device)
     factor, divide = resolve(x.shape, over, factor)
     rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
-    count = torch.tensor(rows.numel(), device=x.device) if labels is None else (labels != ignore).sum()
-    scale = torch.where(count == 0, 0.0, factor / count.double() if divide else factor).to(x.device)
+    count = rows.numel() if labels is None else (labels != ignore).sum()
+    count = torch.as_tensor(count, dtype=torch.float64, device=x.device)
+    scale = torch.where(count == 0, 0.0, factor / (count if divide else torch.ones_like(count)))
     return torch.stack((torch.where(scale == 0, 0.0, rows.double().sum() * scale), scale)).float()
 
 

@@ -273,7 +273,7 @@ _KERNELS = _Functions(
 
 def _gradient_reference(logits, labels, losses, correct, factor, options):
     stats = _rows(reference.forward, logits, labels, losses, correct, factor, options)
-    g = torch.ones(1, device=logits.device) if factor is None else factor
+    g = torch.ones(1, dtype=torch.float32, device=logits.device) if factor is None else factor
     logits.copy_(reference.backward(g, logits, labels, stats, None, *options, 0, logits.shape[-1]))
     return stats
 

@@ -61,7 +61,7 @@ def reduced(losses: Tensor, labels: Tensor, ignore_index: int, reduction: int) -
         return losses.reshape(labels.shape), nothing(losses)
     count = (labels != ignore_index).sum()
     total = losses.double().sum().float()
-    factor = torch.where(count == 0, 0.0, 1.0 / count).float().reshape(1)
+    factor = torch.where(count == 0, 0.0, 1.0 / count.float()).reshape(1)
     return torch.where(count == 0, 0.0, total / count) if reduction == MEAN else total, factor
 
 

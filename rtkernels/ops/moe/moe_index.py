@@ -42,7 +42,7 @@ def _reference_index(routing: Tensor, experts: int, top_k: int, multiple_of: int
 
 def _reference_map(routing_map: Tensor, multiple_of: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     flags = routing_map != 0
-    experts = torch.arange(flags.shape[1], device=flags.device)
+    experts = torch.arange(flags.shape[1], dtype=torch.int64, device=flags.device)
     index = layout.build(torch.where(flags, experts, -1), flags.shape[1], multiple_of, rows)
     return index.rows, index.counts, index.offsets
 

@@ -52,7 +52,7 @@ def build(choices: Tensor, experts: int, multiple_of: int, rows: int) -> MoeInde
     first = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     sorted_key = key[order]
-    rank = torch.arange(len(flat), device=flat.device) - before[sorted_key.clamp(max=experts)]
+    rank = torch.arange(len(flat), dtype=torch.int64, device=flat.device) - before[sorted_key.clamp(max=experts)]
     row = first[sorted_key.clamp(max=experts)] + rank
     kept = (sorted_key < experts) & (row < rows)
     row_of = torch.full_like(flat, -1)

@@ -31,7 +31,7 @@ def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) 
         if t.numel():
             unit = groups_of(cols) if i == 1 else cols
             bits = t.view(torch.uint8 if t.itemsize == 1 else torch.int32).view(-1)
-            bits.masked_fill_(torch.arange(count * unit, device=x.device) >= used * unit, 0)
+            bits.masked_fill_(torch.arange(count * unit, dtype=torch.int64, device=x.device) >= used * unit, 0)
     return *codes, probs_out
 
 

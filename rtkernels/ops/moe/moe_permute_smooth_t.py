@@ -81,7 +81,7 @@ def permuted_values(x: Tensor, top_k: int, slots: Tensor) -> tuple[Tensor, Tenso
 
 def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     z, source = permuted_values(x, rows.shape[1], slots)
-    times = torch.ones(len(slots), device=x.device) if scale is None else gathered(scale, source)
+    times = torch.ones(len(slots), dtype=torch.float32, device=x.device) if scale is None else gathered(scale, source)
     if row_factor is not None:
         times = times * row_factor
     products = (z if smooth is None else z * smooth) * times[:, None]
@@ -89,7 +89,7 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     count, cols, counts = len(slots), x.shape[1], offsets.diff().clamp(min=0)
     ends = counts.cumsum(0).clamp(max=count)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    line = torch.arange(count, device=x.device)
+    line = torch.arange(count, dtype=torch.int64, device=x.device)
     expert = torch.searchsorted(ends, line, right=True)  # past the last one behind its rows
     amax = torch.zeros((len(ends) + 1, cols), dtype=torch.float32, device=x.device)
     finite = torch.where(z.isfinite(), z.abs(), 0.0)
@@ -97,7 +97,7 @@ def _reference(x, rows, slots, offsets, row_factor, scale, smooth, pow2_scale):
     scales = reference.scale_of(amax, E4M3, pow2_scale)
     codes = reference.codes(z, (1.0 / scales)[expert], E4M3).view(torch.uint8)
     own = expert.clamp(max=len(ends) - 1)
-    column = torch.arange(cols, device=x.device)
+    column = torch.arange(cols, dtype=torch.int64, device=x.device)
     place = (starts[own] * cols + line - starts[own])[:, None] + column * (ends - starts)[own][:, None]
     place = torch.where((expert < len(ends))[:, None], place, count * cols)
     q = torch.zeros(count * cols + 1, dtype=torch.uint8, device=x.device).scatter(0, place.flatten(), codes.flatten())

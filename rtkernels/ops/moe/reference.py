@@ -92,7 +92,7 @@ def probs_of(values: Tensor, rows: Tensor | None, experts: Tensor | None, column
     if experts is None:
         return numbers.clone()
     out = torch.zeros(experts.shape[0], columns, dtype=torch.float32, device=values.device)
-    lines = torch.arange(experts.shape[0], device=values.device)
+    lines = torch.arange(experts.shape[0], dtype=torch.int64, device=values.device)
     for j in range(experts.shape[1]):
         there = kept(experts[:, j], columns)
         out[lines[there], experts[there, j].long()] += numbers[there, j].float()

@@ -27,7 +27,7 @@ def _grouped_inputs(x: Tensor, gate: Tensor, weight: Tensor | None, groups: int,
     """Return x, gate, weight and tensors like gate as [tokens..., groups, cols], all in the layout of x."""
     lead, channels = gate.dim() - 1, gate.shape[-1]
     cols, swap = channels // groups, layout == "sequence_first"
-    w = torch.ones((), device=x.device)
+    w = torch.ones((), dtype=torch.float32, device=x.device)
     if weight is not None:
         w = weight.to(torch.promote_types(weight.dtype, torch.float32)).view(-1, cols)
     return (

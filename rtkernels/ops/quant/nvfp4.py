@@ -267,7 +267,9 @@ def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Te
     if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *CODES["mxfp8"]):
         codes = codes.view(torch.uint8)
     if global_scale is not None and not isinstance(global_scale, Tensor):
-        global_scale = torch.full((), float(a_number("global_scale", global_scale)), device=codes.device)
+        global_scale = torch.full(
+            (), float(a_number("global_scale", global_scale)), dtype=torch.float32, device=codes.device
+        )
     if not codes.dim():
         name = "codes" if format == "mxfp8" else "packed"
         raise ArgumentError(f"{name} has no dimensions; expected at least one")

@@ -68,7 +68,11 @@ def _reference_quantize(
             amax = finite_amax(y)
             found = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
             global_scale = global_out.copy_(torch.full_like(found, static) if static else found)
-        g = torch.tensor(static, device=x.device) if global_scale is None else global_scale.reshape(())
+        g = (
+            torch.tensor(static, dtype=torch.float32, device=x.device)
+            if global_scale is None
+            else global_scale.reshape(())
+        )
         codes, scale = formats.encode_nvfp4(y, g, scale_rule, elem_rule)
     else:
         codes, scale = formats.encode_mx(y, out.dtype, scale_rule)

@@ -125,7 +125,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
         raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 16, the block of NVFP4")
     x = x.float()
     if global_scale is None:
-        amax = formats.finite(x).amax() if x.numel() else torch.zeros((), device=x.device)
+        amax = formats.finite(x).amax() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
         global_scale = torch.where(amax > 0, amax / (formats.E2M1_MAX * formats.E4M3_MAX), torch.ones_like(amax))
     return *formats.encode_nvfp4(x, global_scale, "rne", "rne"), global_scale
 

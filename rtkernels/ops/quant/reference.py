@@ -24,7 +24,7 @@ def codes(v: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
     """Return the scales of sets with these largest finite magnitudes."""
     # A tensor on amax's device: CUDA's division by a number is a multiplication with its rounded inverse.
-    scale = (amax / torch.full((), _LARGEST[dtype], device=amax.device)).clamp(min=1e-30)
+    scale = (amax / torch.full((), _LARGEST[dtype], dtype=torch.float32, device=amax.device)).clamp(min=1e-30)
     if pow2:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return scale

@@ -147,7 +147,7 @@ class SmoothQuantized(NamedTuple):
 def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
     """Return the expert of each row, int32; rows past the sum of counts belong to the last one."""
     ends = counts.clamp(min=0).cumsum(0)
-    numbers = torch.arange(rows, device=counts.device)
+    numbers = torch.arange(rows, dtype=torch.int64, device=counts.device)
     return torch.searchsorted(ends, numbers, right=True, out_int32=True).clamp_(max=counts.shape[0] - 1)
 
 

@@ -43,7 +43,7 @@ def _softmax(x: Tensor, invalid: Tensor | None, scale: float, log: bool) -> Tens
 def _invalid(x: Tensor, lengths: Tensor | None) -> Tensor | None:
     if lengths is None:
         return None
-    return torch.arange(x.shape[-1], device=x.device) >= lengths.unsqueeze(-1)
+    return torch.arange(x.shape[-1], dtype=torch.int64, device=x.device) >= lengths.unsqueeze(-1)
 
 
 def _reference_fwd(x: Tensor, lengths: Tensor | None, scale: float, log: bool) -> Tensor:

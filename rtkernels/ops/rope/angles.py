@@ -240,13 +240,15 @@ def reference_tables(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
     half, device = angles.rotary // 2, cos.device
-    pairs = torch.arange(half, device=device)
+    pairs = torch.arange(half, dtype=torch.int64, device=device)
     streams = torch.zeros_like(pairs)
     a, b, c = angles.sections
     if angles.section_kind == 1:
-        streams = torch.repeat_interleave(torch.arange(3, device=device), torch.tensor((a, b, c), device=device))
+        streams = torch.repeat_interleave(
+            torch.arange(3, dtype=torch.int64, device=device), torch.tensor((a, b, c), dtype=torch.int64, device=device)
+        )
     elif angles.section_kind == 2:
-        used = torch.tensor((0, 3 * b, 3 * c), device=device)
+        used = torch.tensor((0, 3 * b, 3 * c), dtype=torch.int64, device=device)
         streams = torch.where(pairs < used[pairs % 3], pairs % 3, 0)
     rows = torch.stack([_rows(positions, cu_seqlens, angles, batch, length, s, device) for s in range(3)])
     limit = angles.stream_rows or angles.table_rows
@@ -268,7 +270,7 @@ def _rows(
     positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int, length: int, stream: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    places = torch.arange(length, device=device).expand(batch, length)
+    places = torch.arange(length, dtype=torch.int64, device=device).expand(batch, length)
 
     def zigzag(offset: Tensor, count: Tensor | int) -> Tensor:
         if angles.cp_size == 1:
@@ -280,7 +282,7 @@ def _rows(
     if angles.index_kind == _BY_PLACE:
         return zigzag(places, length)
     if angles.index_kind == _BY_TOKEN:
-        return places + length * torch.arange(batch, device=device).unsqueeze(-1)
+        return places + length * torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(-1)
     if angles.index_kind == _BY_POSITION:
         index = positions[stream] if angles.section_kind else positions
         return index.long().expand(batch, length)

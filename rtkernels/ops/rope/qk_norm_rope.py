@@ -28,7 +28,7 @@ _OPTION_COUNT = 9
 
 def _columns(found: plans.Qkv, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return which heads of qkv are q's, k's and v's."""
-    heads = torch.arange(found.q_heads + 2 * found.kv_heads, device=device)
+    heads = torch.arange(found.q_heads + 2 * found.kv_heads, dtype=torch.int64, device=device)
     if not found.grouped:
         return heads.split((found.q_heads, found.kv_heads, found.kv_heads))
     group = found.q_heads // found.kv_heads

@@ -203,7 +203,7 @@ def reference_counts(indices, experts, sequence_dim):
     number, length, inner, interleaved = sequences_of(indices.shape, sequence_dim)
     rows = row_count(indices.shape)
     flat = indices.reshape(rows, indices.shape[-1]).long()
-    place = torch.arange(rows, device=indices.device)
+    place = torch.arange(rows, dtype=torch.int64, device=indices.device)
     sequence = torch.zeros_like(place) if inner == 0 else place % inner if interleaved else place // length
     valid = (flat >= 0) & (flat < experts)
     key = torch.where(valid, sequence[:, None] * experts + flat, number * experts).reshape(-1)

@@ -55,7 +55,7 @@ def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale
 
 def _reference_bwd(logits, indices, g_compact, g_dense, mode, scale, eps):
     chosen = indices.long()
-    g = torch.zeros(indices.shape, device=indices.device)
+    g = torch.zeros(indices.shape, dtype=torch.float32, device=indices.device)
     if g_compact is not None:
         g = g + g_compact
     if g_dense is not None:

@@ -43,7 +43,7 @@ def pack(codes: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """Return what codes, 0 to 15, stand for, in float32."""
-    return torch.tensor([*_VALUES, *(-v for v in _VALUES)], device=codes.device)[codes.int()]
+    return torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=torch.float32, device=codes.device)[codes.int()]
 
 
 def decode_e2m1(packed: Tensor) -> Tensor:

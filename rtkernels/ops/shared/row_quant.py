@@ -190,7 +190,7 @@ def quantize_reference(
             g = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
             global_out.copy_(g)
         else:
-            g = torch.tensor(static, device=y.device) if scale is None else scale.reshape(())
+            g = torch.tensor(static, dtype=torch.float32, device=y.device) if scale is None else scale.reshape(())
         packed, bytes_ = encode_nvfp4(y, g, "rne", "rne")
         out.copy_(packed)
         if swizzled:
@@ -206,7 +206,7 @@ def quantize_reference(
             s = (
                 scale.reshape(()).clamp_min(floor)
                 if scale is not None
-                else torch.tensor(static, device=y.device).float()
+                else torch.tensor(static, dtype=torch.float32, device=y.device)
             )
         out.copy_(codes_of(y, 1.0 / s, out.dtype))
         return

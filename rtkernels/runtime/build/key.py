@@ -56,7 +56,7 @@ class Request:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def directory(self, store: Store) -> Path:
-        return store.base / self.target.name / f"{self.op}-{self.key[:32]}"
+        return store.entry(self.target.name, self.op, self.key)
 
 
 def make_request(

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from rtkernels.errors import ArgumentError, KernelCompileError, ToolkitError
 from rtkernels.runtime import env
+from rtkernels.runtime.build import places as places_module
 from rtkernels.runtime.build import sources as sources_module
 from rtkernels.runtime.targets import Target
 
@@ -92,19 +93,12 @@ def _make_cupy_importable() -> None:
     default = os.path.expanduser("~/.cupy/kernel_cache")
     if os.path.isabs(default):  # without a home directory it begins with "~", a name in the current directory
         try:
-            os.makedirs(default, exist_ok=True)
+            places_module.make_private_directory(default)
             if os.access(default, os.W_OK | os.X_OK):
                 return
         except OSError:
             pass
-    import atexit
-    import shutil
-    import tempfile
-
-    private = tempfile.mkdtemp(prefix="rtkernels-cupy-")
-    os.environ["CUPY_CACHE_DIR"] = private
-    owner = os.getpid()
-    atexit.register(lambda: shutil.rmtree(private, ignore_errors=True) if os.getpid() == owner else None)
+    os.environ["CUPY_CACHE_DIR"] = str(places_module.process_directory("cupy"))
 
 
 @functools.cache
@@ -367,12 +361,8 @@ def _compile_error(op: str, unit: str, expressions: Sequence[str], target: Targe
 
 @functools.lru_cache(maxsize=64)  # a caller that retries gets the same file, not one more
 def _write_log(unit: str, target: Target, log: str) -> tuple[str | None, str]:
-    import tempfile
-
     try:
-        handle, path = tempfile.mkstemp(prefix=f"rtkernels-{Path(unit).stem}-{target.name}-", suffix=".log")
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(log + "\n")
-    except OSError as error:
-        return None, f"could not be written ({error.strerror or error}); it is in the exception's .log"
+        path = str(places_module.keep_log(f"{Path(unit).stem}-{target.name}", log))
+    except ToolkitError as error:
+        return None, f"could not be written ({error}); it is in the exception's .log"
     return path, path

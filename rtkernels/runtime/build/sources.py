@@ -6,7 +6,8 @@ and three toolkit headers in angle brackets, and rejects everything else.
 
 A unit is named relative to ``cuda_src``. A unit of somebody else is named by its absolute path: its headers are looked
 for in its own folder and in ``cuda_src``, and everything it consists of is named relative to these two, so that where
-it lies decides nothing.
+it lies decides nothing. A unit that was generated in this process has a name below ``generated/`` and never lies
+anywhere: its text stays in memory, and its headers are those of ``cuda_src`` only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rtkernels.errors import SourceError
 TOOLKIT_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 
 _MARKER = "common/abi.cuh"
+_GENERATED = "generated/"
 _CLOCK_TICK_NS = 50_000_000  # file times are coarse: two edits within one tick carry the same time
 _root_override: Path | None = None  # tests put their own sources here
 
@@ -47,6 +49,7 @@ class _File:
 
 
 _files: dict[tuple[Path, str], _File] = {}
+_generated: dict[str, bytes] = {}
 
 
 def root() -> Path:
@@ -77,6 +80,31 @@ def read(rel: str) -> bytes:
         SourceError: There is no such file.
     """
     return _load(root(), rel).content
+
+
+def generate(stem: str, text: str) -> str:
+    """Keep the text of a unit in memory and return the name of the unit, which is that of no file.
+
+    The name holds a hash of the text, so that it means the same in every process.
+
+    Args:
+        stem: What people know it by.
+        text: The CUDA source; headers as in other units.
+    """
+    content = text.encode()
+    unit = f"{_GENERATED}{stem}-{hashlib.sha256(content).hexdigest()[:16]}.cu"
+    _generated[unit] = content
+    return unit
+
+
+def generated(unit: str) -> bytes | None:
+    """Return the text of a unit that ``generate`` named, None for a unit that is a file."""
+    if not unit.startswith(_GENERATED):
+        return None
+    try:
+        return _generated[unit]
+    except KeyError:
+        raise SourceError(f"the unit {unit!r} was not generated in this process") from None
 
 
 def is_foreign(unit: str) -> bool:
@@ -166,19 +194,27 @@ def _closure(unit: str) -> dict[str, _File]:
     return found
 
 
-def _base(rel: str, bases: Sequence[Path]) -> Path:
-    """Return the directory that has a file.
+def having_one(rel: str, bases: Sequence[Path]) -> Path | None:
+    """Return the directory that has a file, None if none has.
 
     Raises:
         SourceError: Two have it, so that a header of ours would include somebody else's.
     """
-    having = [base for base in bases if (base / rel).is_file()] if len(bases) > 1 else bases
+    having = [base for base in bases if (base / rel).is_file()]
     if len(having) > 1:
         raise SourceError(f"{rel!r} is in {having[0]} and in {having[1]}; give the first another name")
-    return having[0] if having else bases[0]
+    return having[0] if having else None
+
+
+def _base(rel: str, bases: Sequence[Path]) -> Path:
+    if len(bases) == 1 or rel in _generated:
+        return bases[0]
+    return having_one(rel, bases) or bases[0]
 
 
 def _load(base: Path, rel: str, bases: Sequence[Path] = ()) -> _File:
+    if (content := generated(rel)) is not None:
+        return _File(None, content, hashlib.sha256(content).hexdigest(), *_scan(rel, content, bases or (base,)))
     path = os.path.join(base, rel)
     try:
         stamp = _stamp(path)

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rtkernels.errors import ArgumentError
 from rtkernels.runtime import env
 from rtkernels.runtime.build import trust
 from rtkernels.runtime.build.trust import Owners, Untrusted
@@ -30,6 +32,7 @@ TOUCH_AFTER_S = 86_400.0  # the time of last use is noted at most daily
 LEFTOVER_AFTER_S = 86_400.0  # what is older in tmp/ has no living writer; damaged entries stay that long too
 
 _RESERVED = ("tmp", "locks")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")  # of a target or an op
 
 _warned: set[str] = set()
 
@@ -92,10 +95,27 @@ class Store:
         if self.mode != 0o700:
             os.chmod(directory, self.mode | (os.stat(directory).st_mode & stat.S_ISGID))
 
-    def entries(self, target: str = "*", op: str = "*") -> Iterator[Path]:
-        """Yield the directories of all entries, sound or not."""
-        for directory in sorted(self.base.glob(f"{target}/{op}-*")):
-            if directory.parent.name not in _RESERVED:
+    def entry(self, target: str, op: str, key: str) -> Path:
+        """Return the directory of one entry.
+
+        Raises:
+            ArgumentError: A name is not that of a target or an op, and could lead out of the cache.
+        """
+        check_name("target", target)
+        check_name("op", op)
+        return self.base / target / f"{op}-{key[:32]}"
+
+    def entries(self, target: str | None = None, op: str | None = None) -> Iterator[Path]:
+        """Yield the directories of all entries, sound or not; those of one target or op if it is given.
+
+        Raises:
+            ArgumentError: A name is not that of a target or an op, and could lead out of the cache.
+        """
+        for argument, name in (("target", target), ("op", op)):
+            if name is not None:
+                check_name(argument, name)
+        for directory in sorted(self.base.glob(f"{target or '*'}/{op or '*'}-*")):
+            if directory.parent.name not in _RESERVED and not directory.parent.is_symlink():
                 yield directory
 
     def problem(self) -> str | None:
@@ -107,6 +127,14 @@ class Store:
                 if not directory.is_file() and (found := trust.problem(self.root, directory, self.owners)):
                     return found
         return None
+
+
+def check_name(argument: str, name: Any) -> None:
+    """Raise ArgumentError unless this can be one component of a path in the cache, and of a glob pattern."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{argument} is {name!r}, which cannot name a cache entry: expected letters, digits, '_' and '-'"
+        )
 
 
 def open_store(
@@ -288,7 +316,7 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
         os.mkdir(private, 0o700)
         for name, data in files.items():
             text = json.dumps(sealed(json.loads(data)), indent=1).encode() if name == META else data
-            _write(private / name, text, store.mode)
+            write(private / name, text, store.mode)
         store.open_up(private)
         _sync_directory(private)
         os.rename(private, final)
@@ -313,13 +341,14 @@ def require_writable(store: Store) -> None:
     """
     probe = store.new_tmp("probe-")
     try:
-        _write(probe, bytes(4096), store.mode)
+        write(probe, bytes(4096), store.mode)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(probe)
 
 
-def _write(path: Path, data: bytes, directory_mode: int) -> None:
+def write(path: Path, data: bytes, directory_mode: int) -> None:
+    """Write a new file, never through what is there already; readable by those who can read its directory."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         rest = memoryview(data)
@@ -385,6 +414,8 @@ def shrink(store: Store, max_bytes: int) -> tuple[int, int]:
 
 def sweep(store: Store) -> None:
     """Remove what killed writers and quarantine left in ``tmp/`` more than a day ago."""
+    if trust.problem(store.root, store.base / "tmp", store.owners):
+        return
     for leftover in (store.base / "tmp").glob("*"):
         with contextlib.suppress(OSError):
             if time.time() - os.stat(leftover).st_ctime > LEFTOVER_AFTER_S:

@@ -39,6 +39,7 @@ def caller() -> Owners:
 def forget() -> None:
     """Forget which directories were found good."""
     _good.clear()
+    _primary_users.cache_clear()
 
 
 def check(directory: Path, root: Path, owners: Owners) -> None:
@@ -112,7 +113,8 @@ def _write_problem(path: Path, status: os.stat_result) -> str | None:
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
     """Return whether the group is its owner's alone, as where every user has a group of the same name and umask 002.
 
-    An access list hides its own writers behind the group bits, so a path that has one is not excused.
+    The list of a group's members leaves out the users whose primary group it is, so these are looked for too. An access
+    list hides its own writers behind the group bits, so a path that has one is not excused.
     """
     try:
         owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
@@ -120,10 +122,18 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if owner.pw_gid != group.gr_gid or owner.pw_name != group.gr_name or set(group.gr_mem) - {owner.pw_name}:
         return False
+    if _primary_users(group.gr_gid) - {owner.pw_uid}:
+        return False
     try:
         return "system.posix_acl_access" not in os.listxattr(path, follow_symlinks=False)
     except OSError:  # a file system without access lists
         return True
+
+
+@functools.cache
+def _primary_users(group: int) -> frozenset[int]:
+    """Return the users whose primary group this is, of those that the system enumerates."""
+    return frozenset(user.pw_uid for user in pwd.getpwall() if user.pw_gid == group)
 
 
 @functools.cache

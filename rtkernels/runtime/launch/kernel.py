@@ -7,7 +7,6 @@ function with grid, block and device fixed that packs its arguments into one buf
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -191,16 +190,12 @@ class Kernel:
             return function
 
     def _load_image(self, entry: build_cache.Entry, expression: str, target: Target) -> int:
-        try:
-            raw = _raw_kernel(entry.path, entry.names[expression])
-        except (OSError, TypeError, RuntimeError):
-            # In memory only, or the file went away (cache cleared or pruned) after it was checked.
-            with tempfile.NamedTemporaryFile(suffix=".image") as file:
-                file.write(entry.image)
-                file.flush()
-                raw = _raw_kernel(file.name, entry.names[expression])
-        function = raw.kernel.ptr
-        self._alive.append(raw)
+        # From memory: what was checked is what is loaded, whatever happens to the file.
+        module = nvrtc.import_cupy().cuda.function.Module()
+        module.load(entry.image)
+        loaded = module.get_function(entry.names[expression])
+        self._alive.append((module, loaded))
+        function = loaded.ptr
         driver.allow_shared(function, shared_limit(target))
         return function
 
@@ -233,12 +228,6 @@ def _built(kernel: Kernel, variant: Variant, target: Target, *, compile_allowed:
     except RtkError:  # binding meets it again, and raises
         return False
     return True
-
-
-def _raw_kernel(path: Any, name: str) -> Any:
-    raw = nvrtc.import_cupy().RawModule(path=os.fspath(path)).get_function(name)
-    raw.kernel  # noqa: B018  CuPy loads the module here, not earlier
-    return raw
 
 
 def _parsed(entry: str, args: str) -> tuple[tuple[str, str], ...]:

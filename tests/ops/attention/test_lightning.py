@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from support.attention_exact import assert_near
-from support.compare import poisoned, running_on
+from support.compare import poisoned, relative_error, running_on
 from support.places import at, emulated, error_tests
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
@@ -290,3 +290,60 @@ BAD = {
     "ends": bad("q has shape .*3 dimensions", cu_seqlens=torch.zeros(2, dtype=torch.int32)),
 }
 test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)
+
+
+# A result in fp16 has four roundings to fp16 behind it: of the state, of products within a chunk, of decayed rows and
+# its own. They are independent, so together they are at most twice one of them; one rounding to bf16 is eight of them.
+@at("sm_80", "cuda")
+@pytest.mark.parametrize("case", ["plain", "wide", "large state", "small state", "large products"])
+def test_fp16_has_the_error_of_fp16(case: str, place: str) -> None:
+    width, heads = (128, 1) if case == "wide" else (64, 2)
+    with running_on(place) as device:
+        leaves = [random(1, 150, heads, width, seed=i, dtype=FP16, device=device) for i in range(3)]
+        decay = torch.tensor([0.02, 0.0])[:heads].to(device)  # what came before a chunk counts
+        state = None
+        if case == "large state":  # beyond what fp16 holds, as the sum of a long sequence may be
+            state = 2e6 * random(1, heads, width, width, seed=7, dtype=torch.float32, device=device)
+            leaves[0] *= 2.0**-8
+        if case == "small state":
+            state = 1e-9 * random(1, heads, width, width, seed=7, dtype=torch.float32, device=device)
+            leaves[2] = (leaves[2].float() * 2.0**-20).half()
+            leaves[1] = (leaves[1].float() * 2.0**-8).half()
+            leaves[0] *= 2.0**10
+        if case == "large products":  # of q and k, before they are scaled
+            leaves[0] *= 100
+            leaves[1] *= 100
+            leaves[2] *= 2.0**-6
+        results = []
+        for function in (lightning_attention, exact):
+            given = [t.to(torch.float64 if function is exact else FP16).clone().requires_grad_() for t in leaves]
+            with poisoned():
+                if function is exact:
+                    out = exact(*given, decay, state, width**-0.5)[0]
+                else:
+                    out = lightning_attention(*given, decay, initial_state=state)
+                grads = torch.autograd.grad(
+                    out, given, random(*out.shape, seed=9, dtype=FP16, device=device).to(out.dtype)
+                )
+            results.append((out.detach(), *grads) if case in ("plain", "wide") else (out.detach(),))
+        for what, got, want in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+            one = relative_error(want.to(FP16), want)
+            assert got.isfinite().all()
+            error = relative_error(got, want)
+            assert error <= 2 * one, f"{case}, {what}: {error:.2e}, one rounding is {one:.2e}"
+
+
+@at("sm_80", "cuda")
+def test_fp16_state_with_infinities(place: str) -> None:
+    """An element that is not finite reaches its own column only, and does not set the scale of the others."""
+    with running_on(place) as device:
+        q, k, v = (random(1, 70, 1, 64, seed=i, dtype=FP16, device=device) for i in range(3))
+        state = 1e6 * random(1, 1, 64, 64, seed=7, dtype=torch.float32, device=device)
+        decay = torch.tensor([0.1]).to(device)
+        plain = lightning_attention(2.0**-8 * q, k, v, decay, initial_state=state)
+        state[0, 0, 3, 5], state[0, 0, 7, 9] = torch.inf, torch.nan
+        got = lightning_attention(2.0**-8 * q, k, v, decay, initial_state=state)
+        others = [column for column in range(64) if column not in (5, 9)]
+        assert_equal_bits(got[..., others], plain[..., others], "other columns")
+        assert not got[..., 5].isfinite().any()
+        assert got[..., 9].isnan().all()
