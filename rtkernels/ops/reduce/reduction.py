@@ -155,11 +155,12 @@ def _plan(
     count = r2 * r1 * r0
     single = r1 == r2 == 1
     dividers = (0, 0) if single else (divisor(r1), divisor(r0))
-    others = [step for _, step, *_ in (*g.kept, *g.reduced)]
+    # Strides of all dimensions but the one that is read along: 1 is no multiple of a vector there (overlapping windows).
+    others = [step for _, step, *_ in ((*g.kept[:2], *g.reduced) if g.down else (*g.kept, *g.reduced[:2]))]
     sm_count, per_sm = device_info(device).sm_count, _PER_SM if bytes_each == 4 else _PER_SM // 2
     if g.down:
         vector = 2 if size == 8 else 8 if size == 2 and monoid != "count" else 4
-        aligned = all(step % vector == 0 for step in others if step != 1) and n0 % vector == 0
+        aligned = all(step % vector == 0 for step in others) and n0 % vector == 0
         aligned = aligned and x.misaligned % (vector * size) == 0
         vector = vector if aligned else 1
         threads, across, slices = column_shape(-(-n0 // vector), n1 * n2, count, per_sm, sm_count)
@@ -171,7 +172,7 @@ def _plan(
         part_bytes = tickets * slices * across * vector * bytes_each
     else:
         vector = 16 // size
-        aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others if step != 1)
+        aligned = g.reduced[2][1] == 1 and all(step % vector == 0 for step in others)
         aligned = aligned and r0 % vector == 0 and x.misaligned == 0
         vector = vector if aligned else 1
         units = -(-count // vector)
