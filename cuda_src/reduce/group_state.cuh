@@ -11,7 +11,7 @@ inline constexpr int kReduceThreads = 256;
 // threads; a second call needs a barrier before it.
 template <typename M, int kThreads = kReduceThreads>
 RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
-    __shared__ typename M::State parts[kThreads / kWarp];
+    __shared__ __align__(16) typename M::State parts[kThreads / kWarp];
 #pragma unroll
     for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
         if (lanes < threads) s = M::combine(s, M::exchanged(s, lanes));

@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kScanThreads)
     scan_rows(const T* x, Out* y, i64* indices, void* partial, i64 rows, i64 n, i64 x_row, i64 x_step, i64 slices,
               i64 per_slice, i64 threads_per_row, i64 aligned, i64 totals, i64 flip) {
     constexpr int kWidth = sizeof(T) == 1 ? 4 : (sizeof(typename S::State) == 4 ? RTK_SCAN_BYTES : 16) / sizeof(T);
-    __shared__ typename S::State shared[2 * kScanWarps];
+    __shared__ __align__(16) typename S::State shared[2 * kScanWarps];
     const int threads = static_cast<int>(threads_per_row), thread = static_cast<int>(threadIdx.x) % threads;
     const i64 item = static_cast<i64>(blockIdx.x) * (kScanThreads / threads) + threadIdx.x / threads;
     const i64 row = item / slices, slice = item - row * slices;

@@ -12,6 +12,8 @@
 // counts: [rows][passes][256], then beginnings of digits; skips: [rows], a bit for each pass that is left out. Words of look-back,
 // [rows][tiles][256]: 0, or in the highest two bits whether the other 30 have this tile's count (1) or that of all tiles up to it
 // (2). A pass clears those of the next one. Memory between passes: keys as wide as x, and u32 indices, two of each.
+// zeros: [rows], for floats without indices, or nullptr: 0, or ~(2 * index + sign) of a row's first zero. Keys of both zeros are
+// equal, and all zeros of such a row get the sign of its first one.
 #include "ptx/words.cuh"
 #include "sort/radix_tile.cuh"
 
@@ -23,17 +25,27 @@ inline constexpr u32 kTileCount = 1u << 30;
 inline constexpr u32 kRowCount = 2u << 30;
 inline constexpr u32 kCountBits = kTileCount - 1;
 
-// Grid: rows * slices of `length` elements. counts are zeros before.
+// Whether an element is a zero, and then its sign.
+template <typename T>
+RTK_DEVICE bool is_zero(const Raw<sizeof(T)>& raw, u32& sign) {
+    constexpr int kSignBit = sizeof(T) * 8 - 1;
+    sign = raw.w[0] >> kSignBit & 1u;
+    return (raw.w[0] & ((1u << kSignBit) - 1u)) == 0;
+}
+
+// Grid: rows * slices of `length` elements. counts and zeros are 0 before.
 template <typename T>
 __global__ void __launch_bounds__(kHistogramThreads)
-    radix_histogram(const T* x, u32* counts, i64 n, i64 slices, i64 length, i64 descending) {
+    radix_histogram(const T* x, u32* counts, u32* zeros, i64 n, i64 slices, i64 length, i64 descending) {
     constexpr int kPasses = key_of<T>::kBits / 8;
-    __shared__ u32 count[kPasses][kRadixDigits];
+    __shared__ u32 count[kPasses][kRadixDigits], first_zero;
     const int thread = static_cast<int>(threadIdx.x);
     const i64 row = blockIdx.x / slices, slice = blockIdx.x - row * slices;
     const i64 end = min((slice + 1) * length, n);
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) count[p][thread] = 0;
+    if (thread == 0) first_zero = 0;
+    u32 own_zero = 0;  // the first of this thread, which meets its elements in their order
     __syncthreads();
     for (i64 at = slice * length + thread; at < end; at += kHistogramThreads * kHistogramLoads) {
         Raw<sizeof(T)> raw[kHistogramLoads];
@@ -44,11 +56,18 @@ __global__ void __launch_bounds__(kHistogramThreads)
         for (int i = 0; i < kHistogramLoads; ++i) {
             if (at + i * kHistogramThreads >= end) break;
             const KeyOf<T> k = key_of_raw<T>(raw[i], descending != 0);
+            if constexpr (kIsFloat<T>) {
+                u32 sign;
+                if (own_zero == 0 && is_zero<T>(raw[i], sign))
+                    own_zero = ~(2u * static_cast<u32>(at + i * kHistogramThreads) + sign);
+            }
 #pragma unroll
             for (int p = 0; p < kPasses; ++p) atomicAdd(&count[p][digit_of(k, 8 * p)], 1u);
         }
     }
+    if (zeros != nullptr && own_zero != 0) atomicMax(&first_zero, own_zero);
     __syncthreads();
+    if (thread == 0 && first_zero != 0) atomicMax(zeros + row, first_zero);
 #pragma unroll
     for (int p = 0; p < kPasses; ++p)
         if (count[p][thread] != 0) atomicAdd(counts + (row * kPasses + p) * kRadixDigits + thread, count[p][thread]);
@@ -85,8 +104,8 @@ struct RadixMemory {
 template <typename T>
 __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
     radix_sweep(const T* x, BitsOf<T>* keys_a, u32* list_a, BitsOf<T>* keys_b, u32* list_b, BitsOf<T>* values, i64* indices,
-                const u32* begins, const u32* skips, u32* words, u32* next_words, u32* ticket, i64 n, i64 tiles, i64 pass,
-                i64 descending) {
+                const u32* begins, const u32* skips, u32* words, u32* next_words, u32* ticket, const u32* zeros, i64 n,
+                i64 tiles, i64 pass, i64 descending) {
     using Key = KeyOf<T>;
     constexpr int kPasses = key_of<T>::kBits / 8;
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -147,12 +166,16 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
         offsets[thread] = begins[(row * kPasses + pass) * kRadixDigits + thread] + before - local[thread];
     }
     __syncthreads();
+    constexpr int kSignBit = sizeof(T) * 8 - 1;
+    const BitsOf<T> zero = kIsFloat<T> && !listed && last ? static_cast<BitsOf<T>>(~zeros[row] & 1u) << kSignBit : 0;
     for (int place = thread; place < count; place += threads) {
         const Key k = sorted[place];
         const i64 to = row * n + (offsets[digit_of(k, shift)] + static_cast<u32>(place));
         if (last) {
             const u32 at = listed ? from[place] : 0;
-            values[to] = element_of_key<T>(k, descending != 0, listed ? x + row * n + at : nullptr);
+            BitsOf<T> value = element_of_key<T>(k, descending != 0, listed ? x + row * n + at : nullptr);
+            if (kIsFloat<T> && !listed && value == 0) value = zero;
+            values[to] = value;
             if (listed) indices[to] = at;
         } else {
             target.keys[to] = static_cast<BitsOf<T>>(k);

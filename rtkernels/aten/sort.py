@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.tape import noted
 _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
 )
-_LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
+_LONG, _MANY, _STRIDES = NotHandled("rows too long"), NotHandled("k above 256"), NotHandled("strides")
 _CAPTURE = NotHandled("host read while a graph is captured")
 
 
@@ -87,7 +87,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
-    if x.dtype not in TOKEN:
+    if x.dtype not in TOKEN or x.dtype == torch.bool:  # torch counts bools without a sort, and returns other things
         return _DTYPE
     n = x.numel()
     if n == 0:
@@ -99,7 +99,7 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
     ordered, order = sort_rows(x.reshape(1, -1), False, return_inverse)
     ordered = ordered.view(-1)
     values, begins = distinct(ordered, places=return_counts)
-    inverse = counts = torch.empty(0, dtype=torch.int64, device=x.device)
+    inverse, counts = (torch.empty(0, dtype=torch.int64, device=x.device) for _ in range(2))
     if return_inverse:
         first = torch.ones(n, dtype=torch.bool, device=x.device)
         torch.ne(ordered[1:], ordered[:-1], out=first[1:])
@@ -110,12 +110,14 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
 
 
 def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
-    if elements.dtype not in TOKEN or test_elements.dtype != elements.dtype:
+    if elements.dtype not in TOKEN or test_elements.dtype != elements.dtype or elements.dtype == torch.bool:
         return _DTYPE
     if elements.numel() == 0 or test_elements.numel() == 0:
         return _EMPTY
     if elements.device != test_elements.device:
         return _INVALID
+    if not test_elements.is_contiguous():
+        return _STRIDES  # torch views them as one dimension, and raises where it cannot
     return _LONG if test_elements.numel() > LONGEST else is_among(elements, test_elements, invert)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.shared.primitive import Memory, Primitive
-from rtkernels.ops.shared.strided import TOKEN, power_of_two
+from rtkernels.ops.shared.strided import FLOATS, TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
@@ -41,7 +41,7 @@ _BLOCK = Kernel(
 )  # fmt: skip
 _HISTOGRAM = Kernel(
     "sort/radix.cu", "radix_histogram", template="T", variants=_TYPES, max_registers=64, tier="aten",
-    args="x:ptr counts:ptr n:i64 slices:i64 length:i64 descending:i64",
+    args="x:ptr counts:ptr zeros:ptr n:i64 slices:i64 length:i64 descending:i64",
 )  # fmt: skip
 _BEGINS = Kernel(
     "sort/radix.cu", "radix_begins", template="PASSES", variants=[(1,), (2,), (4,), (8,)], max_registers=40,
@@ -50,7 +50,7 @@ _BEGINS = Kernel(
 _SWEEP = Kernel(
     "sort/radix.cu", "radix_sweep", template="T", variants=_TYPES, max_registers=128, tier="aten",
     args="x:ptr keys_a:ptr list_a:ptr keys_b:ptr list_b:ptr values:ptr indices:ptr begins:ptr skips:ptr words:ptr "
-    "next_words:ptr ticket:ptr n:i64 tiles:i64 pass:i64 descending:i64",
+    "next_words:ptr ticket:ptr zeros:ptr n:i64 tiles:i64 pass:i64 descending:i64",
 )  # fmt: skip
 _SELECT = Kernel(
     "sort/select.cu", "select_best", template="T", variants=_TYPES, max_registers=96, tier="aten",
@@ -123,8 +123,9 @@ def _plan_radix(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     key = 8 if token == "i64" else 4
     shared = _SWEEP_WARPS * (_CHUNK * (key + 4 * ordered) + 4 * _DIGITS)
     sweep = _SWEEP.bind((token,), device, rows * tiles, 32 * _SWEEP_WARPS, shared)
+    zeros = Offset("cleared", 4 * (counts + words + passes)) if x.dtype in FLOATS and not ordered else 0
     scratch = {
-        "cleared": Memory((counts + words + passes,), torch.int32, zero=True),
+        "cleared": Memory((counts + words + passes + rows,), torch.int32, zero=True),
         "others": Memory((words,), torch.int32),
         "skips": Memory((rows,), torch.int32),
     }
@@ -139,7 +140,7 @@ def _plan_radix(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     steps = [
         Step(
             _HISTOGRAM.bind((token,), device, rows * slices, _THREADS),
-            "x", "cleared", n, slices, length, int(descending),
+            "x", "cleared", zeros, n, slices, length, int(descending),
         ),
         Step(_BEGINS.bind((passes,), device, rows, _DIGITS), "cleared", "skips", n),
     ]  # fmt: skip
@@ -147,7 +148,7 @@ def _plan_radix(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
         numbers = n, tiles, i, int(descending)
         made = "values", "indices" if ordered else 0
         ticket = Offset("cleared", 4 * (counts + words + i))
-        steps.append(Step(sweep, "x", *between, *made, "cleared", "skips", first, second, ticket, *numbers))
+        steps.append(Step(sweep, "x", *between, *made, "cleared", "skips", first, second, ticket, zeros, *numbers))
         first, second = second, first
     return Steps(*steps, scratch=scratch)
 
@@ -164,7 +165,8 @@ def sort_rows(x: Tensor, descending: bool, ordered: bool = True) -> tuple[Tensor
     Args:
         x: (rows, n), not empty, n up to ``LONGEST``; bfloat16, float16, float32, int64, int32, uint8 or bool.
         descending: The largest first; equal elements keep their order all the same.
-        ordered: Return indices too. Else zeros lose their signs, and NaNs their bits.
+        ordered: Return indices too. Else all zeros of a long row have the sign of its first one, and NaNs lose their
+            bits.
 
     Returns:
         Values and int64 indices, dense, of x's shape.
