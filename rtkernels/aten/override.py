@@ -13,7 +13,7 @@ import torch
 
 from rtkernels import emulator
 from rtkernels.aten import table
-from rtkernels.aten.report import Count, count_of
+from rtkernels.aten.report import count_of
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import (
     ArgumentError,

@@ -78,8 +78,8 @@ def _nan_to_num(
     if not self.is_floating_point():
         return NotHandled("integers")
     limits = torch.finfo(self.dtype)
-    scalars = (0.0 if nan is None else nan, limits.max if posinf is None else posinf, limits.min if neginf is None else neginf)
-    return run(_NAN_TO_NUM, (self,), scalars, out=out)
+    given = ((nan, 0.0), (posinf, limits.max), (neginf, limits.min))
+    return run(_NAN_TO_NUM, (self,), [default if value is None else value for value, default in given], out=out)
 
 
 _add_row("nan_to_num", _nan_to_num, "nan_to_num")
