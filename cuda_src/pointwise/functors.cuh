@@ -189,21 +189,23 @@ RTK_BINARY(Sub, minus<C>(a, times<C>(b, s.s0)))
 RTK_BINARY(Mul, times<C>(a, b))
 RTK_BINARY(Div, a / b)
 
+// With torch's roundings to T on the way, which decide what is cut off.
+template <typename T>
 RTK_DEVICE float floor_quotient(float a, float b) {
     if (b == 0.0f) return a / b;
     const float remainder = fmodf(a, b);
-    float result = (a - remainder) / b;
-    if (remainder != 0.0f && (b < 0.0f) != (remainder < 0.0f)) result -= 1.0f;
+    float result = step<T>(step<T>(a - remainder) / b);
+    if (remainder != 0.0f && (b < 0.0f) != (remainder < 0.0f)) result = step<T>(result - 1.0f);
     if (result == 0.0f) return copysignf(0.0f, a / b);
     const float below = floorf(result);
     return result - below > 0.5f ? below + 1.0f : below;
 }
-template <typename C>
+template <typename T, typename C>
 RTK_DEVICE C floor_quotient(C a, C b) {
     const C result = quotient(a, b);
     return modulus(a, b) != 0 && (a < 0) != (b < 0) ? result - 1 : result;
 }
-RTK_BINARY(DivFloor, floor_quotient(a, b))
+RTK_BINARY(DivFloor, floor_quotient<T>(a, b))
 // By a number torch multiplies by its reciprocal; `b` of MulTrunc is the reciprocal.
 RTK_DEVICE float floor_quotient_by(float a, float b) {
     const float remainder = fmodf(a, b), inverse = 1.0f / b;
@@ -217,12 +219,12 @@ RTK_DEVICE float floor_quotient_by(float a, float b) {
 RTK_BINARY(DivFloorBy, floor_quotient_by(a, b))
 RTK_BINARY(MulTrunc, truncf(a * b))
 
-template <typename C>
+template <typename T, typename C>
 RTK_DEVICE C trunc_quotient(C a, C b) {
-    if constexpr (kIsFloat<C>) return truncf(a / b);
+    if constexpr (kIsFloat<C>) return truncf(step<T>(a / b));
     else return quotient(a, b);
 }
-RTK_BINARY(DivTrunc, trunc_quotient(a, b))
+RTK_BINARY(DivTrunc, trunc_quotient<T>(a, b))
 
 template <typename C>
 RTK_DEVICE C remainder_of(C a, C b) {

@@ -89,7 +89,7 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
     return _refused(x) or dropout(x, p)
 
 
-def _normal(mean: Tensor | float, std: Tensor | float, *, generator: torch.Generator | None = None) -> Any:
+def _normal(mean: Tensor | float, std: Tensor | float = 1.0, *, generator: torch.Generator | None = None) -> Any:
     tensors = [t for t in (mean, std) if isinstance(t, Tensor)]
     like = tensors[0]
     if any(t.dtype != like.dtype or t.device != like.device for t in tensors):

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from conformance import harness
+from conformance import differs, harness
 from rtkernels.aten import table
 
 _KEPT = 6  # calls of one overload that the samples of one operator contribute
@@ -99,6 +99,37 @@ def calls_of(name: str, dtype: torch.dtype, device: str) -> list[Call]:
     calls += [call for other, derive in _relatives(name) for call in map(derive, _found(other, dtype, device))]
     given = [call for call in calls if call is not None]
     return random.Random(name).sample(given, min(len(given), 2 * _KEPT))
+
+
+NUMBERS: tuple[Any, ...] = (-1, 0, 2, 300, True, 2.5, -0.0, 1e30, 1e-42, float("inf"), float("nan"))
+
+
+def with_numbers(name: str, calls: list[Call]) -> list[Call]:
+    """Return pointwise calls with other numbers in the places of numbers and of second tensors, and all of them 0-d."""
+    if table.table()[name].family != "ew" or not calls:
+        return []
+    arguments = table.schema_of(name).arguments
+    call = max(calls, key=lambda call: sum(t.numel() for t in harness.tensors(tuple(call))))
+    made: list[Call] = []
+    for i, argument in enumerate(arguments[: len(call.args)]):
+        number = "number" in str(argument.type)
+        if not number and not (i == 1 and str(argument.type) == "Tensor" and torch._C._should_allow_numbers_as_tensors(
+            name.partition(".")[0].rstrip("_")
+        )):  # fmt: skip
+            continue
+        for value in NUMBERS:
+            if type(value) is int and not value and table.table()[name].operator in differs.DIVIDES:
+                continue
+            made.append(Call((*call.args[:i], value, *call.args[i + 1 :]), call.kwargs))
+    for other in (call, *made[:4]):
+        leaves = harness.tensors(tuple(other))
+        if leaves and all(t.numel() for t in leaves):
+            made.append(Call(*tree_map(lambda v: _first(v) if isinstance(v, torch.Tensor) else v, tuple(other))))
+    return made
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)[0].clone()
 
 
 def _found(name: str, dtype: torch.dtype, device: str) -> list[Call]:

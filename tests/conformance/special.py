@@ -19,7 +19,7 @@ from rtkernels.aten import table
 
 _FIXED = frozenset("index indices target mask condition repeats sections rstd mean save_mean save_invstd total_weight "
                    "saved_norms std prob buffer test_elements sorter".split())  # fmt: skip
-_RTOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+_RTOL = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # roundings of two steps
 POINTWISE = ("ew", "copy")
 
 
@@ -65,9 +65,13 @@ def with_values(name: str, call: Call, kind: str, seed: int) -> Call:
             return _fill(fresh, torch.full(value.shape, 77, device=value.device))  # must be overwritten
         if value.dtype not in harness.DTYPES:
             return fresh
-        if not kind:
+        if not kind and table.table()[name].operator not in differs.DIVIDES:
             return _fill(fresh, value.reshape(-1)[torch.randperm(value.numel(), generator=generator)].view(value.shape))
-        given = torch.tensor(special(value.dtype, kind), dtype=torch.float64 if value.is_floating_point() else None)
+        listed = special(value.dtype, kind)
+        if table.table()[name].operator in differs.DIVIDES and not value.is_floating_point():
+            fresh, listed = _fill(fresh, value.clamp(1, 3)), [n for n in listed if n not in (0, min(listed))]
+            value = fresh
+        given = torch.tensor(listed, dtype=torch.float64 if value.is_floating_point() else None)
         picked = given.to(value.dtype)[torch.randint(len(given), value.shape, generator=generator)].to(value.device)
         calm = torch.rand(value.shape, generator=generator).to(value.device) < 0.5
         return _fill(fresh, torch.where(calm, value, picked))
@@ -78,6 +82,8 @@ def with_values(name: str, call: Call, kind: str, seed: int) -> Call:
         return changed(argument, value)
 
     args = tuple(each(n, value) for n, value in zip(names, call.args, strict=False))
+    if name == "log_sigmoid_backward" and args[2].numel():  # the CPU's forward keeps it
+        args = (*args[:2], args[1].abs().neg().exp())
     return Call(args, {n: each(n, value) for n, value in call.kwargs.items()})
 
 
@@ -161,9 +167,11 @@ def _snapshot(outcome: Outcome) -> Outcome:
 
 
 def _shapes(call: Call) -> str:
+    """Return the arguments for people: shapes, strides of what is not contiguous, numbers."""
     return " ".join(
-        f"{tuple(t.shape)}{'' if t.is_contiguous() else 's' + str(t.stride())}" for t in harness.tensors(tuple(call))
-    )
+        f"{tuple(v.shape)}{'' if v.is_contiguous() else 's' + str(v.stride())}" if isinstance(v, torch.Tensor) else str(v)
+        for v in tree_flatten(tuple(call))[0]
+    )  # fmt: skip
 
 
 # ---- comparison -----------------------------------------------------------------------------------------------------
@@ -172,12 +180,10 @@ def _shapes(call: Call) -> str:
 def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) -> str:
     """Return how two outcomes differ; empty if they do not."""
     if got.error != want.error:
-        if not got.error and device == "cpu" and want.error in differs.ERRORS_OF_THE_CPU:
-            return ""
         return f"raises {got.error or 'nothing'}, torch {want.error or 'nothing'}"
     if want.error:
         return ""
-    if got.versions != want.versions:
+    if got.versions != want.versions and name not in differs.VERSIONS:
         return f"versions {got.versions}, torch's {want.versions}"
     if got.aliases != want.aliases:
         return f"aliases {got.aliases}, torch's {want.aliases}"
@@ -208,8 +214,7 @@ def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) 
     if not b.numel():
         return ""
     if name in differs.RANDOM:
-        wrong = a.isnan() != b.isnan() if b.is_floating_point() else torch.zeros((), dtype=torch.bool)
-        return f"{int(wrong.sum())} NaN differ" if wrong.any() else ""
+        return ""
     if not b.is_floating_point():
         wrong = a != b
     else:
@@ -217,7 +222,7 @@ def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) 
         finite = a.isfinite() & b.isfinite()
         x, y = a.double(), b.double()
         allowed = _RTOL.get(b.dtype, 0.0) * differs.LOOSER.get(name, 1.0) * y.abs() + 2 * info.tiny * info.eps
-        if table.table()[name].family not in POINTWISE or name in differs.SMALL_IS_ZERO:
+        if table.table()[name].family not in POINTWISE or (device == "cpu" and name in differs.ROUGH_ON_THE_CPU):
             allowed = allowed + _RTOL.get(b.dtype, 0.0) * 8
         if scale is not None:
             allowed = allowed + 4 * _RTOL.get(b.dtype, 0.0) * (scale if scale.shape == y.shape else scale.max())
