@@ -43,21 +43,24 @@ RTK_DEVICE bool is_nan(C a) {
     return a != a;
 }
 
+// NaN if there is one. The larger of zeros is the positive one, the smaller the negative one.
 template <typename C>
 RTK_DEVICE C larger(C a, C b) {
-    return is_nan(a) ? a : is_nan(b) ? b : a > b ? a : b;
+    if constexpr (kIsFloat<C>) return ptx::max_nan(a, b);
+    else return a > b ? a : b;
 }
 template <typename C>
 RTK_DEVICE C smaller(C a, C b) {
-    return is_nan(a) ? a : is_nan(b) ? b : a < b ? a : b;
+    if constexpr (kIsFloat<C>) return -ptx::max_nan(-a, -b);
+    else return a < b ? a : b;
 }
 
 RTK_DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // With the rounding that a chain of torch ops on dtype T has after each step.
-template <typename T>
-RTK_DEVICE float step(float x) {
-    if constexpr (sizeof(T) == 2) return round_to<T>(x);
+template <typename T, typename C>
+RTK_DEVICE C step(C x) {
+    if constexpr (kIsFloat<C> && sizeof(T) == 2) return round_to<T>(x);
     else return x;
 }
 
@@ -109,7 +112,7 @@ struct DropoutBackward {
     static constexpr int kInputs = 2, kOwnType = 2;
     template <typename T, typename C>
     RTK_DEVICE static C apply(C a, i32 b, const Scalars<T>& s) {
-        return a * (b != 0 ? s.s0 : 0.0f);
+        return a * (b != 0 ? 1.0f : 0.0f) * s.s0;  // of infinities and NaN that were dropped: NaN
     }
 };
 
@@ -152,7 +155,8 @@ RTK_UNARY(IsInf, kIsFloat<C> ? absolute(a) == static_cast<C>(__uint_as_float(0x7
 RTK_UNARY(IsFinite, kIsFloat<C> ? absolute(a) < static_cast<C>(__uint_as_float(0x7f800000u)) : true)
 RTK_UNARY(Angle, is_nan(a) ? a : a < 0.0f ? 3.14159265358979f : 0.0f)
 RTK_UNARY(Square, times<C>(a, a))
-RTK_UNARY(Cube, times<C>(times<C>(a, a), a))
+RTK_UNARY(Cube, times<C>(step<T>(times<C>(a, a)), a))
+RTK_UNARY(InverseSquare, 1.0f / step<T>(a * a))
 
 struct BitwiseNot {
     static constexpr int kInputs = 1, kOwnType = 0;
@@ -185,28 +189,42 @@ RTK_BINARY(Sub, minus<C>(a, times<C>(b, s.s0)))
 RTK_BINARY(Mul, times<C>(a, b))
 RTK_BINARY(Div, a / b)
 
+// With torch's roundings to T on the way, which decide what is cut off.
+template <typename T>
 RTK_DEVICE float floor_quotient(float a, float b) {
     if (b == 0.0f) return a / b;
     const float remainder = fmodf(a, b);
-    float result = (a - remainder) / b;
-    if (remainder != 0.0f && (b < 0.0f) != (remainder < 0.0f)) result -= 1.0f;
+    float result = step<T>(step<T>(a - remainder) / b);
+    if (remainder != 0.0f && (b < 0.0f) != (remainder < 0.0f)) result = step<T>(result - 1.0f);
     if (result == 0.0f) return copysignf(0.0f, a / b);
     const float below = floorf(result);
     return result - below > 0.5f ? below + 1.0f : below;
 }
-template <typename C>
+template <typename T, typename C>
 RTK_DEVICE C floor_quotient(C a, C b) {
     const C result = quotient(a, b);
     return modulus(a, b) != 0 && (a < 0) != (b < 0) ? result - 1 : result;
 }
-RTK_BINARY(DivFloor, floor_quotient(a, b))
+RTK_BINARY(DivFloor, floor_quotient<T>(a, b))
+// By a number torch multiplies by its reciprocal; `b` of MulTrunc is the reciprocal.
+RTK_DEVICE float floor_quotient_by(float a, float b) {
+    const float remainder = fmodf(a, b), inverse = 1.0f / b;
+    if (b == 0.0f) return a * inverse;
+    float result = (a - remainder) * inverse;
+    if (remainder != 0.0f && (b < 0.0f) != (remainder < 0.0f)) result -= 1.0f;
+    if (result == 0.0f) return copysignf(0.0f, a * inverse);
+    const float below = floorf(result);
+    return result - below > 0.5f ? below + 1.0f : below;
+}
+RTK_BINARY(DivFloorBy, floor_quotient_by(a, b))
+RTK_BINARY(MulTrunc, truncf(a * b))
 
-template <typename C>
+template <typename T, typename C>
 RTK_DEVICE C trunc_quotient(C a, C b) {
-    if constexpr (kIsFloat<C>) return truncf(a / b);
+    if constexpr (kIsFloat<C>) return truncf(step<T>(a / b));
     else return quotient(a, b);
 }
-RTK_BINARY(DivTrunc, trunc_quotient(a, b))
+RTK_BINARY(DivTrunc, trunc_quotient<T>(a, b))
 
 template <typename C>
 RTK_DEVICE C remainder_of(C a, C b) {
@@ -300,18 +318,19 @@ RTK_DEVICE float gelu_slope(float x) {
 }
 RTK_BINARY(GeluBackward, a * gelu_slope(b))
 RTK_DEVICE float gelu_tanh_slope(float x) {
-    const float bent = tanhf(gelu_tanh_inner(x)), inner = 0.79788456080286536f * (1.0f + 3.0f * 0.044715f * x * x);
+    const float square = x * x, bent = tanhf(0.79788456080286536f * (x + 0.044715f * (square * x)));
+    const float inner = 0.79788456080286536f * (1.0f + 3.0f * 0.044715f * square);
     return 0.5f * (1.0f + bent) + 0.5f * x * (1.0f - bent * bent) * inner;
 }
 RTK_BINARY(GeluTanhBackward, a * gelu_tanh_slope(b))
 // s0 negative coefficient, s1 positive one, s2 input_scale; b is the input, or the result.
 RTK_BINARY(EluBackward, b <= 0.0f ? a * s.s2 * s.s0 * expf(b * s.s2) : a * s.s1)
 RTK_BINARY(EluBackwardResult, b <= 0.0f ? a * s.s2 * (b + s.s0) : a * s.s1)
-RTK_DEVICE float softplus_slope(float scaled, float threshold) {
+RTK_DEVICE float softplus_gradient(float g, float scaled, float threshold) {
     const float e = expf(scaled);
-    return scaled > threshold ? 1.0f : e / (e + 1.0f);
+    return scaled > threshold ? g : g * e / (e + 1.0f);
 }
-RTK_BINARY(SoftplusBackward, a * softplus_slope(b * s.s0, s.s1))
+RTK_BINARY(SoftplusBackward, softplus_gradient(a, b * s.s0, s.s1))
 RTK_BINARY(ThresholdBackward, b <= s.s0 ? C(0) : a)
 RTK_DEVICE float log_sigmoid_slope(float x) {
     const float e = expf(-fabsf(x)), rest = e * ptx::rcp(1.0f + e);  // a division, with its slow path, would spill
@@ -320,20 +339,19 @@ RTK_DEVICE float log_sigmoid_slope(float x) {
 RTK_BINARY(LogSigmoidBackward, a * log_sigmoid_slope(b))
 RTK_BINARY(Glu, a * logistic(b))
 RTK_BINARY(GluBackwardFirst, a * logistic(b))
-RTK_DEVICE float glu_gate_slope(float x) {
-    const float gate = logistic(x);
-    return gate * (1.0f - gate);
-}
+// Of the gate x, for a gradient g and the other half a.
+RTK_DEVICE float glu_gate_gradient(float g, float a, float gate) { return (1.0f - gate) * gate * g * a; }
 RTK_TERNARY(MseLossBackward, s.s0 * (b - d) * a)
-RTK_TERNARY(GluBackwardSecond, a * b * glu_gate_slope(d))
+RTK_TERNARY(GluBackwardSecond, glu_gate_gradient(a, b, logistic(d)))
 
 // ---- ternary ----------------------------------------------------------------------------------------------------
 
 RTK_TERNARY(Lerp, lerp_of(a, b, d))
-RTK_TERNARY(Addcmul, plus<C>(a, times<C>(times<C>(s.s0, b), d)))
+RTK_TERNARY(Addcmul, plus<C>(a, times<C>(s.s0, times<C>(b, d))))
 RTK_TERNARY(Addcdiv, a + s.s0 * (b / d))
 RTK_TERNARY(Clamp, is_nan(a) ? a : smaller(larger(a, b), d))
 // s0 beta, s1 alpha; without beta, a is not used.
-RTK_TERNARY(Addr, plus<C>(s.s0 == C(0) ? C(0) : times<C>(s.s0, a), times<C>(times<C>(s.s1, b), d)))
+RTK_TERNARY(Addr, plus<C>(s.s0 == C(0) ? C(0) : step<T>(times<C>(s.s0, a)),
+                          step<T>(times<C>(s.s1, step<T>(times<C>(b, d))))))
 
 }  // namespace rtk

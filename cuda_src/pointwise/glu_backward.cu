@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kPointwiseThreads)
         unpack<T, N>(gate[u], b);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const float open = logistic(b[i]), opened = g[i] * open;
-            b[i] = opened * a[i] * (1.0f - open);
-            a[i] = opened;
+            const float open = logistic(b[i]);
+            b[i] = glu_gate_gradient(g[i], a[i], open);
+            a[i] = g[i] * open;
         }
         store<T, N>(dx + place[u], a);
         store<T, N>(dx + place[u] + inner * N, b);

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// y = x * scale where a random number lies below `keep`, else 0; mask says where. x, y and mask have one layout, dense.
+// y = x * scale where a random number lies below `keep`, else x * 0; mask says where. x, y and mask have one layout, dense.
 template <typename T>
 __global__ void __launch_bounds__(256)
     random_dropout(const T* x, T* y, u8* mask, const i64* seed, i64 n, double keep, double scale, i64 aligned, i64 known_key,
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const bool kept = unit(words.w[k]) < limit;
-                v[k] = kept ? v[k] * factor : 0.0f;
+                v[k] = v[k] * (kept ? 1.0f : 0.0f) * factor;
                 flags.w[0] |= kept ? 1u << (k * 8) : 0u;
             }
             store<T, 4>(y + i * 4, v);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256)
                 float one[1];
                 load_stream<T, 1>(x + i * 4 + k, one);
                 const bool kept = unit(words.w[k]) < limit;
-                one[0] = kept ? one[0] * factor : 0.0f;
+                one[0] = one[0] * (kept ? 1.0f : 0.0f) * factor;
                 store<T, 1>(y + i * 4 + k, one);
                 mask[i * 4 + k] = kept;
             }

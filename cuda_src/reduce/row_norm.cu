@@ -26,7 +26,7 @@ template <typename T, int N>
 RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 row, i64 rows,
                          i64 cols, float eps, const RowGroup& group) {
     Moments::State s = Moments::identity();
-    const bool there = row < rows;
+    const bool there = row < rows, centered = mean != nullptr;
     x += row * cols, y += row * cols;
     each_batch<N, RTK_NORM_READS>(there ? cols : 0, group, [&](i64 at, i64 step, auto number) {
         constexpr int kMany = decltype(number)::value;
@@ -36,14 +36,19 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
         for (int k = 0; k < kMany; ++k) {
             float v[N];
             unpack<T, N>(raw[k], v);
-            Moments::absorb(s, v, 0, 0, Lift{0, 0.0f});
+            if (centered) {
+                Moments::absorb(s, v, 0, 0, Lift{0, 0.0f});
+            } else {
+#pragma unroll
+                for (int i = 0; i < N; ++i) s.squares += v[i] * v[i];
+            }
         }
     });
+    if (!centered) s.count = 1.0f;  // means of 0: what is combined are the sums of squares
     s = combined<Moments>(s, group.threads);
     if (!there) return;
-    const bool centered = mean != nullptr;
-    const float center = centered ? s.mean : 0.0f, moved = s.mean - center;
-    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + moved * moved + eps);
+    const float center = centered ? s.mean : 0.0f;
+    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + eps);
     if (group.thread == 0) {
         if (centered) mean[row] = center;
         rstd[row] = inverse;
@@ -59,7 +64,7 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
             float v[N], w[N], b[N];
             unpack<T, N>(raw[k], v);
             parameter<T, N>(weight != nullptr, weights[k], 1.0f, w);
-            parameter<T, N>(bias != nullptr, biases[k], 0.0f, b);
+            parameter<T, N>(bias != nullptr, biases[k], -0.0f, b);  // which leaves the sign of zeros
 #pragma unroll
             for (int i = 0; i < N; ++i) v[i] = (v[i] - center) * inverse * w[i] + b[i];
             store<T, N>(y + at + k * step, v);
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
 }
 
-// dx = rstd * (g - mean(g) - z * mean(g * z)), g = dy * weight, z = (x - mean) * rstd; without `mean` also without mean(g).
+// dx = rstd / n * (n * g - z * sum(g * z) - sum(g)), g = dy * weight, z = (x - mean) * rstd; without `mean` also without sum(g).
 template <typename T, int N>
 RTK_DEVICE void norm_row_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, T* dx, i64 row,
                              i64 rows, i64 cols, const RowGroup& group) {
@@ -118,10 +123,10 @@ RTK_DEVICE void norm_row_bwd(const T* dy, const T* x, const T* weight, const flo
     });
     s = combined<PairSum>(s, group.threads);
     if (!there) return;
-    const float over = 1.0f / static_cast<float>(cols), first = centered ? s.a * over : 0.0f, second = s.b * over;
+    const float many = static_cast<float>(cols), factor = 1.0f / many * inverse, first = centered ? s.a : 0.0f;
     each(cols, [&](i64 at, float (&g)[N], float (&z)[N]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) g[i] = inverse * (g[i] - first - z[i] * second);
+        for (int i = 0; i < N; ++i) g[i] = factor * (many * g[i] - z[i] * s.b - first);  // in torch's order
         store<T, N>(dx + at, g);
     });
 }
@@ -185,7 +190,7 @@ RTK_DEVICE void norm_params(const T* dy, const T* x, const float* mean, const fl
             unpack<T, N>(raw[k], v);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                sums[i] += g[i] * ((v[i] - center[k]) * inverse[k]);
+                sums[i] += g[i] * (v[i] - center[k]) * inverse[k];
                 sums[N + i] += g[i];
             }
         }

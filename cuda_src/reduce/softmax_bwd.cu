@@ -1,5 +1,5 @@
 // Backward of softmax and of its logarithm (softmax.cu):
-//   dx = scale * y * (dy - sum of dy * y),   or   dx = scale * (dy - exp(y) * sum of dy),   sums over the row
+//   dx = scale * (y * dy - y * sum of dy * y),   or   dx = scale * (dy - exp(y) * sum of dy),   sums over the row
 // fp32 arithmetic, one rounding at the store. Columns from lengths[row] on do not count: dx is 0. Rows are worked on by
 // groups of threads (RowGroup); dy and y have any row stride, dx is dense.
 #include "reduce/softmax_rows.cuh"
@@ -23,7 +23,8 @@ RTK_DEVICE void gradient(float (&g)[N], const float (&v)[N], float sum, float sc
         if constexpr (LOG) {
             g[i] = scale * (g[i] - exponential<sizeof(T) == 2>(v[i]) * sum);
         } else {
-            g[i] = scale * v[i] * (g[i] - sum);
+            const float weight = scale * v[i];
+            g[i] = weight * g[i] - weight * sum;  // the difference of g and the sum may be too large for a float
         }
     }
 }

@@ -14,7 +14,7 @@ struct SoftmaxState {
     RTK_DEVICE static float base(float top) { return top == __uint_as_float(0xff800000u) ? 0.0f : top; }
     RTK_DEVICE void absorb(float v) {
         if (v > top) {
-            sum = sum * expf(top - v) + 1.0f;
+            sum = sum * expf(top - v) + (1.0f + (v - v));  // the exponential of v - v: NaN for an infinity
             top = v;
         } else {
             sum += expf(v - base(top));
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     }
 }
 
-// dx = y * (dy - sum(dy * y)), or dy - exp(y) * sum(dy).
+// dx = y * dy - y * sum(dy * y), or dy - exp(y) * sum(dy).
 template <typename T, int N>
 RTK_DEVICE void softmax_column_bwd(const T* dy, const T* y, T* dx, i64 n, i64 inner, i64 log) {
     __shared__ float parts[kColumnWarps][kWarp * N];
@@ -111,7 +111,7 @@ RTK_DEVICE void softmax_column_bwd(const T* dy, const T* y, T* dx, i64 n, i64 in
         load_keep<T, N>(dy + block.first + k * block.step, g);
         load_keep<T, N>(y + block.first + k * block.step, v);
 #pragma unroll
-        for (int i = 0; i < N; ++i) g[i] = log ? g[i] - expf(v[i]) * sums[i] : v[i] * (g[i] - sums[i]);
+        for (int i = 0; i < N; ++i) g[i] = log ? g[i] - expf(v[i]) * sums[i] : v[i] * g[i] - v[i] * sums[i];
         store<T, N>(dx + block.first + k * block.step, g);
     }
 }

@@ -8,6 +8,7 @@ launches.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +77,7 @@ def _higher(above: torch.dtype | None, below: torch.dtype | None) -> torch.dtype
 
 
 class _Plan:
-    __slots__ = ("common", "dtype", "is_float", "launch", "range", "rounds", "shape", "stride")
+    __slots__ = ("common", "dtype", "inverts", "is_float", "launch", "range", "rounds", "shape", "stride")
 
 
 def _build(
@@ -103,6 +104,8 @@ def _build(
         return _SHAPES
     plan = _Plan()
     plan.common, plan.is_float, plan.rounds = common, common in FLOATS, functor.rounds_numbers
+    by_number = bool(functor.by_number) and plan.is_float and not (isinstance(metas[1], tuple) and metas[1][3] >= 0)
+    plan.inverts = by_number and functor.reciprocal
     plan.range = (0, 1) if common == torch.bool else None if plan.is_float else _range(common)
     plan.dtype = result or functor.result or common
     plan.shape = shape
@@ -131,7 +134,8 @@ def _build(
     how = arrange(shape, strides, itemsizes, starts)
     if how is None:
         return _RANK
-    variant = (functor.name, TOKENS[common], TOKENS[plan.dtype], *types, *[ABSENT] * (3 - len(types)))
+    name = functor.by_number if by_number else functor.name
+    variant = (name, TOKENS[common], TOKENS[plan.dtype], *types, *[ABSENT] * (3 - len(types)))
     plan.launch = (functor.kernels or KERNELS).bind(variant, how, device)
     return plan
 
@@ -277,6 +281,8 @@ def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> l
     if plan.is_float:
         if plan.rounds and any(numbers):
             values[:3] = (rounded(value, plan.common) for value in values[:3])
+        if plan.inverts:
+            values[1] = _reciprocal(values[1])
         try:
             return [_INT64.unpack(_DOUBLE.pack(value))[0] for value in values]
         except (OverflowError, struct.error):
@@ -286,6 +292,12 @@ def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> l
         if value and (isinstance(value, float) or not low <= value <= high):
             return None
     return [int(value) for value in values]
+
+
+def _reciprocal(value: Number) -> float:
+    """Return what a division of floats of 32 bits gives for the reciprocal."""
+    divisor = rounded(value, torch.float32)
+    return rounded(1.0 / divisor, torch.float32) if divisor else math.copysign(math.inf, divisor)
 
 
 def rounded(value: Number, dtype: torch.dtype) -> float:

@@ -1,7 +1,7 @@
 """Switching: which aten overloads run on our kernels, in this process, from now on or inside of a ``with``.
 
 Overrides are registered with the dispatcher, which belongs to the process: every thread sees them, as the threads of
-autograd's backward must. ``override.py`` has what a call does then.
+autograd's backward must. Any thread may switch while others call operators. ``override.py`` has what a call does.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ import torch
 
 from rtkernels import emulator
 from rtkernels.aten import table
-from rtkernels.aten.override import Record, override_of
+from rtkernels.aten.override import CODE_FILE, Override, Record
 from rtkernels.aten.table import Overload
 from rtkernels.errors import ArgumentError, UnsupportedDeviceError
 from rtkernels.runtime import env
@@ -39,7 +40,8 @@ class _Choice:
 _lock = threading.RLock()
 _choices: list[_Choice] = []  # the last one is in force
 _in_force: _Choice | None = None
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
+_registered: dict[tuple[str, str], Override] = {}  # by overload and key; some may be switched off
 _native: dict[tuple[str, str], Any] = {}  # torch's kernels, by overload and key
 
 
@@ -169,31 +171,69 @@ def _refuse_composite(row: Overload) -> None:
 
 
 def _apply() -> None:
-    """Register what the last choice asks for; called with the lock."""
-    global _library, _in_force
+    """Switch to what the last choice asks for; called with the lock.
+
+    While other threads run, nothing is taken from the dispatcher, which would free what they may be executing:
+    overrides that are not wanted are switched off and stay until the next switch that no other thread can see.
+    """
+    global _in_force
     wanted = _choices[-1] if _choices else None
     if wanted is _in_force or (wanted is not None and wanted.same(_in_force)):
         return
-    if _library is not None:
-        _library._destroy()
-        _library = None
+    rows = {} if wanted is None else {
+        (name, key): row for key in wanted.keys for name, row in wanted.rows.items()
+        if _native_kernel(name, key) is not None
+    }  # fmt: skip
     _in_force = wanted
-    if wanted is None:
-        return
-    library = torch.library.Library("aten", "IMPL")
+    for place, override in _registered.items():
+        if place not in rows:
+            override.switch(None)
+    if _registered.keys() - rows.keys() and _nobody_dispatches():
+        _unregister()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
-            for key in wanted.keys:
-                for row in wanted.rows.values():
-                    if (native := _native_kernel(row.name, key)) is None:
-                        continue
-                    library.impl(row.name, override_of(row, key, native, wanted.record), key)
+        _register({place: row for place, row in rows.items() if place not in _registered})
+        for place, row in rows.items():
+            _registered[place].switch(row, wanted.record)
     except BaseException:
-        library._destroy()
         _in_force = None
+        for override in _registered.values():
+            override.switch(None)
         raise
-    _library = library
+
+
+def _register(rows: dict[tuple[str, str], Overload]) -> None:
+    if not rows:
+        return
+    _libraries.append(torch.library.Library("aten", "IMPL"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
+        for (name, key), row in rows.items():
+            override = Override(row, key, _native[name, key])
+            _libraries[-1].impl(name, override.call, key)
+            _registered[name, key] = override
+
+
+def _unregister() -> None:
+    while _libraries:
+        _libraries.pop()._destroy()
+    _registered.clear()
+
+
+def _nobody_dispatches() -> bool:
+    """Return True if no other thread, and no call further up in this one, can be inside of an override.
+
+    Threads of autograd's engine have frames while they run Python; while they do not, a thread that waits for them has
+    one, or a graph task is active here.
+    """
+    frames = sys._current_frames()
+    if len(frames) > 1 or torch._C._current_graph_task_id() != -1:
+        return False
+    frame = frames[threading.get_ident()]
+    while frame is not None:
+        if frame.f_code.co_filename == CODE_FILE:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _native_kernel(name: str, key: str) -> Any:

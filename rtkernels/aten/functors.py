@@ -49,6 +49,8 @@ class Functor:
             float), or "first" (the dtype of the first operand that counts).
         result: Dtype of the result; None: the promoted one.
         own: A bit for each operand that keeps its dtype and does not count for promotion (masks).
+        by_number: The functor in the place of this one where the second operand is a number and the dtype a float.
+        reciprocal: `by_number` gets the reciprocal of the number.
         rounds_numbers: Numbers are rounded to the promoted dtype before they are used, as torch does in comparisons.
         unit: Source; the built-in functors are in ``pointwise/pointwise.cu``.
     """
@@ -60,6 +62,8 @@ class Functor:
     result: torch.dtype | None = None
     own: int = 0
     rounds_numbers: bool = False
+    by_number: str = ""
+    reciprocal: bool = False
     kernels: Any = None  # of a user's unit
 
 

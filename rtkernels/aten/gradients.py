@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import run
+from rtkernels.aten.elementwise import rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
@@ -68,11 +68,15 @@ _add_row(
     "nn.functional.softplus",
 )
 _THRESHOLD_BACKWARD = functor("ThresholdBackward", 2, dtypes=NUMBERS)
-_add_row(
-    "threshold_backward",
-    lambda grad_output, self, threshold: run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,)),
-    "nn.functional.relu",
-)
+
+
+def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: Any) -> Any:
+    if self.dtype in FLOATS:
+        threshold = rounded(threshold, self.dtype)
+    return run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,))
+
+
+_add_row("threshold_backward", _threshold_backward, "nn.functional.relu")
 _LOG_SIGMOID_BACKWARD = functor("LogSigmoidBackward", 2, dtypes=FLOATS)
 _add_row(
     "log_sigmoid_backward", lambda grad_output, self, buffer: run(_LOG_SIGMOID_BACKWARD, (grad_output, self)),

@@ -13,7 +13,7 @@ import torch
 
 from rtkernels import emulator
 from rtkernels.aten import table
-from rtkernels.aten.report import Count, count_of
+from rtkernels.aten.report import count_of
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import (
     ArgumentError,
@@ -24,6 +24,7 @@ from rtkernels.errors import (
     UnsupportedDeviceError,
 )
 from rtkernels.runtime import env
+from rtkernels.runtime.torch_private import below_versions, with_numbers_as_tensors
 
 Record = Callable[[str, str | None], None]
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
@@ -37,63 +38,93 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def override_of(row: Overload, key: str, native: Any, record: Record | None) -> Callable[..., Any]:
-    """Return what the dispatcher calls in the place of a kernel of torch.
+class Override:
+    """What the dispatcher calls in the place of a kernel of torch, and whether our kernels run there.
 
-    The way of a call that is like one before, or too small, is kept short.
+    A registration cannot be taken back while other threads may be dispatching, since the dispatcher frees what they
+    execute. So it stays, and ``switch`` says what it does; while it is off every call goes straight to torch's kernel.
 
     Args:
-        row: The overload.
+        row: The overload. It is off at first.
         key: "CUDA" or "CPU".
         native: Torch's own kernel, looked up before it was overridden.
-        record: Gets the overload, and why torch's kernel ran or None.
     """
-    name, inside, on_cpu = row.name, _inside, key == "CPU"
-    torch_kernel = _torch_kernel(row, native, key)
-    count: Count = count_of(name, row.family)
-    handler, replays = row.handler, False
-    find = key_of = known = None
+
+    def __init__(self, row: Overload, key: str, native: Any) -> None:
+        self.call, self.switch = _override_of(row.name, row.family, key, native)
+
+
+def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return the function that the dispatcher calls, and one that switches it: to a row and a record, or off.
+
+    The way of a call that is like one before, or too small, is kept short: while it is off there is no ``find``.
+    """
+    inside, on_cpu, switching = _inside, key == "CPU", threading.Lock()
+    row: Overload | None = None  # None: off
+    record: Record | None = None
+    torch_kernel, count = _torch_kernel(name, family, native, key), count_of(name, family)
+    handler = made_for = find = prepared = key_of = known = None
+    replays = False
+
+    def switch(wanted: Overload | None, to: Record | None = None) -> None:
+        nonlocal row, record, find, prepared, made_for
+        with switching:
+            if wanted is not None and wanted.handler is not made_for:
+                prepared, made_for = None, wanted.handler
+            row, record = wanted, to
+            find = None if wanted is None else prepared
 
     def override(*args: Any, **kwargs: Any) -> Any:
-        if find is None:
-            prepare()
+        if find is None and not prepare():
+            return torch_kernel(*args, **kwargs)
         result = None
         if not on_cpu:
             try:
                 result = find(*args, **kwargs)
-            except (AttributeError, TypeError):  # a number in the place of a tensor
+            except (AttributeError, TypeError):  # a number in the place of a tensor, or switched off just now
                 pass
         if result is None or type(result) is NotHandled:
             if inside.handler:
                 return torch_kernel(*args, **kwargs)
             return handled(args, kwargs) if result is None else given_back(result.reason, args, kwargs)
         count.ours += 1
-        if record is not None:
-            record(name, None)
+        if (noted := record) is not None:  # once: another thread may switch
+            noted(name, None)
         return result
 
     def given_back(reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count.torch[reason] += 1
-        if record is not None:
-            record(name, reason)
+        if (noted := record) is not None:
+            noted(name, reason)
         return torch_kernel(*args, **kwargs)
 
-    def prepare() -> None:
-        """Import the handler and make ``find``, in the first call: ``enable`` is to be quick."""
-        nonlocal handler, replays, find, key_of, known
+    def prepare() -> bool:
+        """Import the handler and make ``find``, in the first call: ``enable`` is to be quick. False: switched off."""
+        nonlocal handler, replays, find, prepared, key_of, known
+        wanted = row
+        if wanted is None:
+            return False
         from rtkernels.aten import replay
 
-        actual = row if row.handler is not None else table.row_of(name)
-        handler, replays = actual.handler, actual.replays is True or (actual.replays == "cuda" and not on_cpu)
-        measured = name if name in table.MIN_ELEMENTS else row.family
+        actual = wanted if wanted.handler is not None else table.row_of(name)
+        measured = name if name in table.MIN_ELEMENTS else family
         limits = {measured: 0} if on_cpu else table.MIN_ELEMENTS
-        known = replay.replays_of(name, key)
-        find, key_of = replay.finder(name, row.family, key, limits, measured, replays=replays)
+        repeats = actual.replays is True or (actual.replays == "cuda" and not on_cpu)
+        with switching:
+            if row is not wanted:
+                return row is not None and handler is not None
+            if prepared is None:
+                known = replay.replays_of(name, key)
+                handler, replays = actual.handler, repeats
+                prepared, key_of = replay.finder(name, family, key, limits, measured, replays=repeats)
+            find = prepared
+        return True
 
     def handled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.handler = True
         try:
-            result = emulated(args, kwargs) if on_cpu else called(args, kwargs)
+            with below_versions():  # the dispatcher has counted what the call writes, and results are new
+                result = emulated(args, kwargs) if on_cpu else called(args, kwargs)
         except _CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
@@ -103,8 +134,8 @@ def override_of(row: Overload, key: str, native: Any, record: Record | None) -> 
         else:
             if type(result) is not NotHandled:
                 count.ours += 1
-                if record is not None:
-                    record(name, None)
+                if (noted := record) is not None:
+                    noted(name, None)
                 return result
             reason = result.reason
         finally:
@@ -132,29 +163,28 @@ def override_of(row: Overload, key: str, native: Any, record: Record | None) -> 
             emulate_features(features)  # which may forget what is known
             with emulator.recording():
                 try:
-                    result = find(*args, **kwargs)
+                    result = prepared(*args, **kwargs)
                 except (AttributeError, TypeError):
                     result = None
                 return called(args, kwargs) if result is None else result
 
-    return override
+    return override, switch
 
 
+CODE_FILE = _override_of.__code__.co_filename  # of the frames of calls
 _NOT_EMULATING = NotHandled("on the CPU")
 
 
-def _torch_kernel(row: Overload, native: Any, key: str) -> Callable[..., Any]:
+def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[..., Any]:
     """Return torch's own kernel as a function of what an override is given.
 
-    Numbers in the place of tensors, which the dispatcher unwraps for Python, must be tensors for it. They are given the
-    dtype that lets promotion come to the same result; tensors without dimensions get one, or theirs would count no more
-    than the number's.
+    Numbers in the place of tensors, which the dispatcher unwraps for Python, are wrapped again as the dispatcher does.
     """
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # kernels of a device do not look at it
-    if row.family not in ("ew", "copy"):  # others take no numbers for tensors
-        return partial(native.call_boxed, keyset)
-    name = row.name
-    boxed, places = partial(native.call_boxed, keyset), []
+    boxed = partial(native.call_boxed, keyset)
+    if family not in ("ew", "copy"):  # others take no numbers for tensors
+        return boxed
+    places: list[int] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not places:  # at the first call: schemas take long to look up
@@ -162,38 +192,10 @@ def _torch_kernel(row: Overload, native: Any, key: str) -> Callable[..., Any]:
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
         for i in places:
             if i < len(args) and not isinstance(args[i], torch.Tensor):
-                break
-        else:
-            return boxed(*args, **kwargs)
-        numbers = [i for i in places if i < len(args) and not isinstance(args[i], torch.Tensor)]
-        given = [value for value in args if isinstance(value, torch.Tensor)]
-        values = list(args)
-        if not given:  # torch.add(2, 3)
-            for i in numbers:
-                values[i] = torch.scalar_tensor(args[i], dtype=torch.result_type(args[i], args[i]), device="cpu")
-            return boxed(*values, **kwargs)
-        for i in numbers:
-            values[i] = _number_tensor(args[i], given[0])
-        if "out" in kwargs or any(tensor.dim() for tensor in given):
-            return boxed(*values, **kwargs)
-        lifted = [value.view(1) if any(value is tensor for tensor in given) else value for value in values]
-        result = boxed(*lifted, **kwargs)
-        in_place = result is lifted[0] or result.data_ptr() == args[0].data_ptr() if args[0] is given[0] else False
-        return args[0] if in_place else result.view(())
+                return with_numbers_as_tensors(boxed, args, kwargs)
+        return boxed(*args, **kwargs)
 
     return call
-
-
-def _number_tensor(number: Any, like: torch.Tensor) -> torch.Tensor:
-    kind = _KINDS[type(number)]
-    lower = kind > (3 if like.is_complex() else 2 if like.is_floating_point() else like.dtype != torch.bool)
-    dtype = (
-        torch.result_type(like, number) if lower else (torch.bool, torch.int64, torch.float64, torch.complex128)[kind]
-    )
-    return torch.scalar_tensor(number, dtype=dtype, device="cpu")
-
-
-_KINDS = {bool: 0, int: 1, float: 2, complex: 3}
 
 
 def _not_launched(name: str, error: RtkError) -> str:

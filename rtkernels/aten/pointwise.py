@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import run
+from rtkernels.aten.elementwise import rounded, run
 from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 
@@ -78,8 +78,8 @@ def _nan_to_num(
     if not self.is_floating_point():
         return NotHandled("integers")
     limits = torch.finfo(self.dtype)
-    scalars = (nan or 0.0, limits.max if posinf is None else posinf, limits.min if neginf is None else neginf)
-    return run(_NAN_TO_NUM, (self,), scalars, out=out)
+    given = ((nan, 0.0), (posinf, limits.max), (neginf, limits.min))
+    return run(_NAN_TO_NUM, (self,), [default if value is None else value for value, default in given], out=out)
 
 
 _add_row("nan_to_num", _nan_to_num, "nan_to_num")
@@ -119,13 +119,16 @@ _add_row(
     "softplus", lambda self, beta=1, threshold=20: run(_SOFTPLUS, (self,), (beta, threshold)), "nn.functional.softplus"
 )
 _THRESHOLD = functor("Threshold", 1, dtypes=NUMBERS)
-_add_row(
-    "threshold", lambda self, threshold, value: run(_THRESHOLD, (self,), (threshold, value)), "nn.functional.threshold"
-)
-_add_row(
-    "threshold_", lambda self, threshold, value: run(_THRESHOLD, (self,), (threshold, value), out=self),
-    "nn.functional.threshold",
-)  # fmt: skip
+
+
+def _threshold(self: Tensor, threshold: Any, value: Any, *, out: Any = None):
+    if self.dtype in FLOATS:
+        threshold = rounded(threshold, self.dtype)  # with which elements are compared
+    return run(_THRESHOLD, (self,), (threshold, value), out=out)
+
+
+_add_row("threshold", _threshold, "nn.functional.threshold")
+_add_row("threshold_", lambda self, *numbers: _threshold(self, *numbers, out=self), "nn.functional.threshold")
 _LOG_SIGMOID = functor("LogSigmoid", 1, dtypes=FLOATS)
 
 
@@ -243,10 +246,12 @@ _add_row("rsub.Scalar", _rsub, "rsub")
 _add_row("rsub.Tensor", lambda self, other, *, alpha=1: _rsub(self, other, alpha), "rsub")
 
 _DIV = {
-    None: _float("Div", 2),
-    "floor": functor("DivFloor", 2, dtypes=NUMBERS, rounds_numbers=True),
-    "trunc": functor("DivTrunc", 2, dtypes=NUMBERS),
+    None: functor("Div", 2, dtypes=FLOATS, promotion="float", by_number="Mul", reciprocal=True),
+    "floor": functor("DivFloor", 2, dtypes=NUMBERS, by_number="DivFloorBy"),
+    "trunc": functor("DivTrunc", 2, dtypes=NUMBERS, by_number="MulTrunc", reciprocal=True),
 }
+for _name in ("DivFloorBy", "MulTrunc"):
+    functor(_name, 2, dtypes=FLOATS)
 
 
 def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
@@ -271,9 +276,10 @@ _add_row("floor_divide_.Tensor", lambda self, other: run(_FLOOR, (self, other), 
 _POW = functor("Pow", 2, dtypes=NUMBERS, rounds_numbers=True)
 _POW_NUMBER = functor("PowNumber", 1, dtypes=FLOATS)
 _POWERS = {
-    2: functor("Square", 1, dtypes=NUMBERS), 3: functor("Cube", 1, dtypes=NUMBERS), 0.5: _float("Sqrt"),
-    -1: _float("Reciprocal"), -0.5: _float("Rsqrt"),
+    2: functor("Square", 1, dtypes=NUMBERS), 3: functor("Cube", 1, dtypes=NUMBERS),
+    -2: functor("InverseSquare", 1, dtypes=FLOATS),
 }  # fmt: skip
+_ROOTS = {0.5: _float("Sqrt"), -1: _float("Reciprocal"), -0.5: _float("Rsqrt")}
 
 
 def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
@@ -285,9 +291,10 @@ def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
         if type(exponent) is float:
             return NotHandled("integers to a float")
         return run(_POW, (self, exponent), out=out) if exponent > 0 else _NEGATIVE
-    if exponent in _POWERS:
-        return run(_POWERS[exponent], (self,), out=out)
-    return run(_POW_NUMBER, (self,), (exponent,), out=out)
+    if exponent not in _ROOTS and self.dtype in FLOATS:
+        exponent = rounded(exponent, self.dtype)  # as torch does, but for these
+    made = _ROOTS.get(exponent) or _POWERS.get(exponent)
+    return run(_POW_NUMBER, (self,), (exponent,), out=out) if made is None else run(made, (self,), out=out)
 
 
 def _pow(self: Any, exponent: Any, *, out: Any = None) -> Any:

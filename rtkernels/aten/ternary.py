@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import copy_into, meta_of, output_strides, run
+from rtkernels.aten.elementwise import copy_into, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
 from rtkernels.aten.table import NotHandled, Overload
@@ -90,6 +90,8 @@ def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any
         size not in (1, of) for size, of in zip(self.shape[::-1], (len(vec2), len(vec1)), strict=False)
     ):
         return _OPTION
+    if self.dtype == vec1.dtype == vec2.dtype and self.dtype in FLOATS:
+        beta, alpha = rounded(beta, self.dtype), rounded(alpha, self.dtype)
     return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
 
 

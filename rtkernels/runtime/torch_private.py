@@ -10,6 +10,7 @@ functorch transform on.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,3 +112,46 @@ def refuse_lazy(name: str, tensor: Tensor) -> None:
             f"{name} is a lazy {what}: its memory holds other values; expected a tensor whose memory holds its own "
             f"(call .resolve_{remedy}())"
         )
+
+
+# Inside of this no version counter rises: where the dispatcher runs kernels of in-place operators.
+below_versions = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+class _NumberCall(threading.local):
+    call: Any = None  # a function, its arguments and keywords; then what it returned
+
+
+_number_call = _NumberCall()
+
+
+def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a boxed kernel with Python numbers in the places of tensors.
+
+    They become 0-d tensors that count as numbers in type promotion, as torch makes them of ``x + 2``. Python cannot
+    make such tensors itself, and torch converts numbers to them only while an operator of aten or prims is called from
+    Python: so the kernel is called inside of one of those, which is defined here.
+    """
+    _number_call.call = function, args, kwargs
+    try:
+        _number_operator()()
+        return _number_call.call
+    finally:
+        _number_call.call = None
+
+
+@functools.cache
+def _number_operator() -> Callable[[], None]:
+    library = torch.library.Library("prims", "FRAGMENT")
+    library.define("rtkernels_numbers() -> ()")
+
+    def run() -> None:
+        function, args, kwargs = _number_call.call
+        _number_call.call = function(*args, **kwargs)
+
+    library.impl("rtkernels_numbers", run, "CompositeExplicitAutograd")
+    _libraries.append(library)
+    return torch.ops.prims.rtkernels_numbers.default._op
+
+
+_libraries: list[Any] = []  # which last as long as they are referred to

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import threading
 import time
 
@@ -251,9 +253,97 @@ def test_enabling_is_quick_and_compiles_nothing() -> None:
     assert took < 0.5  # 50 ms for the CUDA key alone on a machine of its own
 
 
+def test_handlers_take_what_schemas_take() -> None:
+    """The dispatcher passes arguments that differ from their defaults only."""
+    for name, row in table.table().items():
+        arguments = table.schema_of(name).arguments
+        required = [a for a in arguments if not a.has_default_value()]
+        given = [None for a in required if not a.kwarg_only], {a.name: None for a in required if a.kwarg_only}
+        inspect.signature(row.handler).bind(*given[0], **given[1])
+        last = [None for a in arguments if not a.kwarg_only], {a.name: None for a in arguments if a.kwarg_only}
+        inspect.signature(row.handler).bind(*last[0], **last[1])
+
+
 def test_every_row_has_a_schema_and_is_no_composite() -> None:
     from rtkernels.aten.enable import _refuse_composite
 
     for row in table.table().values():
         _refuse_composite(row)
     assert "add.Tensor" in rtkernels.aten.overloads()
+
+
+def _call_while_switching(function, want: torch.Tensor, switches: int, include: tuple) -> set[str]:
+    """Call a function in eight threads while this one switches overrides; return what went wrong."""
+    errors: set[str] = set()
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                if not torch.equal(function(), want):
+                    errors.add("wrong result")
+            except BaseException as error:
+                errors.add(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for i in range(switches):
+        with rtkernels.use(include[i % len(include)]):
+            time.sleep(0.001)
+        time.sleep(0.0005)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_switching_while_threads_call(toy) -> None:
+    """The dispatcher frees what is unregistered: other threads may be executing it."""
+    x = torch.randn(64)
+    assert not _call_while_switching(lambda: torch.sin(x) * x, torch.sin(x) * x, 200, ("sin", "mul", ("sin", "mul", "red")))
+    assert not rtkernels.aten.enabled()
+
+
+def test_overrides_that_are_off(toy) -> None:
+    """While another thread runs, they stay with the dispatcher and give every call to torch; then they go."""
+    enable = importlib.import_module("rtkernels.aten.enable")  # the package has a function of that name
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    x = torch.randn(5)
+    with rtkernels.use("sin"):
+        torch.sin(x)
+    assert ("sin", "CPU") in enable._registered
+    torch.testing.assert_close(torch.sin(x), x.double().sin().float())
+    assert rows() == {"sin": (1, {})}
+    stop.set()
+    thread.join()
+    with rtkernels.use("mul"):
+        assert ("sin", "CPU") not in enable._registered
+    assert not enable._registered
+
+
+def test_switching_off_inside_of_a_call(toy) -> None:
+    x = torch.randn(5)
+    rtkernels.enable("sin", record=lambda name, why: rtkernels.disable())
+    torch.testing.assert_close(torch.sin(x), x.double().sin().float())
+    assert not rtkernels.aten.enabled()
+
+
+@pytest.mark.gpu
+def test_switching_while_threads_call_on_the_gpu() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    with taken("cuda", "all"):
+        want = x.abs().sum(1)
+
+    def close() -> torch.Tensor:
+        torch.testing.assert_close(x.abs().sum(1), want)
+        return want
+
+    limits = dict(table.MIN_ELEMENTS)
+    table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
+    try:
+        assert not _call_while_switching(close, want, 100, ("all", ("abs", "sum"), "red"))
+    finally:
+        table.MIN_ELEMENTS.update(limits)

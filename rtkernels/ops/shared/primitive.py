@@ -14,6 +14,12 @@ from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.operator.tape import note_primitive, tape
 
 
+class _Steps(Internal):
+    """Steps below torch's dispatcher, which has counted the versions of what an in-place operator overwrites."""
+
+    counts_versions = False
+
+
 class Primitive:
     """Steps on tensors, planned from metadata and hashable options.
 
@@ -39,9 +45,9 @@ class Primitive:
         }  # fmt: skip
 
     @cached_property
-    def _steps(self) -> Internal:
+    def _steps(self) -> _Steps:
         """The steps, declared by the first call: `rtkernels.enable()` imports all primitives, and calls none."""
-        return Internal(self.name, **self._declaration)
+        return _Steps(self.name, **self._declaration)
 
     def _has_no_reference(self, *_: Any) -> Any:
         """Torch's own operator is the reference; an override that raises this gives the call back to it."""

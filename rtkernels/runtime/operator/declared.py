@@ -75,6 +75,8 @@ def own_notes() -> Any:
 class Declared:
     """What ``Operator`` and ``InPlaceOperator`` share."""
 
+    counts_versions = True  # False: whoever calls it has counted what it overwrites
+
     def __init__(
         self, name: str, arguments: Sequence[Argument | str], *, options: str = "", numbers: str = "",
         results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
@@ -165,7 +167,7 @@ class Declared:
         prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
         given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
         counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
-        counted = "".join(map(counting.format, self._written))
+        counted = "".join(map(counting.format, self._written)) if self.counts_versions else ""
         source = f"""
 def find({names}):
     {checks}return {self._key()}
@@ -344,7 +346,7 @@ def run_and_keep({names}):
         return made
 
     def _count_versions(self, args: tuple[Any, ...]) -> None:
-        for i in self._places:
+        for i in self._places if self.counts_versions else ():
             if self._kinds[i].written and args[i] is not None and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
 

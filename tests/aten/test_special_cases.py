@@ -1,0 +1,158 @@
+"""Single calls in which torch's operators on our kernels once differed from torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.overrides import taken
+from support.places import emulated
+
+import rtkernels
+from rtkernels.aten import row
+
+INF, NAN = float("inf"), float("nan")
+
+
+def _same(function, families: str = "all") -> None:
+    """Compare a result, or the type of an exception, with torch's."""
+
+    def outcome():
+        try:
+            return function()
+        except Exception as error:
+            return type(error)
+
+    want = outcome()
+    with taken("sm_80", families):
+        got = [outcome() for _ in range(2)]
+    for one in got:
+        if isinstance(want, torch.Tensor):
+            assert one.dtype == want.dtype and one._version == want._version
+            torch.testing.assert_close(one, want, rtol=0, atol=0, equal_nan=True)
+            assert one.is_floating_point() is False or torch.equal(one.signbit(), want.signbit())
+        else:
+            assert one == want
+
+
+@emulated
+@pytest.mark.parametrize("name", ("fmod", "remainder"))
+@pytest.mark.parametrize("number", (3, -2, 300))
+def test_0d_integers_and_numbers(name: str, number: int) -> None:
+    """300 is no int8: torch wraps it, and so must whoever gives the call back to torch."""
+    for dtype in (torch.int8, torch.int64):
+        seven = torch.tensor(100, dtype=dtype)
+        _same(lambda x=seven: getattr(torch, name)(x, number), name)
+        _same(lambda x=seven: getattr(torch, name)(x, number, out=torch.empty((), dtype=x.dtype)), name)
+
+
+@emulated
+def test_numbers_that_do_not_fit() -> None:
+    _same(lambda: torch.pow(-1, torch.arange(4, dtype=torch.uint8)), "pow")
+    _same(lambda: torch.remainder(-1, torch.tensor([True, True])), "remainder")
+    _same(lambda: torch.add(torch.tensor(1, dtype=torch.int8), 1000), "add")
+
+
+@emulated
+def test_nan_to_num_keeps_the_sign_of_zero() -> None:
+    _same(lambda: torch.nan_to_num(torch.tensor([NAN, 1.0]), nan=-0.0), "nan_to_num")
+
+
+@emulated
+@pytest.mark.parametrize("name", ("uniform_", "normal_", "exponential_", "bernoulli_"))
+def test_versions_of_fills(name: str) -> None:
+    x = torch.empty(8)
+    with taken("sm_80", "rng"):
+        getattr(x, name)()
+        assert x._version == 1
+        getattr(x, name)()
+    assert x._version == 2
+
+
+@emulated
+def test_versions_of_random_results() -> None:
+    x = torch.ones(8)
+    with taken("sm_80", "rng"):
+        made = [torch.rand(8), torch.randn(8), torch.rand_like(x), torch.randn_like(x), torch.normal(x, x)]
+        made += [torch.normal(x, 1.0), torch.normal(0.0, x), *torch.native_dropout(x, 0.5, True)]
+    assert [tensor._version for tensor in made] == [0] * len(made)
+
+
+@emulated
+def test_negative_deviations_are_refused() -> None:
+    x = torch.ones(8)
+    for function in (
+        lambda: x.clone().normal_(std=-1), lambda: torch.normal(x, -1.0), lambda: torch.normal(x, -x),
+        lambda: torch.normal(0.0, torch.tensor([1.0, NAN])), lambda: x.clone().normal_(std=NAN),
+    ):  # fmt: skip
+        _same(function, "rng")
+
+
+@emulated
+def test_dropped_infinities_are_nan() -> None:
+    x = torch.tensor([NAN, INF, -INF, 1.0]).repeat(64)
+    with taken("sm_80", "rng"):
+        y, mask = torch.native_dropout(x, 0.5, True)
+    torch.testing.assert_close(y, x * mask * 2.0, rtol=0, atol=0, equal_nan=True)
+    assert not mask.all() and mask.any()
+
+
+@emulated
+def test_extremes_of_zeros() -> None:
+    """As CUDA has it: the positive one is larger."""
+    a, b = torch.tensor([0.0, -0.0, -0.0]), torch.tensor([-0.0, 0.0, -0.0])
+    with taken("sm_80", ["maximum", "minimum", "clamp"]):
+        assert torch.maximum(a, b).signbit().tolist() == [False, False, True]
+        assert torch.minimum(a, b).signbit().tolist() == [True, True, True]
+        assert a.clamp(min=b, max=b + 1).signbit().tolist() == [False, False, True]
+
+
+@emulated
+def test_orders_of_products_are_those_of_cuda() -> None:
+    """Intermediate results that overflow in another order, and do not in that of torch's CUDA kernels."""
+    big, small = torch.tensor([1e30]), torch.tensor([1e-30])
+    with taken("sm_80", ["addcmul", "glu_backward", "softplus_backward", "_softmax_backward_data"]):
+        assert torch.addcmul(big * 0, big, small, value=1e20).item() == pytest.approx(1e20)
+        x = torch.tensor([1e20, 60.0])  # the slope of the gate is 0 in fp32 beyond 17, about 1e-26 before rounding
+        got = torch.ops.aten.glu_backward(torch.tensor([1e20]), torch.tensor([1e20, -50.0]), 0)
+        gate = torch.sigmoid(torch.tensor(-50.0))
+        torch.testing.assert_close(got, torch.stack([gate * 1e20, (1 - gate) * gate * 1e20 * 1e20]))
+        assert x.isfinite().all()
+        top = torch.finfo(torch.float32).max
+        dy, y = torch.tensor([[top, -top, -top]]), torch.tensor([[0.25, 0.5, 0.25]])
+        got = torch.ops.aten._softmax_backward_data(dy, y, 1, torch.float32)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got.double(), (y.double() * (dy.double() - (dy.double() * y.double()).sum())))
+
+
+@emulated
+@pytest.mark.parametrize("cols", (5, 64, 1024))
+def test_rms_norm_of_infinities(cols: int) -> None:
+    """A sum of squares that is infinite makes finite elements 0, not NaN; also where squares overflow."""
+    x = torch.randn(4, cols)
+    x[0, 1], x[1, 2], x[2, 3] = INF, NAN, 1e30
+    weight = torch.randn(cols)
+    with rtkernels.emulate("sm_80"):
+        y, rstd = row._rms_norm(x, [cols], weight, 1e-5)
+        dx, dw = row._rms_norm_backward(torch.ones_like(x), x, [cols], rstd, weight, [True, True])
+    want = torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(rstd, want, equal_nan=True)
+    torch.testing.assert_close(y, x * want * weight, equal_nan=True)
+    assert y[0].isnan().tolist() == [i == 1 for i in range(cols)] and y[1].isnan().all() and (y[2] == 0).all()
+    assert dx[0].isnan().all() and dx[1].isnan().all() and (dx[2] == 0).all() and dx[3].isfinite().all()
+    assert dw[1].isnan()
+
+
+@emulated
+@pytest.mark.parametrize("dim", (0, 1))
+def test_softmax_of_an_infinity(dim: int) -> None:
+    x = torch.randn(6, 6)
+    x[2, 3] = INF
+    _same(lambda: torch.softmax(x, dim).isnan(), "_softmax")
+
+
+@emulated
+def test_norms_keep_the_sign_of_zero() -> None:
+    x = torch.tensor([[-0.0, 1.0, -1.0, 0.0]])
+    with rtkernels.emulate("sm_80"):
+        y, _ = row._rms_norm(x, [4], None, 1e-5)
+    assert y.signbit().tolist() == [[True, False, True, False]]

@@ -1,0 +1,50 @@
+"""What differs from torch on purpose, or between torch's kernels for the CPU and for CUDA, by overload; the lines for
+users are a table in ``docs/operators.md``.
+"""
+
+from __future__ import annotations
+
+# ---- on purpose -----------------------------------------------------------------------------------------------------
+
+# Random numbers are others than torch's.
+RANDOM = frozenset({
+    "uniform_", "normal_", "exponential_", "bernoulli_.float", "rand", "randn", "rand_like", "randn_like", "randperm",
+    "native_dropout", "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor",
+})  # fmt: skip
+# Integers divided by zero: undefined in torch on CUDA, 0 here; the CPU raises.
+DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
+# Version counters: torch's `isclose` is a chain that writes to its own result; factories count one if they are called as
+# `torch.ops.aten.rand`, none as `torch.rand`.
+VERSIONS = frozenset({"isclose", "rand", "randn"})
+# The sign of a zero that a sum, an extreme or a product of many elements gives depends on their order.
+SIGN_OF_ZERO: frozenset[str] = frozenset()
+# Large numbers: intermediate results overflow in one order of additions and not in another.
+CALM: frozenset[str] = frozenset()
+
+# ---- tolerances -----------------------------------------------------------------------------------------------------
+
+# Operators whose result may be much smaller than their operands.
+CANCELS = frozenset(
+    "add sub rsub lerp addcmul addcdiv addr mse_loss_backward native_layer_norm_backward native_group_norm_backward "
+    "_fused_rms_norm_backward _weight_norm_interface_backward _softmax_backward_data".split()
+)
+LOOSER: dict[str, float] = {}
+
+# ---- torch's CPU kernels, beside which the emulator is compared -----------------------------------------------------
+
+# They multiply in another order than the CUDA kernels, whose order ours have.
+CALM_ON_THE_CPU = frozenset({
+    "addcmul", "addcmul_", "addcmul.out", "addr", "native_layer_norm_backward", "native_group_norm_backward",
+})  # fmt: skip
+# They approximate the error function.
+ROUGH_ON_THE_CPU = frozenset({"erf", "erf_", "erf.out", "gelu", "gelu_", "gelu.out", "gelu_backward"})
+# Of zeros of both signs CUDA's maximum is the positive one, its minimum the negative one; the CPU's depend on the order.
+SIGN_OF_ZERO_ON_THE_CPU = frozenset(
+    f"{name}{form}" for name in ("maximum", "minimum", "clamp", "clamp_min", "clamp_max")
+    for form in ("", ".out", "_", ".Tensor", "_.Tensor", ".Tensor_out")
+)  # fmt: skip
+# They wait for a number from the device, which a graph cannot.
+NOT_CAPTURED = frozenset({
+    "_unique2", "nonzero", "masked_select", "repeat_interleave.Tensor", "allclose", "normal.Tensor_Tensor",
+    "normal.float_Tensor",
+})  # fmt: skip
