@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.lazy_logits import LazyLogits
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.probe import NotRecognized, Recognized
 
 _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"

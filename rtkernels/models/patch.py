@@ -22,7 +22,7 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.probe import NotRecognized, Recognized
 
 _REPORT = "_rtkernels_report"
 _OLDEST = (5, 0)
@@ -133,10 +133,14 @@ class _Patcher:
         self._known: dict[Any, Recognized | str] = {}
 
     def visit(
-        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None
-    ) -> None:
-        """Replace a module if it is recognised. `more` is what the answer depends on, apart from the module."""
-        key = (kind, type(module), _scalars(module), more)
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None,
+        by_class: bool = False,
+    ) -> None:  # fmt: skip
+        """Replace a module if it is recognised.
+
+        `more` is what the answer depends on, apart from the module; `by_class` says that it depends on its class alone.
+        """
+        key = (kind, type(module), None if by_class else _scalars(module), more)
         if key not in self._known:
             try:
                 self._known[key] = find(module)
@@ -165,15 +169,32 @@ class _Patcher:
 
 
 def _scalars(module: nn.Module) -> tuple[Any, ...]:
-    """Return what two modules of one class may differ in: numbers, texts, functions, sizes of parameters, children."""
-    plain = (bool, int, float, str, type(None))
-    state = sorted(
-        (k, v) for k, v in module.__dict__.items() if isinstance(v, plain) and k not in ("training", "layer_idx")
+    """Return what two modules of one class may differ in: attributes, sizes of parameters, children."""
+    state = tuple((name, _value(value)) for name, value in module.__dict__.items() if name not in _SAME)
+    shapes = tuple(
+        (name, None if p is None else tuple(p.shape)) for name, p in (*module._parameters.items(), *module._buffers.items())
     )
-    shapes = tuple((k, p is None or tuple(p.shape)) for k, p in module._parameters.items())
-    children = tuple((k, type(c), getattr(c, "p", None)) for k, c in module._modules.items())
-    functions = tuple((k, v) for k, v in module.__dict__.items() if callable(v) and not isinstance(v, nn.Module))
-    return tuple(map(repr, state)), shapes, children, functions
+    children = tuple(
+        (name, child is not None and (type(child), _features(child) if child._parameters else _scalars(child)))
+        for name, child in module._modules.items()
+    )
+    return state, shapes, children
+
+
+def _features(child: nn.Module) -> tuple[Any, ...]:
+    return tuple(getattr(child, name, None) for name in ("in_features", "out_features"))
+
+
+def _value(value: Any) -> Any:
+    """Return what stands for an attribute: a text for plain values, for others which object it is."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value, value))
+    return id(value)
+
+
+_SAME = set(nn.Module().__dict__)  # tables of torch's own
 
 
 @torch.inference_mode(False)
@@ -234,14 +255,14 @@ def patch(
             continue
         if norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
-        elif mlp and recognize.is_mlp(module):
-            patcher.visit("mlp", name, module, recognize.mlp)
-        elif experts and expert_layers.is_experts(module):
+        elif experts and expert_layers.holds_experts(module):
             patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
-        elif rope and rope_view.is_attention(module):
-            patcher.visit("rope", name, module, rope_view.recognize)
+        elif rope and rope_view.rotates(module):
+            patcher.visit("rope", name, module, rope_view.recognize, by_class=True)
+        elif mlp and recognize.is_mlp(module):
+            patcher.visit("mlp", name, module, recognize.mlp)
     if attention:
         try:
             attentions.replace_attention(inner)
