@@ -22,9 +22,12 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
+from rtkernels.models.loss_probe import takes_labels
 from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
+_FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
 _OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unsloth"}  # packages that patch models, too
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
@@ -78,7 +81,7 @@ def _check_transformers() -> None:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside of a PEFT wrapper, or the model."""
+    """Return the model inside of wrappers (DataParallel, DDP, PEFT), or the model."""
     if isinstance(model, str):
         raise ArgumentError(
             f"model is {model!r}; expected a model: replacing by name would change all models of this process. To "
@@ -88,7 +91,7 @@ def _unwrapped(model: Any) -> nn.Module:
         raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise ArgumentError("model was compiled by torch.compile; expected one that was not: patch first, then compile")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) and hasattr(model, "peft_config") else model
@@ -105,24 +108,54 @@ def _check_foreign(model: nn.Module) -> None:
         raise RtkError(
             "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
         )
-    known: set[type] = set()
-    for name, module in model.named_modules():
-        cls, name = type(module), name or "model"
+    for _, _, sentence in _foreign(model):
+        raise RtkError(sentence)
+
+
+def _foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Return the modules whose forward is that of others: name, whose it is, and a sentence for the error."""
+    known: dict[type, str | None] = {}
+    for path, module in model.named_modules():
+        cls, name = type(module), path or "model"
         who = _maker(module.__dict__.get("forward"))
         if who is not None:
-            raise RtkError(f"{name} was patched by {who}; build the model anew and patch it with one of the two")
+            yield path, who, f"{name} was patched by {who}; build the model anew and patch it with one of the two"
+            continue
         if cls in known:
             continue
-        known.add(cls)
+        known[cls] = None
         if (who := _maker(cls)) is not None:
-            raise RtkError(f"{name} is a {cls.__name__} of {who}; build the model without {who} first")
+            yield path, who, f"{name} is a {cls.__name__} of {who}; build the model without {who} first"
+            continue
         forward = cls.forward
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         called = [forward, *(getattr(forward, "__globals__", {}).get(n) for n in names)]
         if who := next((found for found in map(_maker, called) if found is not None), None):
-            raise RtkError(
-                f"{name}: {who} patched {cls.__name__} for all models of this process; start one without {who} first"
-            )
+            about = f"{who} patched {cls.__name__} for all models of this process; start one without {who} first"
+            yield path, who, f"{name}: {about}"
+
+
+def _notice_others(model: nn.Module, known: PatchReport) -> str:
+    """Correct the report of a model that others patched after us; return a sentence for a warning, or ""."""
+    others = {path: who for path, who, _ in _foreign(model)}
+    if not others:
+        return ""
+    for i, site in enumerate(known.sites):
+        if site.reason is None and site.name in others:
+            known.sites[i] = site._replace(reason=f"{others[site.name]} replaced its forward after patch")
+    who, first = next(iter(others.values())), next(iter(others)) or "model"
+    return f"{who} patched this model after rtkernels: {len(others)} modules ({first}, ...) compute with {who}"
+
+
+def _first_call(model: nn.Module, args: Any) -> None:
+    """Warn at the first call if others patched a model after us. A hook, and a function of the file so that it pickles."""
+    if is_dynamo_compiling():
+        return
+    handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
+    if handle is not None:
+        handle.remove()
+    if known is not None and (sentence := _notice_others(model, known)):
+        warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
 
 class _Patcher:
@@ -245,7 +278,7 @@ def patch(
     options |= {"fused_layers": fused_layers, "attention": attention, "fp8": recipe}
     known = inner.__dict__.get(_REPORT)
     if known is not None:
-        _tell(_other_options(known, options), strict)
+        _tell(_notice_others(inner, known) or _other_options(known, options), strict)
         return known
     _check_transformers()
     _check_foreign(inner)
@@ -278,7 +311,7 @@ def patch(
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.note)
-    if loss:
+    if loss and takes_labels(inner):
         try:
             losses.replace_loss(inner)
             patcher.note("loss", "", inner, None)
@@ -287,6 +320,7 @@ def patch(
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
     made = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = made
+    inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
         left = "not everything was replaced" if made.left_alone and strict else ""
         _tell(_in_vain(made, inner) or left, strict, f"\n{made}")
@@ -375,8 +409,14 @@ def loss_only(model: nn.Module) -> Iterator[None]:
 def unpatch(model: nn.Module) -> None:
     """Give a model its own forwards, head and loss back."""
     inner = _unwrapped(model)
-    if inner.__dict__.pop(_REPORT, None) is None:
+    known = inner.__dict__.pop(_REPORT, None)
+    if known is None:
         return
+    if sentence := _notice_others(inner, known):
+        warnings.warn(f"rtkernels.models.unpatch: {sentence}, which stays", stacklevel=2)
+    handle = inner.__dict__.pop(_FIRST, None)
+    if handle is not None:
+        handle.remove()
     losses.restore_loss(inner)
     attentions.restore_attention(inner)
     for module in inner.modules():
@@ -385,5 +425,12 @@ def unpatch(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> PatchReport | None:
-    """Return what :func:`patch` did to a model, None if it was not patched."""
-    return _unwrapped(model).__dict__.get(_REPORT)
+    """Return what :func:`patch` did to a model, None if it was not patched.
+
+    Modules that others (Liger, Unsloth) patched since then are left alone, in its words.
+    """
+    inner = _unwrapped(model)
+    known = inner.__dict__.get(_REPORT)
+    if known is not None:
+        _notice_others(inner, known)
+    return known
