@@ -1,8 +1,8 @@
 """Does a model's forward give the logits of its head to its loss function, with nothing but a scale in between?
 
-Asked by calling the forward with labels on a twin of the model: its children are stand-ins that give hidden states without
-values, its head gives lazy logits that must not be computed, and its loss function notes what it is called with. So
-nothing of the model runs but its own code, on any device and of any size.
+Asked by calling the forward with labels on a twin of the model: its children are stand-ins that give hidden states
+without values, its head gives lazy logits that must not be computed, and its loss function records what it is called
+with. So nothing of the model runs but its own code, on any device and of any size.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Head:
 
 
 class _Loss:
-    """Notes that it was called with logits that are lazy still; arguments as of ``ForCausalLMLoss``."""
+    """Records that it was called with logits that are lazy still; arguments as of ``ForCausalLMLoss``."""
 
     called = False
 

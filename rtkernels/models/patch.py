@@ -23,13 +23,13 @@ from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
 from rtkernels.models.loss_probe import takes_labels
+from rtkernels.models.others import check_foreign, foreign
 from rtkernels.models.probe import NotRecognized, Recognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
-_OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unsloth"}  # packages that patch models, too
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
 
 
@@ -97,47 +97,9 @@ def _unwrapped(model: Any) -> nn.Module:
     return base() if callable(base) and hasattr(model, "peft_config") else model
 
 
-def _maker(function: Any) -> str | None:
-    """Return whose a function is, if it is of a package that patches models as well."""
-    return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
-
-
-def _check_foreign(model: nn.Module) -> None:
-    """Raise an RtkError for a model that others patched, on the instance or for all models of its class."""
-    if getattr(model, "use_kernels", False):
-        raise RtkError(
-            "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
-        )
-    for _, _, sentence in _foreign(model):
-        raise RtkError(sentence)
-
-
-def _foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Return the modules whose forward is that of others: name, whose it is, and a sentence for the error."""
-    known: dict[type, str | None] = {}
-    for path, module in model.named_modules():
-        cls, name = type(module), path or "model"
-        who = _maker(module.__dict__.get("forward"))
-        if who is not None:
-            yield path, who, f"{name} was patched by {who}; build the model anew and patch it with one of the two"
-            continue
-        if cls in known:
-            continue
-        known[cls] = None
-        if (who := _maker(cls)) is not None:
-            yield path, who, f"{name} is a {cls.__name__} of {who}; build the model without {who} first"
-            continue
-        forward = cls.forward
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        called = [forward, *(getattr(forward, "__globals__", {}).get(n) for n in names)]
-        if who := next((found for found in map(_maker, called) if found is not None), None):
-            about = f"{who} patched {cls.__name__} for all models of this process; start one without {who} first"
-            yield path, who, f"{name}: {about}"
-
-
 def _notice_others(model: nn.Module, known: PatchReport) -> str:
     """Correct the report of a model that others patched after us; return a sentence for a warning, or ""."""
-    others = {path: who for path, who, _ in _foreign(model)}
+    others = {path: who for path, who, _ in foreign(model)}
     if not others:
         return ""
     for i, site in enumerate(known.sites):
@@ -148,7 +110,7 @@ def _notice_others(model: nn.Module, known: PatchReport) -> str:
 
 
 def _first_call(model: nn.Module, args: Any) -> None:
-    """Warn at the first call if others patched a model after us. A hook, and a function of the file so that it pickles."""
+    """Warn at the first call of a model if others patched it after us; a hook, of the file so that it pickles."""
     if is_dynamo_compiling():
         return
     handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
@@ -205,13 +167,15 @@ def _scalars(module: nn.Module) -> tuple[Any, ...]:
     """Return what two modules of one class may differ in: attributes, sizes of parameters, children."""
     state = tuple((name, _value(value)) for name, value in module.__dict__.items() if name not in _SAME)
     shapes = tuple(
-        (name, None if p is None else tuple(p.shape)) for name, p in (*module._parameters.items(), *module._buffers.items())
+        (name, None if p is None else tuple(p.shape))
+        for name, p in (*module._parameters.items(), *module._buffers.items())
     )
     children = tuple(
         (name, child is not None and (type(child), _features(child) if child._parameters else _scalars(child)))
         for name, child in module._modules.items()
     )
-    return state, shapes, children
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    return state, shapes, children, hooked
 
 
 def _features(child: nn.Module) -> tuple[Any, ...]:
@@ -281,7 +245,7 @@ def patch(
         _tell(_notice_others(inner, known) or _other_options(known, options), strict)
         return known
     _check_transformers()
-    _check_foreign(inner)
+    check_foreign(inner)
     patcher = _Patcher()
     for name, module in list(inner.named_modules()):
         if replace.replaced(module) is not None:

@@ -1,10 +1,9 @@
 """Are two forwards of a module the same function? Asked by running both on the CPU, with numbers of our own.
 
-Nothing of a model is read but sizes and attributes, so models on any device, on meta and sharded ones can be asked. Both
-forwards get a *twin* of the module: a shallow copy with parameters of our own, whose projections are random linear maps.
-Compared are results, gradients of the inputs and of every parameter, row by row: a difference in rows of small numbers
-is not hidden by rows of large ones. Whatever modes the caller is in, and the state of its random numbers, stay as they
-are.
+Nothing of a model is read but sizes and attributes, so models on any device, on meta and sharded ones can be asked.
+Both forwards get a *twin* of the module: a shallow copy with parameters of our own, whose projections are random linear
+maps. Results, gradients of the inputs and of every parameter are compared, row by row, so that a difference in rows of
+small numbers is not hidden by rows of large ones. The caller's modes and its random numbers stay as they are.
 """
 
 from __future__ import annotations

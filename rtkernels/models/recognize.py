@@ -1,16 +1,16 @@
 """Which of our ops does a module compute? Proved by running its forward and ours side by side (``probe``).
 
-A *candidate* is every module whose role we have an op for, whatever it computes; one that is not recognised is left alone
-and reported with a reason. What is compared is the forward that will take the place of the module's own, as a function
-of its input: in 2, 3 and 4 dimensions, several widths and layouts, in training and evaluation, in fp32 and 16 bits, with
-gradients of the input and of every parameter.
+A *candidate* is every module whose role we have an op for, whatever it computes; one that is not recognised is left
+alone and reported with a reason. The forward that will take the place of the module's own is compared with it as a
+function of the input: in 2, 3 and 4 dimensions, several widths and layouts, in training and evaluation, in fp32 and 16
+bits, with gradients of the input and of every parameter (``proof``).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ from rtkernels.models.probe import (
     Trial,
     check_globals,
     check_plain,
-    check_pure,
     difference,
     normal,
     outcome,
@@ -37,6 +36,7 @@ from rtkernels.models.probe import (
     rows_of_scales,
     twin_of,
 )
+from rtkernels.models.proof import Setting, prove, settings_for
 
 TOLERANCE = 1e-4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
@@ -62,112 +62,6 @@ def positional(function: Callable[..., Any]) -> list[str]:
 def _check_one_input(module: nn.Module) -> None:
     if len(inspect.signature(type(module).forward).parameters) != 2:
         raise NotRecognized("its forward takes more than the hidden states")
-
-
-# ---- proofs ---------------------------------------------------------------------------------------------------------
-
-
-_SMALL = 40
-_OTHERS = (24, 56)
-
-
-class Setting(NamedTuple):
-    """A trial for a width, and the twin it is made with."""
-
-    trial: Callable[[int], Trial]
-    widths: tuple[int, ...]  # the first that the module does not refuse, which it may for all but its own
-    dtype: torch.dtype = torch.float32
-    training: bool = True
-
-
-def _settings(own: int, high: float) -> list[Setting]:
-    """Return what a function of ``[..., own]`` is tried with; `high` is the scale of far numbers.
-
-    What does not depend on the width is tried with a small one, if the module takes it.
-    """
-    whole, small = (own,), (min(own, _SMALL), own)
-
-    def of(
-        where: str, *shape: int, widths: tuple[int, ...] = small, view: Callable[[Tensor], Tensor] = lambda x: x,
-        training: bool = True,
-    ) -> Setting:  # fmt: skip
-        def trial(width: int) -> Trial:
-            return Trial(where, (rows_of_scales(*(width * -n if n < 0 else n for n in shape)),), lambda x: (view(x),))
-
-        return Setting(trial, widths, training=training)
-
-    found = [
-        of("for inputs of 2 dimensions", 7, -1, widths=whole),
-        of("for inputs of 3 dimensions", 2, 3, -1, widths=whole),
-        of("for inputs of 2 dimensions", 7, -1),
-        of("for inputs of 3 dimensions", 2, 4, -1),
-        of("for inputs of 4 dimensions", 2, 2, 3, -1),
-        of("for transposed inputs", 4, 2, -1, view=lambda x: x.transpose(0, 1)),
-        of("for inputs with gaps", 4, -2, view=lambda x: x[:, ::2]),
-        of("for channels that lie last", 2, -1, 2, 3, view=lambda x: x.permute(0, 2, 3, 1)),
-        of("in evaluation", 2, 4, -1, training=False),
-        Setting(lambda w: Trial("for large numbers", (normal(4, w) * high,)), small),
-        *(of(f"for width {width}", 2, 67, -1, widths=(width,)) for width in _OTHERS if width != own),
-    ]
-    for dtype in HALVES:
-
-        def trial(width: int, dtype: torch.dtype = dtype) -> Trial:
-            return Trial(f"in {str(dtype)[6:]}", (normal(2, 3, width, dtype=dtype) * 2,))
-
-        found += [Setting(trial, small, dtype, training) for training in (True, False)]
-    return found
-
-
-def _prove(
-    module: nn.Module,
-    own: int,
-    candidates: Sequence[tuple[str, Recognized]],
-    twin: Callable[[int, torch.dtype, bool], nn.Module],
-    settings: Sequence[Setting],
-) -> Recognized:
-    """Return the one replacement that computes what a module computes.
-
-    Args:
-        module: The module; its forward is called with twins of it.
-        own: The width that the module itself has.
-        candidates: Replacements with the names that the report gives them.
-        twin: Returns a twin for a width, a dtype and a mode.
-        settings: What the forwards are tried with; the first one chooses among the candidates.
-
-    Raises:
-        NotRecognized: None of them does, or more than one.
-    """
-    from rtkernels.models.replace import forward_of  # which imports this file
-
-    theirs = type(module).forward
-    screen = settings[0].trial(own)._replace(gradients=False)
-    for training in (False, True):
-        made = twin(own, torch.float32, training)
-        check_pure(partial(theirs, made), made, screen)
-    alike = []
-    for name, kind in candidates:
-        ours = forward_of(kind.kind, type(module), **dict(kind.options))
-        if not difference(partial(ours, made), partial(theirs, made), screen):
-            alike.append((name, kind, ours))
-    if not alike:
-        raise NotRecognized("it computes none of our ops")
-    if len(alike) > 1:
-        raise NotRecognized(f"it computes more than one of our ops: {', '.join(name for name, *_ in alike)}")
-    name, kind, ours = alike[0]
-    for setting in settings:
-        for width in dict.fromkeys(setting.widths):
-            made = twin(width, setting.dtype, setting.training)
-            functions = partial(ours, made), partial(theirs, made)
-            try:
-                found = difference(*functions, setting.trial(width), list(made.parameters()))
-            except Raised:
-                if width == own:
-                    raise
-                continue
-            if found:
-                raise NotRecognized(f"it computes none of our ops: like {name}, but with {found}")
-            break
-    return kind
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -222,19 +116,19 @@ def norm(module: nn.Module) -> Recognized:
         candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
     scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]])
     settings = [
-        *_settings(width, 1e6),
+        *settings_for(width, 1e6),
         Setting(lambda w: Trial("for numbers as small as its epsilon", (normal(4, w) * scales,)), (width,)),
         Setting(lambda w: Trial("for large numbers", (normal(4, w) * 1e12,), gradients=False), (width,)),
     ]
     with probing():
-        return _prove(module, width, candidates, twin, settings)
+        return prove(module, width, candidates, twin, settings)
 
 
 # ---- gated MLPs -----------------------------------------------------------------------------------------------------
 
 
 class Projections(NamedTuple):
-    """Names of a gated MLP's children; `up` is None where one projection gives both, `up_first` where up comes first."""
+    """Names of a gated MLP's children. `up` is None where one projection gives both; `up_first`: up, then gate."""
 
     gate: str
     up: str | None
@@ -297,9 +191,7 @@ def mlp(module: nn.Module) -> Recognized:
     separate = all(name in module._modules for name in _PROJECTIONS)
     if _names_projections(module):
         found = [Projections(*_PROJECTIONS) if separate else Projections(_MERGED[0], None, _MERGED[1])]
-        kinds = [
-            (f"glu with {act}", Recognized("mlp", (("act", act), ("separate", separate)))) for act in ACTIVATIONS
-        ]
+        kinds = [(f"glu with {act}", Recognized("mlp", (("act", act), ("separate", separate)))) for act in ACTIVATIONS]
     else:
         found = list(_projections(module))
         kinds = [
@@ -319,7 +211,7 @@ def mlp(module: nn.Module) -> Recognized:
         return twin_of(module, {}, maps, sizes, training)
 
     with probing():
-        return _prove(module, widths[0], kinds, twin, _settings(widths[0], 1e8))
+        return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
 
 
 def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int]:
