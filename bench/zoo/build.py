@@ -194,7 +194,7 @@ def model_of(cls: type, config: Any) -> nn.Module:
         generation.forced_eos_token_id = generation.forced_bos_token_id = None
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # norms begin as ones or zeros, which hides mistakes
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not parameter.numel():
             continue
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)

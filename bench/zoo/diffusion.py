@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.zoo.build import LARGEST_PARAMETERS, Built, NotBuilt, _line, _try, seed
+from bench.zoo.diffusion_forms import FORMS
 
 BATCH, SIDE, FRAMES, TEXT, WIDTH, HEADS, HEAD, CHANNELS = 2, 8, 3, 8, 64, 4, 16, 4
 _SIZES: tuple[tuple[str, Any], ...] = (
@@ -47,20 +48,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
         "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "attention_head_dim": 8,
     },
-    "UNetMotionModel": {
-        "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"), "num_attention_heads": 2,
-    },
-    "UNetSpatioTemporalConditionModel": {
-        "block_out_channels": (16, 32),
-        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), "num_attention_heads": (2, 2),
-    },
-    "I2VGenXLUNet": {
-        "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "num_attention_heads": 2,
-    },
-    "UNet1DModel": {"block_out_channels": (16, 32, 32)},
 }  # fmt: skip
 
 
@@ -220,8 +207,8 @@ def build(name: str) -> Built:
         NotBuilt: None of the attempts gave a model that accepts inputs.
     """
     cls, reasons = class_of(name), []
-    for level in (0, 1, 2):
-        given = {} if level == 2 else arguments(cls, level)
+    for level in (-1, 0, 1, 2) if name in FORMS else (0, 1, 2):
+        given = FORMS[name][0] if level == -1 else {} if level == 2 else arguments(cls, level)
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in cls(**given).parameters())
@@ -233,7 +220,7 @@ def build(name: str) -> Built:
             reasons.append(_line(error))
             continue
         _randomize(model)
-        for inputs in itertools.islice(Maker(model).forms(), 24):
+        for inputs in [_given(FORMS[name][1])] if level == -1 else itertools.islice(Maker(model).forms(), 24):
             try:
                 _try(model, inputs)
             except Exception as error:
@@ -243,11 +230,19 @@ def build(name: str) -> Built:
     raise NotBuilt(" | ".join(dict.fromkeys(reasons)) if reasons else "has no inputs that we know")
 
 
+def _given(inputs: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(value, generator=generator) * 0.5 if isinstance(value, tuple) else value()
+        for name, value in inputs.items()
+    }
+
+
 def _randomize(model: nn.Module) -> None:
     """Let no parameter be zero or one: they hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.numel():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2 or float(parameter.detach().abs().max()) == 0:
                 parameter.data += 0.1 * noise

@@ -83,7 +83,7 @@ class Maker:
     def pictures(self) -> Iterator[dict[str, Any]]:
         side, channels, patch = self.side, self.channels, self.patch
         frames = find(self.config, "num_frames", "frames_per_clip") or 2
-        depth = find(self.config, "temporal_patch_size", prefer=("vision_config",)) or 1
+        depth = find(self.config, "temporal_patch_size", "patch_temporal", prefer=("vision_config",)) or 1
         depth = depth if isinstance(depth, int) else 1
         grid_names = [n for n in ("image_grid_thw", "grid_thw", "image_grid_hw") if self.has(n)]
         name = "pixel_values" if self.has("pixel_values") else "hidden_states"

@@ -15,7 +15,7 @@ FIRST_TOKEN = 48  # tokens below have a meaning: padding, beginning, end, images
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _SIZES: dict[str, Any] = {
     "num_key_value_heads": GROUPS, "num_kv_heads": GROUPS, "n_head_kv": GROUPS, "encoder_num_key_value_heads": GROUPS,
-    "decoder_num_key_value_heads": GROUPS, "swa_num_key_value_heads": GROUPS, "num_experts_per_tok": 2, "moe_topk": 2,
+    "decoder_num_key_value_heads": GROUPS, "swa_num_key_value_heads": GROUPS, "num_experts_per_tok": 2, "moe_topk": 2, "num_experts": EXPERTS,
     "num_experts_per_token": 2, "moe_k": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "qk_head_dim": 24, "d_kv": HEAD, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16, "mamba_d_head": 16,
@@ -45,7 +45,7 @@ _WHERE_NONE = {
     "head_dim": HEAD, "num_key_value_heads": GROUPS, "pad_token_id": 0, "n_shared_experts": 1, "mamba_dt_rank": 8,
     "decoder_start_token_id": 1, "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS,
     "num_local_experts": EXPERTS, "num_experts": EXPERTS, "n_group": 2, "topk_group": 1, "prediction_length": 8,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 32, "image_token_id": 45, "image_token_index": 45,
 }  # fmt: skip
 # What a name says about a size: the first pattern that is found anywhere in it.
 _PATTERNS: tuple[tuple[str, Any], ...] = (
@@ -60,7 +60,14 @@ _PATTERNS: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 _KEEP = re.compile(r"token_id|token_index|type_vocab|drop|kernel|stride|ratio|factor|mult|eps|version|num_stages|ignore|group_size|freq|num_local_patches|sampling|window")
 # What names do not tell, by model type. Dots reach into nested configurations.
-CHANGES: dict[str, dict[str, Any]] = {}
+CHANGES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "moonshine": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
+    "mistral_large4": {"text_config.kv_source_layers": None},
+    "esmc": {"d_model": WIDTH, "n_heads": HEADS},
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+}
 
 
 def nested(config: Any, base: type) -> Iterator[Any]:
@@ -239,7 +246,9 @@ def apply_changes(config: Any, changes: dict[str, Any]) -> None:
         *path, last = name.split(".")
         inner = config
         for part in path:
-            inner = getattr(inner, part)
+            inner = getattr(inner, part, None)
+        if inner is None:
+            continue
         if isinstance(value, Callable):  # type: ignore[arg-type]
             value = value(inner)
         _set(inner, last, value)
