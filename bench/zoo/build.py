@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench.zoo import small
 from bench.zoo.inputs import MOST_TRIES, Maker, learn
 
-LARGEST_PARAMETERS = 25_000_000
+LARGEST_PARAMETERS = 40_000_000
 
 
 class NotBuilt(Exception):
