@@ -14,13 +14,17 @@ there is nothing to find out, and :func:`_before` says so by a mask of four dime
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rtkernels
+from rtkernels.errors import RtkError
+from rtkernels.models import replace
 from rtkernels.models.fused_layers import form_of
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -67,9 +71,16 @@ def _is_unpadded(mask: Tensor) -> bool:
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Return ``[batch, queries, heads, width]`` of q, k and v ``[batch, heads, length, width]``, and None."""
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return ``[batch, queries, heads, width]`` of q, k and v ``[batch, heads, length, width]``, and None.
+
+    What ours does not compute (dropout, fp32, arguments that only the model's own function reads) goes to torch's
+    attention, or where that does not either, to the model's own function.
+
+    Raises:
+        RtkError: Neither of them computes it.
+    """
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths, attention_mask = attention_mask.view(-1) if attention_mask.numel() else None, None
@@ -77,24 +88,42 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and queries > 1
     ours = not dropout and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
-    if not ours and softcap is None and s_aux is None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+    own, only_own = _own_function(_class_of(module)), _read_by_own(module, kwargs, s_aux)
+    if only_own or not ours:
         if lengths is not None:
             columns = torch.arange(keys, dtype=torch.int64, device=query.device)
             attention_mask = (columns < lengths[:, None])[:, None, None]
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )  # fmt: skip
+        given = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        if not only_own and softcap is None and s_aux is None:
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                **kwargs,
+            )  # fmt: skip
+        if own is None:
+            what = ", ".join(sorted(only_own)) or ("softcap" if s_aux is None else "s_aux")
+            raise RtkError(
+                f"attention=True: {type(module).__name__} uses {what}, with dropout or in {query.dtype}, which neither "
+                f"rtkernels.attention nor torch's computes; patch without attention="
+            )
+        mask = _added(_with_causal(attention_mask, query, key, causal), query.dtype)
+        return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     limits = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    if queries == 1 and attention_mask is None and not torch.is_grad_enabled():
+    if queries == 1 and attention_mask is None and position_bias is None and not torch.is_grad_enabled():
         if lengths is None:
             lengths = torch.full((query.shape[0],), keys, dtype=torch.int32, device=query.device)
         caches = key.transpose(1, 2), value.transpose(1, 2)
         return rtkernels.attention_decode(query.transpose(1, 2), *caches, lengths, **limits), None
     if causal and keys > queries:  # the first tokens of a static cache: the rest of it is empty
         key, value = key[:, :, :queries], value[:, :, :queries]
+        position_bias = None if position_bias is None else position_bias[..., :queries]
     bias = attention_mask
+    if position_bias is not None:
+        mask = _with_causal(bias, query, key, causal)
+        bias, causal = _added(mask, query.dtype), False
+        bias = position_bias if bias is None else position_bias + bias
     if bias is not None:
         bias = bias[..., : key.shape[2]]
         if bias.dtype == torch.bool:
@@ -104,6 +133,55 @@ def attention_forward(
     # Heads inside of tokens, as the projections before and behind it have them: no copies.
     heads = (t.transpose(1, 2) for t in (query, key, value))
     return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    return replace.original_of(type(module))
+
+
+@cache
+def _own_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return the attention that a class's own file has, None if it has none."""
+    return getattr(inspect.unwrap(cls.forward), "__globals__", {}).get("eager_attention_forward")
+
+
+# What ours reads, and what is in the mask already.
+_READ = frozenset({
+    "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
+    "dropout", "softcap", "position_bias", "sliding_window", "is_causal", "kwargs", "s_aux",
+})  # fmt: skip
+
+
+@cache
+def _only_own(cls: type[nn.Module]) -> tuple[frozenset[str], bool]:
+    """Return the arguments that only a class's own attention reads, and whether that reads sinks of the module."""
+    code = getattr(_own_function(cls), "__code__", None)
+    if code is None:
+        return frozenset(), False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return frozenset(names) - _READ, "sinks" in code.co_names
+
+
+def _read_by_own(module: nn.Module, kwargs: dict[str, Any], s_aux: Tensor | None) -> set[str]:
+    """Return what a call has that only the model's own attention would read."""
+    names, sinks = _only_own(_class_of(module))
+    found = {name for name in names if kwargs.get(name) is not None}
+    return found | {"sinks"} if sinks and s_aux is None and getattr(module, "sinks", None) is not None else found
+
+
+def _with_causal(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """Return a mask that has the causal one in it, which is only made if there is no other."""
+    if mask is not None or not causal:
+        return mask
+    queries, keys = (torch.arange(t.shape[2], device=t.device) for t in (query, key))
+    return (queries[:, None] >= keys)[None, None]
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask as numbers that are added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 # ---- batches without padding ----------------------------------------------------------------------------------------
@@ -147,11 +225,43 @@ def _has_window(config: Any, model: nn.Module) -> bool:
     return where is not None and getattr(config, where, None) is not None
 
 
+def _constants(code: CodeType) -> Iterator[tuple[set[str], set[Any]]]:
+    """Yield the names that a function reads and its constants, then those of functions inside of it."""
+    found: set[Any] = set()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        elif isinstance(constant, (tuple, frozenset)):
+            found |= {c for c in constant if isinstance(c, str)}
+        else:
+            found.add(constant)
+    yield {*code.co_names, *code.co_varnames}, found
+
+
+@cache
+def _asks(cls: type[nn.Module], name: str) -> bool:
+    """Return True if a class's code, or a function of its file, asks whether the attention has this name.
+
+    Sparse attention does: it puts its choice of keys into the mask for the names it knows, and hands it to others.
+    """
+    if not cls.__module__.startswith("transformers.models."):
+        return False
+    functions = [getattr(cls, method, None) for method in dir(cls) if method != "__init__"]
+    functions += [f for f in getattr(inspect.unwrap(cls.forward), "__globals__", {}).values() if inspect.isfunction(f)]
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is None or not code.co_filename.endswith(f"{cls.__module__.rpartition('.')[2]}.py"):
+            continue
+        if any("_attn_implementation" in names and name in constants for names, constants in _constants(code)):
+            return True
+    return False
+
+
 def replace_attention(model: nn.Module) -> None:
     """Let a model's attention be ours.
 
     Raises:
-        NotRecognized: The model does not use the attention interface.
+        NotRecognized: The model does not use the attention interface, or asks for the name of its attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -160,6 +270,9 @@ def replace_attention(model: nn.Module) -> None:
     by_interface = getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
     if before is None or not by_interface:
         raise NotRecognized("it does not use the attention interface of transformers")
+    who = next((cls for cls in dict.fromkeys(_class_of(module) for module in model.modules()) if _asks(cls, before)), None)
+    if who is not None:
+        raise NotRecognized(f"{who.__name__} does something else where the attention is not called {before}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     model.set_attn_implementation(NAME)

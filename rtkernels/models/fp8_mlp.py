@@ -16,6 +16,7 @@ from rtkernels.models import fp8_products as products
 from rtkernels.models.fp8_products import WEIGHT_GRADIENT
 from rtkernels.models.reuse import free, is_kept
 from rtkernels.ops.act import glu_fp8
+from rtkernels.runtime.layout import in_shape
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
@@ -126,7 +127,7 @@ class _GatedMlp(torch.autograd.Function):
         weights += (down_codes.q_t, down_codes.scale) if keep else (down, None)
         ctx.save_for_backward(*read, *weights, hidden, *((None, None) if saving.input else gated))
         ctx.act, ctx.saving, ctx.shape, ctx.dtypes = act, saving, y.shape, (gate_up.dtype, down.dtype)
-        return out.view(*y.shape[:-1], hidden_size)
+        return in_shape(out, *y.shape[:-1], hidden_size)
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from torch import Tensor
 from rtkernels.ops.gemm.scaled_mm import FORWARD as PRODUCT
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8 import BOTH, QUANTIZE
-from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.layout import in_shape, row_count
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         )  # fmt: skip
         ctx.at, ctx.save_weight, ctx.shape, ctx.dtype = at, save_weight, y.shape, matrix.dtype
         ctx.bias_dtype, ctx.rows = None if bias is None else bias.dtype, [w.shape[0] for w in weights]
-        return out.view(*y.shape[:-1], matrix.shape[0])
+        return in_shape(out, *y.shape[:-1], matrix.shape[0])
 
     @staticmethod
     @once_differentiable

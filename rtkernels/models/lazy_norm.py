@@ -7,10 +7,12 @@ the decoder layer it was made in.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 import rtkernels
 from rtkernels.errors import RtkError
@@ -28,6 +30,22 @@ _plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
 def _quantized(site: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float) -> Any:
     """Return the codes of a norm by rows and transposed with their scales, its statistics and, last, the sum."""
     return site(x, weight, None, residual, None, None, eps, offset, "both", False, "column", False, False)
+
+
+def _inside_of_function() -> bool:
+    """Return True inside of the forward of an autograd Function: one that calls modules is a checkpoint.
+
+    Others that read without gradients (the indexer of a sparse attention) want none.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False
 
 
 class _CodesOfSum(torch.autograd.Function):
@@ -99,7 +117,7 @@ class LazyNorm(Lazy):
         Raises:
             RtkError: They would lose the gradient of x.
         """
-        if self._trains and not torch.is_grad_enabled():  # whoever only looks at a norm asks for numbers
+        if self._trains and not torch.is_grad_enabled() and _inside_of_function():
             raise RtkError(
                 "a projection without gradients reads an fp8 norm that has them: re-entrant checkpointing of a part "
                 "of a decoder layer cannot pass them on. Checkpoint whole layers, or with use_reentrant=False"

@@ -23,6 +23,8 @@ TYPES = [(t,) for t in WIDTH]  # variants of a kernel whose only template argume
 WEIGHTED_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
 
 def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
     """Return the distance between rows in elements, or None if the tensor is not a stack of unit-stride rows.
@@ -228,6 +230,15 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
     for listener in tuple(overlap_questions):  # other threads add and remove theirs
         listener(a, b, overlap)
     return overlap
+
+
+def in_shape(t: Tensor, *shape: int) -> Tensor:
+    """Return a fresh result in another shape, for a Function to return: not a view, which callers may not change in place.
+
+    Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
+    layers give.
+    """
+    return t if t.shape == shape else _UNSAFE_VIEW(t, shape)
 
 
 def nothing(like: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def test_the_host_compiler_has_no_other_temporary_directory(tmp_path, monkeypatc
     monkeypatch.setattr(_build.subprocess, "run", run)
     monkeypatch.setattr(_build, "_built", {})
     with pytest.raises(InterruptedError):
-        _build._compile(["c++", "-o", str(tmp_path / "out" / "kernel.so")], "a kernel")
+        _build._compile(["c++"], tmp_path / "out" / "kernel.so", "a kernel")
     assert seen == [(str(tmp_path / "out"), str(tmp_path / "out"))]
 
 

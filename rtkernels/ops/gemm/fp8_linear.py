@@ -16,7 +16,7 @@ from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, r
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.layout import row_count, token
+from rtkernels.runtime.layout import in_shape, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.into import into
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
         ctx.flagged = weight if main_grad is not None and has_flag(weight) else None
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return in_shape(y, *x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable

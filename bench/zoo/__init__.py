@@ -1,0 +1,16 @@
+"""Every model class of transformers and diffusers that can be built small, patched and compared with itself.
+
+    python -m bench zoo [--only CLASS ...] [--kind KIND ...] [--every N] [--jobs N] [--seconds S] [--json FILE] [--write]
+
+`build` makes transformers' models, `diffusion` those of diffusers, `compare` patches them, `run` shares them among
+processes, `table` counts.
+"""
+
+from __future__ import annotations
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    from bench.zoo import run
+
+    return run.main(argv)

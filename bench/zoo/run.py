@@ -1,0 +1,238 @@
+"""The command line of the zoo: classes shared among processes, each with a limit of time; results kept in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from bench import meta
+from bench.zoo import table
+
+RESULTS = meta.RESULTS / "zoo"
+MEMORY = 12 << 30  # of a process; a class that needs more is not small
+CLASSES_PER_PROCESS = 60  # imported models stay in memory
+
+
+def names() -> dict[str, str]:
+    """Return all classes and the library that each is of."""
+    from bench.zoo import build, diffusion
+
+    return dict.fromkeys(build.classes(), "transformers") | dict.fromkeys(diffusion.classes(), "diffusers")
+
+
+def result_of(name: str, library: str, kinds: list[str] | None = None, options: list[str] | None = None) -> dict[str, Any] | None:
+    """Return what became of a class, None if it is of another kind."""
+    from bench.zoo import build, compare, diffusion
+
+    begin = time.perf_counter()
+    found: dict[str, Any] = {"class": name, "library": library, "kind": "other"}
+    try:
+        if library == "diffusers":
+            found["kind"] = "diffusion"
+        else:
+            model_type = build.classes()[name][0]
+            found |= {"type": model_type, "kind": build.kind_of(build.class_of(name), model_type)}
+        if kinds and found["kind"] not in kinds:
+            return None
+        built = diffusion.build(name) if library == "diffusers" else build.build(name)
+        found["options"] = compare.compare(built, options)
+        found["loss"] = built.has_loss
+    except build.NotBuilt as error:
+        if kinds and found["kind"] not in kinds:
+            return None
+        found["reason"] = str(error)[:400]
+    except compare.Changed as error:
+        found["reason"] = str(error)[:400]
+    except Exception as error:  # of a model that is not patched yet
+        found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    found["seconds"] = round(time.perf_counter() - begin, 1)
+    return found
+
+
+def work(pipe: Connection, kinds: list[str] | None, options: list[str] | None) -> None:
+    """Answer names by results until there are no more."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.simplefilter("ignore")
+    import resource
+
+    import torch
+
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    while (task := pipe.recv()) is not None:
+        pipe.send(result_of(*task, kinds, options))
+
+
+class Worker:
+    """A process that answers one class at a time, replaced when it is late or has had many."""
+
+    def __init__(self, kinds: list[str] | None, options: list[str] | None) -> None:
+        self._arguments = kinds, options
+        self._process: Any = None
+        self.task: tuple[str, str] | None = None
+
+    def give(self, task: tuple[str, str]) -> None:
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self.pipe, inner = context.Pipe()
+            self._process = context.Process(target=work, args=(inner, *self._arguments), daemon=True)
+            self._process.start()
+            inner.close()
+            self._had = 0
+        self.task, self.begin = task, time.monotonic()
+        self._had += 1
+        self.pipe.send(task)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self.pipe.close()
+        self._process = None
+
+    def take(self, seconds: float) -> dict[str, Any] | None:
+        """Return the result of the task, which may be that it took too long."""
+        name, library = self.task or ("", "")
+        failed = {"class": name, "library": library, "kind": _kind(name, library)}
+        try:
+            found = self.pipe.recv() if self.pipe.poll() else None
+            if found is None and time.monotonic() - self.begin > seconds:
+                found = failed | {"reason": f"took more than {seconds:.0f} s"}
+                self.end()
+            elif self._had >= CLASSES_PER_PROCESS:
+                self.end()
+        except EOFError:
+            found = failed | {"reason": "the process ended"}
+            self.end()
+        self.task = None
+        return found
+
+    def is_late(self, seconds: float) -> bool:
+        return time.monotonic() - self.begin > seconds
+
+
+def _kind(name: str, library: str) -> str:
+    from bench.zoo import build
+
+    if library == "diffusers":
+        return "diffusion"
+    try:
+        return build.kind_of(build.class_of(name), build.classes()[name][0])
+    except Exception:
+        return "other"
+
+
+def results(
+    tasks: list[tuple[str, str]], jobs: int, seconds: float, kinds: list[str] | None, options: list[str] | None
+) -> Iterator[dict[str, Any]]:
+    """Yield results as they come."""
+    workers, left = [Worker(kinds, options) for _ in range(jobs)], iter(tasks)
+    try:
+        while True:
+            for worker in workers:
+                if worker.task is None and (task := next(left, None)) is not None:
+                    worker.give(task)
+            busy = [worker for worker in workers if worker.task is not None]
+            if not busy:
+                return
+            ready = wait([worker.pipe for worker in busy], timeout=1.0)
+            for worker in busy:
+                if worker.pipe in ready or worker.is_late(seconds):
+                    found = worker.take(seconds)
+                    if found is not None:
+                        yield found
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def load(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the results of an earlier run by class: of a file of lines, or of a finished one."""
+    if path is None or not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if text.startswith('{"schema"') or text.startswith("{\n"):
+        return {result["class"]: result for result in json.loads(text)["results"]}
+    return {result["class"]: result for result in map(json.loads, text.splitlines())}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what was compared."""
+    return {name: meta._version(name) for name in ("transformers", "diffusers", "torch")}
+
+
+def record(path: Path, found: list[dict[str, Any]]) -> None:
+    """Write the results of a run with their counts: one line for a class."""
+    found = sorted(found, key=lambda r: (r["kind"], r["class"]))
+    head = {"schema": 1, "versions": versions(), "counts": {k: dict(c) for k, c in sorted(table.counts(found).items())}}
+    head["options"] = {k: dict(c) for k, c in table.by_option(found).items()}
+    lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{json.dumps(head)[:-1]}, \"results\": [\n{lines}\n]}}\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare classes and print the table; return 1 if one changed or crashed."""
+    import bench.zoo
+    from bench.zoo import compare
+
+    parser = argparse.ArgumentParser(prog="python -m bench zoo", description=bench.zoo.__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of classes")
+    parser.add_argument("--kind", nargs="*", choices=table.KINDS, help="kinds of classes")
+    parser.add_argument("--options", nargs="*", choices=list(compare.OPTIONS), help="sets of options of patch")
+    parser.add_argument("--every", type=int, default=1, help="only every N-th class")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=300, help="limit for one class")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add results to this file, and skip those it has")
+    parser.add_argument("--retry", action="store_true", help="with --json: try again what was not built, changed or crashed")
+    parser.add_argument("--record", nargs="?", const=RESULTS / "cpu.json", type=Path, help="write counts and results there")
+    parser.add_argument("--write", action="store_true", help="put the recorded table into docs/models.md")
+    chosen = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    if chosen.write and chosen.json is None and not chosen.only:
+        chosen.json = chosen.record or RESULTS / "cpu.json"
+        return _written(list(load(chosen.json).values()))
+    known = load(chosen.json)
+    if chosen.retry:
+        known = {name: r for name, r in known.items() if table.status_of(r) in ("kept", "nothing")}
+    everything = names()
+    wanted = chosen.only or list(everything)[:: chosen.every]
+    tasks = [(name, everything[name]) for name in wanted if name not in known]
+    stream = chosen.json.open("a", encoding="utf-8") if chosen.json else None
+    found = [r for name, r in known.items() if name in wanted]
+    for result in results(tasks, chosen.jobs, chosen.seconds, chosen.kind, chosen.options):
+        found.append(result)
+        status = table.status_of(result)
+        if stream is not None:
+            print(json.dumps(result, sort_keys=True), file=stream, flush=True)
+        why = [f"{name}: {o['status']}: {o['why']}" for name, o in result.get("options", {}).items() if o["status"] in ("changed", "crashed")]
+        print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {'; '.join(why) or result.get('reason', '')}", flush=True)
+    if chosen.record:
+        record(chosen.record, found)
+    print("\n".join(table.lines_of(found, versions())))
+    if chosen.write:
+        _written(found)
+    return int(any(table.status_of(r) in ("changed", "crashed") for r in found))
+
+
+def _written(found: list[dict[str, Any]]) -> int:
+    path = meta.ROOT / "docs" / "models.md"
+    path.write_text(table.written(path.read_text(encoding="utf-8"), table.lines_of(found, versions())), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

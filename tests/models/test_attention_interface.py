@@ -1,0 +1,110 @@
+"""attention=True: what models hand to an attention beside q, k, v and a mask is computed, handed on, or refused."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rtkernels import models
+from rtkernels.errors import RtkError
+from rtkernels.models import attention
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from support.tiny_models import build, loss_and_gradients, tokens
+
+HEADS, LENGTH, WIDTH = 2, 6, 16
+
+
+def heads(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, HEADS, LENGTH, WIDTH, generator=generator).to(dtype) for _ in range(3))
+
+
+def eager_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, position_bias: Tensor | None = None, softcap: float | None = None,
+    gain: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores = query.float() @ key.float().mT * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if position_bias is None else scores + position_bias.float()
+    scores = scores if attention_mask is None else scores + attention_mask.float()
+    probabilities = nn.functional.dropout(scores.softmax(-1), dropout) * (1.0 if gain is None else gain)
+    return (probabilities @ value.float()).transpose(1, 2).to(query.dtype), probabilities
+
+
+class Attention(nn.Module):
+    """Its file has an attention of its own, which reads `gain`."""
+
+    is_causal = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return eager_attention_forward(self, x, x, x, None, 1.0)[0]
+
+
+def _of_another_file() -> nn.Module:
+    """Return a module whose file has no attention of its own."""
+
+    class Other(nn.Module):
+        is_causal = True
+
+    Other.forward = types.FunctionType(Attention.forward.__code__, {})  # type: ignore[method-assign]
+    return Other()
+
+
+CAUSAL = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_of_the_models_own_attention(dtype: torch.dtype) -> None:
+    q, k, v = heads(dtype)
+    for extra in ({"gain": torch.tensor(3.0)}, {"position_bias": torch.randn(1, HEADS, LENGTH, LENGTH).to(dtype)}, {"softcap": 2.0}):
+        wanted, _ = eager_attention_forward(Attention(), q, k, v, CAUSAL, 0.25, **extra)
+        made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, **extra)
+        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), extra
+        plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25)
+        assert (plain.float() - wanted.float()).abs().max() > 0.05  # it would show
+
+
+def test_dropout_is_not_left_out() -> None:
+    q, k, v = heads(torch.bfloat16)
+    made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
+    plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, softcap=2.0)
+    assert (made.float() - plain.float()).abs().max() > 0.5
+    with pytest.raises(RtkError, match=r"Other uses softcap, with dropout.*patch without attention="):
+        attention.attention_forward(_of_another_file(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
+
+
+def test_position_bias_has_a_gradient() -> None:
+    q, k, v = heads(torch.bfloat16)
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[1, ..., 0] = False
+    mask[..., 1] = True
+    gradients = []
+    for function in (attention.attention_forward, eager_attention_forward):
+        leaf = bias.clone().requires_grad_()
+        given = mask if function is attention.attention_forward else attention._added(mask, torch.float32)
+        made, _ = function(Attention(), q, k, v, given, scaling=0.25, position_bias=leaf)
+        (made.float() * v.transpose(1, 2).float().cos()).sum().backward()
+        gradients.append(leaf.grad.float())
+    assert (gradients[0] - gradients[1]).norm() <= 2e-2 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_that_knows_names_is_left_alone(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this transformers")
+    model = build(kind, index_topk=4)
+    wanted, gradients = loss_and_gradients(model, tokens())
+    report = models.patch(model, attention=True)
+    reasons = [site.reason for site in report.left_alone if site.kind == "attention"]
+    assert len(reasons) == 1 and "does something else where the attention is not called" in reasons[0]
+    loss, found = loss_and_gradients(model, tokens())
+    assert loss == pytest.approx(wanted, rel=1e-5) and found.keys() == gradients.keys()
