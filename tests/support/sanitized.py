@@ -119,7 +119,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "rope": _samples("qk_norm_rope", 0, 2),  # the backward has the most arguments of all
     "router": _samples("topk_router"),
     "scan": _torchs("scan", lambda torch: torch.randn(3, 300).cumsum(1)),
-    "shared": _samples("layer_norm", 0, 99),
+    "shared": _samples("qk_norm_rope", 1),
     "sort": _torchs("sort", lambda torch: torch.randn(3, 300).sort(1)),
     "window": _torchs("win", lambda torch: torch.nn.functional.avg_pool2d(torch.randn(2, 3, 9, 9), 3)),
 }
