@@ -1,11 +1,9 @@
 """Every public name and the module that has it: ``rtkernels.<name>`` imports that module when it is first used.
 
-``__init__.pyi``, which type checkers and editors read, is written from this table by ``write_stub``.
+``__init__.pyi``, which type checkers and editors read, is written from this table by ``_stub.py``.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 OPS = {
     "group_rms_norm_gate": "ops.norm.group_rms_norm_gate",
@@ -138,17 +136,3 @@ OTHERS = {
     "NotWarmError": "errors",
 }
 NAMES = {**OPS, **OTHERS}
-
-
-def stub() -> str:
-    """Return the text of ``__init__.pyi``."""
-    lines = ["# Written by rtkernels/_public.py (write_stub) from the table there.", ""]
-    lines += [f"from rtkernels import {name} as {name}" for name in sorted(MODULES)]
-    imports = sorted((module, name) for name, module in NAMES.items())
-    lines += [f"from rtkernels.{module} import {name} as {name}" for module, name in imports]
-    return "\n".join([*lines, "", "__version__: str", ""])
-
-
-def write_stub() -> None:
-    """Write ``__init__.pyi`` anew."""
-    Path(__file__).with_name("__init__.pyi").write_text(stub())

@@ -25,7 +25,7 @@ for last; do :; done
 case "$*" in
 *-shared*) echo text > "${TMPDIR:-/tmp}/cc.s"; echo half > "$last"; echo $$ > "$PLACE.new"; mv "$PLACE.new" "$PLACE"
            exec sleep 60 ;;
-*) exec g++ "$@" ;;
+*) exec COMPILER "$@" ;;
 esac
 """
 _PRIVATE = "from rtkernels.runtime.build import places; print(places.process_directory('emulator'), flush=True)"
@@ -35,7 +35,7 @@ _PRIVATE = "from rtkernels.runtime.build import places; print(places.process_dir
 def test_a_killed_compilation_leaves_nothing(cache: str, tmp_path: Path) -> None:
     temporary, place, tool = tmp_path / "tmp", tmp_path / "pid", tmp_path / "slow-c++"
     temporary.mkdir()
-    tool.write_text(_SLOW_COMPILER)
+    tool.write_text(_SLOW_COMPILER.replace("COMPILER", _compiler.compiler().command[0]))
     tool.chmod(0o755)
     names = {"TMPDIR": temporary, "PLACE": place, "RTKERNELS_CACHE_DIR": tmp_path / "cache", "RTKERNELS_CACHE": cache}
     env = {**os.environ, **{name: str(value) for name, value in names.items()}}

@@ -16,7 +16,7 @@ from rtkernels import emulator
 from rtkernels.emulator import EmulatorError, Pointer
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.runtime.launch import tensor_map
-from rtkernels.runtime.launch.kernel import MOST_ARGUMENT_BYTES, Kernel
+from rtkernels.runtime.launch.kernel import MAX_ARGUMENT_BYTES, Kernel
 
 pytestmark = needs_compiler
 
@@ -33,7 +33,7 @@ def _kernel(args: str) -> Kernel:
 
 
 def test_a_kernel_has_as_many_arguments_as_a_launch_takes() -> None:
-    most = MOST_ARGUMENT_BYTES // 8
+    most = MAX_ARGUMENT_BYTES // 8
     assert len(_kernel(" ".join(f"a{i}:i64" for i in range(most))).args) == most
     assert len(_kernel("x:tmap " + " ".join(f"a{i}:i64" for i in range(most - 16))).args) == most - 15
     with pytest.raises(ArgumentError, match=r"probe_narrow takes 513 arguments of 4104 bytes; .* room for 4096"):

@@ -187,9 +187,9 @@ void cp_async_wait(u32 in_flight) { finish_copies(std::max(current->copy_group, 
 
 // Any number of bytes, of which the last one counts as well as the first.
 static void access_range(const void* p, u64 bytes, bool write, void* pc) {
-    constexpr u64 kMost = 1 << 30;
+    constexpr u64 kMaxPart = 1 << 30;
     for (const u8* at = static_cast<const u8*>(p); bytes != 0;) {
-        const u64 part = std::min(bytes, kMost);
+        const u64 part = std::min(bytes, kMaxPart);
         access(at, static_cast<u32>(part), write, false, false, pc);
         at += part, bytes -= part;
     }

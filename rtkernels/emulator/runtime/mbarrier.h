@@ -31,7 +31,7 @@ struct BulkCopy {
 };
 std::vector<BulkCopy> flying;
 
-constexpr u32 kMbarrierMost = (1u << 20) - 1u;  // arrivals, and bytes, that the instructions can count
+constexpr u32 kMaxMbarrierCount = (1u << 20) - 1u;  // arrivals, and bytes, that the instructions can count
 
 void join(std::vector<u32>& into, const std::vector<u32>& from) {
     for (u32 i = 0; i < block_threads; ++i) into[i] = std::max(into[i], from[i]);
@@ -110,8 +110,8 @@ bool deliver(u64 choice) {
 void mbarrier_init(void* p, u32 arrivals) {
     access(p, 8, true, true, false, __builtin_return_address(0));
     require_shared(p, 8, true, "an mbarrier that is not in shared memory", __builtin_return_address(0));
-    if (arrivals == 0 || arrivals > kMbarrierMost)
-        fail(kDivergentBarrier, current, nullptr, "an mbarrier counts 1 to %u arrivals, not %u", kMbarrierMost, arrivals);
+    if (arrivals == 0 || arrivals > kMaxMbarrierCount)
+        fail(kDivergentBarrier, current, nullptr, "an mbarrier counts 1 to %u arrivals, not %u", kMaxMbarrierCount, arrivals);
     const std::vector<u32> nothing(block_threads, 0);
     counting[reinterpret_cast<u64>(p)] = {arrivals, arrivals, 0, 0, current->id, current->now, nothing, nothing, {}};
 }
@@ -124,8 +124,8 @@ void mbarrier_arrive(void* p, u32 bytes) {
     --b.pending;
     ++events;
     b.bytes += bytes;
-    if (b.bytes > static_cast<long long>(kMbarrierMost))
-        fail(kDivergentBarrier, current, nullptr, "an mbarrier waits for at most %u bytes, not %lld", kMbarrierMost, b.bytes);
+    if (b.bytes > static_cast<long long>(kMaxMbarrierCount))
+        fail(kDivergentBarrier, current, nullptr, "an mbarrier waits for at most %u bytes, not %lld", kMaxMbarrierCount, b.bytes);
     join(b.arrived, moment());
     end_phase_if_complete(b);
 }

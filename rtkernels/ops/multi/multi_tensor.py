@@ -20,7 +20,8 @@ from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.into import into
-from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
+from rtkernels.runtime.operator.lists import ListOperator, Number
+from rtkernels.runtime.operator.lists import Tensors as ListOf
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -81,10 +82,10 @@ def _plan_clip(table: Table, kind: int) -> Steps:
     return Steps(*norm, *_scale_steps(table, "norm", 1.0, "most", overlap=_overlaps(table)), scratch=_partial(table))
 
 
-_TENSORS = Tensors("tensors", written=True)
+_TENSORS = ListOf("tensors", written=True)
 _BY = Number("by", called="scale")
 REDUCE = ListOperator(
-    "multi_reduce", (Tensors("tensors"),), options="int kind, bool per_tensor, bool raw", result="out",
+    "multi_reduce", (ListOf("tensors"),), options="int kind, bool per_tensor, bool raw", result="out",
     output=lambda tensors, kind, each, raw: Memory((1 + (len(tensors) if each else 0),), out_dtype(kind, raw)),
     tables=ONE, plan=_plan_reduce, reference=plain.reduce,
 )  # fmt: skip
@@ -97,7 +98,7 @@ CLIP = ListOperator(
     output=lambda *_: Memory((), torch.float32), tables=ONE, plan=_plan_clip, reference=plain.clip_,
 )  # fmt: skip
 COPY = ListOperator(
-    "multi_copy_", (Tensors("outputs", written=True), Tensors("inputs"), _BY), options="float scale", numbers="scale",
+    "multi_copy_", (ListOf("outputs", written=True), ListOf("inputs"), _BY), options="float scale", numbers="scale",
     tables=TWO, plan=lambda table: Steps(*_scale_steps(table, "by", "scale", -1.0)), reference=plain.copy_,
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ _C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "
 TIERS = ("core", "serve", "aten")  # see Kernel
 _KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
 _KIND_BYTES = {"tmap": 128, **dict.fromkeys(_KIND_FORMAT, 8)}
-MOST_ARGUMENT_BYTES = 4096  # of a kernel; newer drivers take more, but not every one
+MAX_ARGUMENT_BYTES = 4096  # of a kernel; newer drivers take more, but not every one
 
 
 class Kernel:
@@ -238,9 +238,9 @@ def _parsed(entry: str, args: str) -> tuple[tuple[str, str], ...]:
     kinds = [kind for _, kind in found]
     if "tmap" in kinds[kinds.count("tmap") :]:
         raise ArgumentError(f"kernel {entry}: tensor maps (tmap) come before all other arguments")
-    if (size := sum(_KIND_BYTES[kind] for kind in kinds)) > MOST_ARGUMENT_BYTES:
+    if (size := sum(_KIND_BYTES[kind] for kind in kinds)) > MAX_ARGUMENT_BYTES:
         raise ArgumentError(
-            f"kernel {entry} takes {len(found)} arguments of {size} bytes; a launch has room for {MOST_ARGUMENT_BYTES}"
+            f"kernel {entry} takes {len(found)} arguments of {size} bytes; a launch has room for {MAX_ARGUMENT_BYTES}"
         )
     return found
 
