@@ -44,11 +44,16 @@ def is_experts(module: nn.Module) -> bool:
 
 def holds_experts(module: nn.Module) -> bool:
     """Return True if a module may be an expert layer: one of the interface, or with a matrix for each expert."""
-    matrices = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-    named = "expert" in type(module).__name__.lower() and not module._modules
-    return is_experts(module) or len(matrices) >= 2 or (bool(matrices) and named)
+    if is_experts(module):
+        return True
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
+    matrices = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and min(p.shape) > 1]
+    named = "expert" in type(module).__name__.lower()
+    return len({p.shape[0] for p in matrices}) == 1 and (len(matrices) >= 2 or named)
 
 
+@probing()
 def recognize(module: nn.Module) -> Recognized:
     """Return which expert layer a candidate is.
 
@@ -71,6 +76,7 @@ def recognize(module: nn.Module) -> Recognized:
     return kind
 
 
+@probing()
 def activation_of(module: nn.Module) -> str:
     """Return the activation of an expert layer's gate.
 
@@ -113,19 +119,18 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
     ours = replace.forward_of("experts", type(module), **dict(kind.options))
     chosen = torch.rand(11, experts, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :count]
     settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
-    with probing():
-        for dtype, training in settings:
-            fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
-            made = twin_of(module, fresh, sizes=sizes, training=training)
-            weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
-            trial = Trial(
-                f"in {str(dtype)[6:]}", (normal(11, width, dtype=dtype) * 3, weights), lambda x, w: (x, chosen, w)
-            )
-            if dtype == torch.float32:
-                check_pure(partial(theirs, made), made, trial)
-            parameters = [p for p in made._parameters.values() if p is not None]
-            if found := difference(partial(ours, made), partial(theirs, made), trial, parameters):
-                raise NotRecognized(f"it computes other results than our experts: {found}")
+    for dtype, training in settings:
+        fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
+        made = twin_of(module, fresh, sizes=sizes, training=training)
+        weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
+        trial = Trial(
+            f"in {str(dtype)[6:]}", (normal(11, width, dtype=dtype) * 3, weights), lambda x, w: (x, chosen, w)
+        )
+        if dtype == torch.float32:
+            check_pure(partial(theirs, made), made, trial)
+        parameters = [p for p in made._parameters.values() if p is not None]
+        if found := difference(partial(ours, made), partial(theirs, made), trial, parameters):
+            raise NotRecognized(f"it computes other results than our experts: {found}")
 
 
 class _Product(torch.autograd.Function):
