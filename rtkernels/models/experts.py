@@ -62,6 +62,7 @@ def recognize(module: nn.Module) -> Recognized:
         NotRecognized: None that we have.
     """
     act = activation_of(module)
+    check_plain(module)
     given = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
     if set(given) != {"gate_up_proj", "down_proj"} | biases:
@@ -93,7 +94,6 @@ def activation_of(module: nn.Module) -> str:
         raise NotRecognized("its experts have no gate")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("it normalises the results of experts")
-    check_plain(module)
 
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)

@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -181,7 +182,7 @@ def check_plain(module: nn.Module, projections: Sequence[str] = ()) -> None:
     check_globals(inspect.unwrap(type(module).forward), type(module))
 
 
-_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, MethodDescriptorType, type, torch.dtype, torch.device)
+_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, MethodDescriptorType, type, torch.dtype, torch.device, Logger)
 
 
 def check_globals(function: Any, cls: type | None = None) -> None:
