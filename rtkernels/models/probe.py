@@ -124,7 +124,7 @@ def twin_of(
     our ops. Children that are not given are copied. `sizes` maps widths that the module may have noted to those of
     the twin.
     """
-    twin = copy.copy(module)
+    twin = object.__new__(type(module))  # a class of FSDP would build a module
     twin.__dict__ = {
         name: copy.copy(value) if type(value) in _CONTAINERS and not name.startswith("_") else value
         for name, value in module.__dict__.items()
