@@ -118,6 +118,7 @@ def takes_labels(model: nn.Module) -> bool:
     return "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
 
+@probing()
 def check_loss(model: nn.Module, head: nn.Module, weight: Tensor) -> None:
     """Call the forward of a model with labels, as above.
 
@@ -125,22 +126,21 @@ def check_loss(model: nn.Module, head: nn.Module, weight: Tensor) -> None:
         NotRecognized: It raises, computes logits, or does not call its loss function.
     """
     forward, loss = inspect.unwrap(type(model).forward), _Loss()
-    ids = torch.ones(_SHAPE, dtype=torch.long, device="cpu")
+    ids = torch.ones(_SHAPE, dtype=torch.long)
     name = getattr(model, "main_input_name", "input_ids")
     taken = inspect.signature(forward).parameters
-    given = {name: ids if name == "input_ids" else torch.zeros(*_SHAPE, 4, device="cpu"), "labels": ids}
+    given = {name: ids if name == "input_ids" else torch.zeros(*_SHAPE, 4), "labels": ids}
     given |= {"return_dict": True} if "return_dict" in taken else {}
-    with probing():
-        twin = _stubbed(model, head, weight, torch.zeros(*_SHAPE, weight.shape[1]))
-        twin.__dict__ |= {"_loss_function": loss, "training": True}
-        try:
-            forward(twin, **given)
-        except NotRecognized:
-            raise
-        except _LogitsComputed:
-            raise NotRecognized("its forward computes with the logits, apart from scales and a soft cap") from None
-        except Exception as error:
-            raise Raised("with labels", error) from error
+    twin = _stubbed(model, head, weight, torch.zeros(*_SHAPE, weight.shape[1]))
+    twin.__dict__ |= {"_loss_function": loss, "training": True}
+    try:
+        forward(twin, **given)
+    except NotRecognized:
+        raise
+    except _LogitsComputed:
+        raise NotRecognized("its forward makes the logits: it does more with them than scale or cap them") from None
+    except Exception as error:
+        raise Raised("with labels", error) from error
     if not loss.called:
         raise NotRecognized("its forward does not call its loss function")
 
@@ -151,7 +151,7 @@ def _stubbed(module: nn.Module, head: nn.Module, weight: Tensor, hidden: Tensor)
         return _Head(module, weight)
     if all(inner is not head for inner in module.modules()):
         return _Child(module, hidden)
-    twin = module.__class__.__new__(module.__class__)
+    twin = object.__new__(type(module))  # a class of FSDP would build a module
     twin.__dict__ = {**module.__dict__, **nn.Module().__dict__}  # without hooks
     twin.__dict__ |= {name: module.__dict__[name] for name in ("_parameters", "_buffers", "training")}
     twin.__dict__.pop("forward", None)

@@ -81,7 +81,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, count, *parameters):
         weights, biases = parameters[:count], parameters[count:]
         flat, rows = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
-        y = flat.new_empty(flat.shape[0], sum(rows))
+        out = x.new_empty(*x.shape[:-1], sum(rows))  # itself and no view: torch lets nobody change such a one in place
+        y = out.view(flat.shape[0], sum(rows))
         whole = adjacent(weights)
         if whole is not None:
             bias = torch.cat(biases) if biases else None
@@ -91,7 +92,7 @@ class _Product(torch.autograd.Function):
                 _multiply(flat, weights[i], biases[i] if biases else None, part)
         ctx.save_for_backward(x, *weights)
         ctx.rows = rows
-        return y.view(*x.shape[:-1], -1)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -129,6 +130,14 @@ def is_watched(linear: nn.Module) -> bool:
     """Return True if somebody has to see what a layer reads and gives, or has given it another forward."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     return bool(hooked or "forward" in linear.__dict__ or _has_any_global_hook())
+
+
+def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
+    """Return True if somebody looks at a child that a forward of ours does not call: all but those `called`."""
+    for name, child in module._modules.items():
+        if child is not None and name not in called and is_watched(child):
+            return True
+    return False
 
 
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

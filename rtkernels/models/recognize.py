@@ -41,10 +41,12 @@ from rtkernels.models.proof import Setting, prove, settings_for
 TOLERANCE = 1e-4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
 _EPSILONS = ("variance_epsilon", "eps")
+_OTHER_DIMENSIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _NORM_NAME = re.compile(r"Norm(?!al)")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAME = re.compile(r"(^|_)(act|activation|silu|swish|gelu|relu|mish|glu|swiglu|sigmoid)", re.IGNORECASE)
+_MLP_NAME = re.compile(r"MLP|Mlp|FeedForward|FFN|GLU|Glu")
 ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
 
 
@@ -73,7 +75,9 @@ def is_norm(module: nn.Module) -> bool:
         return False
     if _NORM_NAME.search(type(module).__name__):
         return True
-    return _epsilon(module) is not None and all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    given = {name: p for name, p in module._parameters.items() if p is not None}
+    like_a_norm = given.keys() <= {"weight", "bias"} and all(p.dim() == 1 for p in given.values())
+    return like_a_norm and _epsilon(module) is not None
 
 
 def _epsilon(module: nn.Module) -> str | None:
@@ -86,12 +90,15 @@ def norm_weight(module: nn.Module) -> Tensor | None:
     return None if "weight" in module._buffers else getattr(module, "weight", None)
 
 
+@probing()
 def norm(module: nn.Module) -> Recognized:
     """Return which norm a candidate computes.
 
     Raises:
         NotRecognized: None of ours.
     """
+    if isinstance(module, _OTHER_DIMENSIONS):
+        raise NotRecognized("it normalises over other dimensions than the last")
     given = {name: p for name, p in module._parameters.items() if p is not None}
     if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")
@@ -120,8 +127,7 @@ def norm(module: nn.Module) -> Recognized:
         Setting(lambda w: Trial("for numbers as small as its epsilon", (normal(4, w) * scales,)), (width,)),
         Setting(lambda w: Trial("for large numbers", (normal(4, w) * 1e12,), gradients=False), (width,)),
     ]
-    with probing():
-        return prove(module, width, candidates, twin, settings)
+    return prove(module, width, candidates, twin, settings)
 
 
 # ---- gated MLPs -----------------------------------------------------------------------------------------------------
@@ -143,9 +149,14 @@ class Projections(NamedTuple):
 def is_mlp(module: nn.Module) -> bool:
     """Return True if a module may be a gated MLP.
 
-    It has projections with the names or the sizes of one, and by the sizes alone an activation as well.
+    It has projections with the names of one; or with the sizes of one, and an activation, and one input or the name.
     """
-    return _names_projections(module) or (_has_activation(module) and next(_projections(module), None) is not None)
+    if _names_projections(module):
+        return True
+    if next(_projections(module), None) is None or not _has_activation(module):
+        return False
+    one_input = len(inspect.signature(type(module).forward).parameters) == 2
+    return one_input or _MLP_NAME.search(type(module).__name__) is not None
 
 
 def _names_projections(module: nn.Module) -> bool:
@@ -179,6 +190,7 @@ def _projections(module: nn.Module) -> Iterator[Projections]:
                 yield Projections(both, None, down, up_first=True)
 
 
+@probing()
 def mlp(module: nn.Module) -> Recognized:
     """Return which gated MLP a candidate computes.
 
@@ -210,8 +222,7 @@ def mlp(module: nn.Module) -> Recognized:
             maps[name] = LinearMap(sizes[read], sizes[gives], 10 * i, dtype)
         return twin_of(module, {}, maps, sizes, training)
 
-    with probing():
-        return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
+    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
 
 
 def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int]:
@@ -237,6 +248,7 @@ def _scaled(widths: tuple[int, int, int], w: int) -> dict[int, int]:
     return {2 * inner: 2 * small, inner: small, **sizes}
 
 
+@probing()
 def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     """Return the activations of ``glu`` that a function of gate and up may have.
 
@@ -245,17 +257,17 @@ def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     """
     trials = [Trial("for gate and up", tuple(rows_of_scales(9, 64, seed=seed) for seed in (1, 2)))]
     trials.append(Trial("for large numbers", (normal(3, 64, seed=3) * 1e8, normal(3, 64, seed=4) * 1e8)))
-    alike = []
-    with probing():
-        for act in ACTIVATIONS:
-            if not any(difference(partial(rtkernels.glu, act=act), theirs, trial) for trial in trials):
-                alike.append(act)
-    return alike
+    return [
+        act
+        for act in ACTIVATIONS
+        if not any(difference(partial(rtkernels.glu, act=act), theirs, trial) for trial in trials)
+    ]
 
 
 # ---- rotary embeddings ----------------------------------------------------------------------------------------------
 
 
+@probing()
 def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return how a function ``(q, k, cos, sin, ...)`` rotates q and k ``[batch, heads, tokens, size]``.
 
@@ -272,22 +284,21 @@ def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     if names[:4] != ["q", "k", "cos", "sin"]:
         raise NotRecognized(f"its arguments are {', '.join(names)}; expected q, k, cos, sin")
     check_globals(function)
-    with probing():
-        screen = {form: _may_rotate_otherwise(function, form, gradients=False) for form in ROTATIONS}
-        whole = [form for form, found in screen.items() if not found]
-        if all(found.startswith(RAISED) for found in screen.values()):
-            raise NotRecognized(screen["halves"])
-        if len(whole) != 1:
-            raise NotRecognized("it rotates in no way of ours" if not whole else "it rotates in more than one way")
-        for setting in ({}, {"size": 32}, {"size": 24, "tokens": 67}, *({"dtype": dtype} for dtype in HALVES)):
-            if found := _rotates_otherwise(function, whole[0], **setting):
-                raise NotRecognized(f"it rotates in no way of ours: like {whole[0]}, but with {found}")
-        optional = {
-            "partial": {"rotary": 8},
-            "mixed": {"dtype": torch.bfloat16, "table": torch.float32},
-            "tokens first": {"options": {"unsqueeze_dim": 2}},
-        }
-        more = [name for name, setting in optional.items() if not _may_rotate_otherwise(function, whole[0], **setting)]
+    screen = {form: _may_rotate_otherwise(function, form, gradients=False) for form in ROTATIONS}
+    whole = [form for form, found in screen.items() if not found]
+    if all(found.startswith(RAISED) for found in screen.values()):
+        raise NotRecognized(screen["halves"])
+    if len(whole) != 1:
+        raise NotRecognized("it rotates in no way of ours" if not whole else "it rotates in more than one way")
+    for setting in ({}, {"size": 32}, {"size": 24, "tokens": 67}, *({"dtype": dtype} for dtype in HALVES)):
+        if found := _rotates_otherwise(function, whole[0], **setting):
+            raise NotRecognized(f"it rotates in no way of ours: like {whole[0]}, but with {found}")
+    optional = {
+        "partial": {"rotary": 8},
+        "mixed": {"dtype": torch.bfloat16, "table": torch.float32},
+        "tokens first": {"options": {"unsqueeze_dim": 2}},
+    }
+    more = [name for name, setting in optional.items() if not _may_rotate_otherwise(function, whole[0], **setting)]
     return (whole[0], *more)
 
 
@@ -323,8 +334,8 @@ def _rotates_otherwise(
         return found
     plain = trial._replace(gradients=False)
     with torch.no_grad():
-        again = outcome(theirs, plain, ())
-    same = all(torch.equal(a, b) for a, b in zip(again, outcome(theirs, plain, ()), strict=True))
+        without = outcome(theirs, plain, ())
+    same = all(torch.equal(a, b) for a, b in zip(without, outcome(theirs, plain, ()), strict=True))
     return "" if same else "other results without gradients"
 
 
