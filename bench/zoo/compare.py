@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 _KIND = {"fused_layers": "fused"}  # names of kinds in reports that are not those of the option
 ROUNDING, CODES = 2.0**-23, 2.0**-4  # half a unit in the last place of fp32, and of e4m3
-FACTOR, FACTOR_FP8, FACTOR_HALF = 8.0, 4.0, 4.0  # operators differ in more than one rounding
+FACTOR, FACTOR_FP8, FACTOR_HALF = 8.0, 4.0, 8.0  # operators differ in more than one rounding
 FLOOR, FLOOR_FP8, FLOOR_HALF = 1e-6, 1e-2, 1e-2  # of a tensor's norm; sums of several terms in another order
 SMALLEST = 1e-8  # of the largest norm: what is zero but for rounding
 NEW_TOKENS = 5
