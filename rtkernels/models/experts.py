@@ -6,8 +6,9 @@ recognised gets our forward, as norms do; the others keep the implementation tha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +16,24 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import replace
-from rtkernels.models.recognize import NotRecognized, Recognized, activations, probe_values, twin_of
+from rtkernels.models.probe import (
+    HALVES,
+    NotRecognized,
+    Recognized,
+    Trial,
+    check_plain,
+    check_pure,
+    difference,
+    normal,
+    probing,
+    twin_of,
+)
+from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
+_ON_CPU = (None, "eager", "grouped_mm", "batched_mm")  # implementations of the interface that run there
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -28,34 +42,95 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and hasattr(module, "_apply_gate")
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()  # serving asks, too, where there are no gradients
+def holds_experts(module: nn.Module) -> bool:
+    """Return True if a module may be an expert layer: one of the interface, or with a matrix for each expert."""
+    if is_experts(module):
+        return True
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
+    matrices = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and min(p.shape) > 1]
+    named = "expert" in type(module).__name__.lower()
+    return len({p.shape[0] for p in matrices}) == 1 and (len(matrices) >= 2 or named)
+
+
+@probing()
 def recognize(module: nn.Module) -> Recognized:
     """Return which expert layer a candidate is.
 
     Raises:
         NotRecognized: None that we have.
     """
-    if not module.has_gate:
-        raise NotRecognized("its experts have no gate")
-    if getattr(module, "has_post_expert_norm", False):
-        raise NotRecognized("it normalises the results of experts")
-
-    def theirs(gate: Tensor, up: Tensor) -> Tensor:
-        both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-        return type(module)._apply_gate(twin_of(module, {}), both)
-
-    inputs = [probe_values(7, 64, seed=1), probe_values(7, 64, seed=2)]
-    found = activations(theirs, inputs)
-    if len(found) != 1:
-        raise NotRecognized("its gate computes none of our activations")
+    act = activation_of(module)
+    given = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
+    if set(given) != {"gate_up_proj", "down_proj"} | biases:
+        raise NotRecognized(f"its parameters are {', '.join(given)}; expected gate_up_proj, down_proj and biases")
     options = (
-        ("act", found[0]),
+        ("act", act),
         ("bias", module.has_bias),
         ("concatenated", module.is_concatenated),
         ("transposed", module.is_transposed),
     )
-    return Recognized("experts", options)
+    kind = Recognized("experts", options)
+    _prove(module, kind, given)
+    return kind
+
+
+@probing()
+def activation_of(module: nn.Module) -> str:
+    """Return the activation of an expert layer's gate.
+
+    Raises:
+        NotRecognized: It is none of ours, or there is no gate.
+    """
+    if not is_experts(module):
+        raise NotRecognized("it is not of transformers' experts interface")
+    if not module.has_gate:
+        raise NotRecognized("its experts have no gate")
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotRecognized("it normalises the results of experts")
+    check_plain(module)
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+        return type(module)._apply_gate(twin_of(module, {}), both)
+
+    found = activations(gated)
+    if len(found) != 1:
+        raise NotRecognized("its gate computes none of our activations")
+    return found[0]
+
+
+def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]]) -> None:
+    """Compare our forward with the module's own on a twin of small sizes.
+
+    Raises:
+        NotRecognized: They differ.
+    """
+    experts, wide, hidden = given["gate_up_proj"]
+    if module.is_transposed:
+        wide, hidden = hidden, wide
+    sizes = {hidden: 24, wide: 32, wide // 2: 16} if hidden not in (wide, wide // 2) else {wide: 32, wide // 2: 16}
+    shapes = {name: (experts, *(sizes[size] for size in shape[1:])) for name, shape in given.items()}
+    width, count = sizes[hidden], min(experts, 3)
+    theirs = type(module).forward
+    if getattr(getattr(module, "config", None), "_experts_implementation", "eager") not in _ON_CPU:
+        theirs = inspect.unwrap(theirs)
+    ours = replace.forward_of("experts", type(module), **dict(kind.options))
+    chosen = torch.rand(11, experts, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :count]
+    settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
+    for dtype, training in settings:
+        fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
+        made = twin_of(module, fresh, sizes=sizes, training=training)
+        weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
+        trial = Trial(
+            f"in {str(dtype)[6:]}", (normal(11, width, dtype=dtype) * 3, weights), lambda x, w: (x, chosen, w)
+        )
+        if dtype == torch.float32:
+            check_pure(partial(theirs, made), made, trial)
+        parameters = [p for p in made._parameters.values() if p is not None]
+        if found := difference(partial(ours, made), partial(theirs, made), trial, parameters):
+            raise NotRecognized(f"it computes other results than our experts: {found}")
 
 
 class _Product(torch.autograd.Function):

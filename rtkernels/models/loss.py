@@ -7,6 +7,7 @@ model tell the head when that is; its loss function takes lazy logits, and hands
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.tensor import DTensor
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.lazy_logits import LazyLogits
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.loss_probe import check_loss
+from rtkernels.models.probe import NotRecognized, Recognized
 
 _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"
@@ -105,6 +107,21 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return [] if head is None else [head]
 
 
+# Those that gather or split weights: the loss calls the head a second time for them to run.
+_GATHERING = ("torch.distributed", "transformers", "accelerate", "deepspeed")
+
+
+def _has_hooks(head: nn.Module) -> bool:
+    """Return True if a head has hooks of somebody who reads or changes logits or hidden states."""
+    if head._backward_hooks or head._backward_pre_hooks:
+        return True
+    for hook in (*head._forward_hooks.values(), *head._forward_pre_hooks.values()):
+        function = hook.func if isinstance(hook, partial) else hook
+        if not (getattr(function, "__module__", None) or "").startswith(_GATHERING):
+            return True
+    return False
+
+
 # Hooks are functions of the file, and ask for the head at every call: a copied or pickled model has a head of its own,
 # and PEFT may have put another in its place.
 
@@ -113,7 +130,8 @@ def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     trains = model.training and torch.is_grad_enabled()
     for head in _heads(model):
-        setattr(head, _LAZY, wanted and (trains or model.__dict__.get(LOSS_ONLY, False)))
+        lazy = wanted and (trains or model.__dict__.get(LOSS_ONLY, False))
+        setattr(head, _LAZY, lazy and not _has_hooks(head))
 
 
 def _after(model: nn.Module, args: Any, output: Any) -> None:
@@ -125,7 +143,7 @@ def replace_loss(model: nn.Module) -> None:
     """Replace head and loss of a causal language model.
 
     Raises:
-        NotRecognized: Its loss is another one, or its head is no plain linear layer.
+        NotRecognized: Its loss is another one, its head is no plain linear layer, or its forward makes logits anyway.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -138,6 +156,9 @@ def replace_loss(model: nn.Module) -> None:
         if type(head).forward is not nn.Linear.forward:  # FSDP's subclasses have it, those of adapters do not
             raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
         replace.check_own_forward(head)
+        if _has_hooks(head):
+            raise NotRecognized("its head has hooks, which see logits")
+    check_loss(model, model.get_output_embeddings(), heads[0].weight)
     for head in heads:
         replace.replace(head, _KIND)
         setattr(head, _LAZY, False)

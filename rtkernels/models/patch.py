@@ -22,11 +22,14 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
-from rtkernels.models.recognize import NotRecognized, Recognized
+from rtkernels.models.loss_probe import takes_labels
+from rtkernels.models.others import check_foreign, foreign
+from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
+_FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
-_OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unsloth"}  # packages that patch models, too
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
 
 
@@ -78,7 +81,7 @@ def _check_transformers() -> None:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside of a PEFT wrapper, or the model."""
+    """Return the model inside of wrappers (DataParallel, DDP, PEFT), or the model."""
     if isinstance(model, str):
         raise ArgumentError(
             f"model is {model!r}; expected a model: replacing by name would change all models of this process. To "
@@ -88,41 +91,33 @@ def _unwrapped(model: Any) -> nn.Module:
         raise ArgumentError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise ArgumentError("model was compiled by torch.compile; expected one that was not: patch first, then compile")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) and hasattr(model, "peft_config") else model
 
 
-def _maker(function: Any) -> str | None:
-    """Return whose a function is, if it is of a package that patches models as well."""
-    return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
+def _notice_others(model: nn.Module, known: PatchReport) -> str:
+    """Correct the report of a model that others patched after us; return a sentence for a warning, or ""."""
+    others = {path: who for path, who, _ in foreign(model)}
+    if not others:
+        return ""
+    for i, site in enumerate(known.sites):
+        if site.reason is None and site.name in others:
+            known.sites[i] = site._replace(reason=f"{others[site.name]} replaced its forward after patch")
+    who, first = next(iter(others.values())), next(iter(others)) or "model"
+    return f"{who} patched this model after rtkernels: {len(others)} modules ({first}, ...) compute with {who}"
 
 
-def _check_foreign(model: nn.Module) -> None:
-    """Raise an RtkError for a model that others patched, on the instance or for all models of its class."""
-    if getattr(model, "use_kernels", False):
-        raise RtkError(
-            "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
-        )
-    known: set[type] = set()
-    for name, module in model.named_modules():
-        cls, name = type(module), name or "model"
-        who = _maker(module.__dict__.get("forward"))
-        if who is not None:
-            raise RtkError(f"{name} was patched by {who}; build the model anew and patch it with one of the two")
-        if cls in known:
-            continue
-        known.add(cls)
-        if (who := _maker(cls)) is not None:
-            raise RtkError(f"{name} is a {cls.__name__} of {who}; build the model without {who} first")
-        forward = cls.forward
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        called = [forward, *(getattr(forward, "__globals__", {}).get(n) for n in names)]
-        if who := next((found for found in map(_maker, called) if found is not None), None):
-            raise RtkError(
-                f"{name}: {who} patched {cls.__name__} for all models of this process; start one without {who} first"
-            )
+def _first_call(model: nn.Module, args: Any) -> None:
+    """Warn at the first call of a model if others patched it after us; a hook, of the file so that it pickles."""
+    if is_dynamo_compiling():
+        return
+    handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
+    if handle is not None:
+        handle.remove()
+    if known is not None and (sentence := _notice_others(model, known)):
+        warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
 
 class _Patcher:
@@ -133,10 +128,14 @@ class _Patcher:
         self._known: dict[Any, Recognized | str] = {}
 
     def visit(
-        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None
-    ) -> None:
-        """Replace a module if it is recognised. `more` is what the answer depends on, apart from the module."""
-        key = (kind, type(module), _scalars(module), more)
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None,
+        by_class: bool = False,
+    ) -> None:  # fmt: skip
+        """Replace a module if it is recognised.
+
+        `more` is what the answer depends on, apart from the module; `by_class` says that it depends on its class alone.
+        """
+        key = (kind, type(module), None if by_class else _scalars(module), more)
         if key not in self._known:
             try:
                 self._known[key] = find(module)
@@ -165,15 +164,34 @@ class _Patcher:
 
 
 def _scalars(module: nn.Module) -> tuple[Any, ...]:
-    """Return what two modules of one class may differ in: numbers, texts, functions, sizes of parameters, children."""
-    plain = (bool, int, float, str, type(None))
-    state = sorted(
-        (k, v) for k, v in module.__dict__.items() if isinstance(v, plain) and k not in ("training", "layer_idx")
+    """Return what two modules of one class may differ in: attributes, sizes of parameters, children."""
+    state = tuple((name, _value(value)) for name, value in module.__dict__.items() if name not in _SAME)
+    shapes = tuple(
+        (name, None if p is None else tuple(p.shape))
+        for name, p in (*module._parameters.items(), *module._buffers.items())
     )
-    shapes = tuple((k, p is None or tuple(p.shape)) for k, p in module._parameters.items())
-    children = tuple((k, type(c), getattr(c, "p", None)) for k, c in module._modules.items())
-    functions = tuple((k, v) for k, v in module.__dict__.items() if callable(v) and not isinstance(v, nn.Module))
-    return tuple(map(repr, state)), shapes, children, functions
+    children = tuple(
+        (name, child is not None and (type(child), _features(child) if child._parameters else _scalars(child)))
+        for name, child in module._modules.items()
+    )
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    return state, shapes, children, hooked
+
+
+def _features(child: nn.Module) -> tuple[Any, ...]:
+    return tuple(getattr(child, name, None) for name in ("in_features", "out_features"))
+
+
+def _value(value: Any) -> Any:
+    """Return what stands for an attribute: a text for plain values, for others which object it is."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_value, value))
+    return id(value)
+
+
+_SAME = set(nn.Module().__dict__)  # tables of torch's own
 
 
 @torch.inference_mode(False)
@@ -224,24 +242,24 @@ def patch(
     options |= {"fused_layers": fused_layers, "attention": attention, "fp8": recipe}
     known = inner.__dict__.get(_REPORT)
     if known is not None:
-        _tell(_other_options(known, options), strict)
+        _tell(_notice_others(inner, known) or _other_options(known, options), strict)
         return known
     _check_transformers()
-    _check_foreign(inner)
+    check_foreign(inner)
     patcher = _Patcher()
     for name, module in list(inner.named_modules()):
         if replace.replaced(module) is not None:
             continue
         if norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
-        elif mlp and recognize.is_mlp(module):
-            patcher.visit("mlp", name, module, recognize.mlp)
-        elif experts and expert_layers.is_experts(module):
+        elif experts and expert_layers.holds_experts(module):
             patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
-        elif rope and rope_view.is_attention(module):
-            patcher.visit("rope", name, module, rope_view.recognize)
+        elif rope and rope_view.rotates(module):
+            patcher.visit("rope", name, module, rope_view.recognize, by_class=True)
+        elif mlp and recognize.is_mlp(module):
+            patcher.visit("mlp", name, module, recognize.mlp)
     if attention:
         try:
             attentions.replace_attention(inner)
@@ -257,7 +275,7 @@ def patch(
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.note)
-    if loss:
+    if loss and takes_labels(inner):
         try:
             losses.replace_loss(inner)
             patcher.note("loss", "", inner, None)
@@ -266,6 +284,7 @@ def patch(
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
     made = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = made
+    inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
         left = "not everything was replaced" if made.left_alone and strict else ""
         _tell(_in_vain(made, inner) or left, strict, f"\n{made}")
@@ -354,8 +373,14 @@ def loss_only(model: nn.Module) -> Iterator[None]:
 def unpatch(model: nn.Module) -> None:
     """Give a model its own forwards, head and loss back."""
     inner = _unwrapped(model)
-    if inner.__dict__.pop(_REPORT, None) is None:
+    known = inner.__dict__.pop(_REPORT, None)
+    if known is None:
         return
+    if sentence := _notice_others(inner, known):
+        warnings.warn(f"rtkernels.models.unpatch: {sentence}, which stays", stacklevel=2)
+    handle = inner.__dict__.pop(_FIRST, None)
+    if handle is not None:
+        handle.remove()
     losses.restore_loss(inner)
     attentions.restore_attention(inner)
     for module in inner.modules():
@@ -364,5 +389,12 @@ def unpatch(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> PatchReport | None:
-    """Return what :func:`patch` did to a model, None if it was not patched."""
-    return _unwrapped(model).__dict__.get(_REPORT)
+    """Return what :func:`patch` did to a model, None if it was not patched.
+
+    Modules that others (Liger, Unsloth) patched since then are left alone, in its words.
+    """
+    inner = _unwrapped(model)
+    known = inner.__dict__.get(_REPORT)
+    if known is not None:
+        _notice_others(inner, known)
+    return known

@@ -1,85 +1,52 @@
-"""Which of our ops does a module compute? Asked by running it, with parameters and inputs of our own, on the CPU.
+"""Which of our ops does a module compute? Proved by running its forward and ours side by side (``probe``).
 
-Nothing of the model is read but sizes and scalar attributes, so models on any device, on meta and sharded ones can be
-asked. Inputs have magnitudes from 1e-2 to 2e2, both signs and a row of zeros: with values near 1 a clamped activation
-looks like a plain one. Norms get rows as small as their epsilon, too. The gradient of the input is compared as well.
+A *candidate* is every module whose role we have an op for, whatever it computes; one that is not recognised is left
+alone and reported with a reason. The forward that will take the place of the module's own is compared with it as a
+function of the input: in 2, 3 and 4 dimensions, several widths and layouts, in training and evaluation, in fp32 and 16
+bits, with gradients of the input and of every parameter (``proof``).
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import rtkernels
+from rtkernels.models.probe import (
+    HALVES,
+    RAISED,
+    LinearMap,
+    NotRecognized,
+    Raised,
+    Recognized,
+    Trial,
+    check_globals,
+    check_plain,
+    difference,
+    normal,
+    outcome,
+    probing,
+    rows_of_scales,
+    twin_of,
+)
+from rtkernels.models.proof import Setting, prove, settings_for
 
-_NORM_TOLERANCE = 1e-5
 TOLERANCE = 1e-4
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
 _EPSILONS = ("variance_epsilon", "eps")
+_NORM_NAME = re.compile(r"Norm(?!al)")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
 _MERGED = ("gate_up_proj", "down_proj")
-
-
-class Recognized(NamedTuple):
-    """What a module computes: the kind of replacement, and its options as sorted pairs."""
-
-    kind: str
-    options: tuple[tuple[str, Any], ...]
-
-
-class NotRecognized(Exception):
-    """Why a module is left alone, as a sentence for the report."""
-
-
-def probe_values(*shape: int, seed: int = 0) -> Tensor:
-    """Return fp32 numbers of magnitudes 1e-2 to 2e2 with both signs; the first row of the last two dimensions is 0."""
-    generator = torch.Generator().manual_seed(seed)
-    magnitude = torch.exp(torch.empty(shape).uniform_(-4.6, 5.3, generator=generator))
-    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    values = magnitude * sign
-    if len(shape) > 1:
-        values[..., 0, :] = 0.0
-    return values
-
-
-def agree(ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor], tolerance: float) -> bool:
-    """Return True if two functions give the same results and the same gradients of all inputs."""
-    results = []
-    for function in (theirs, ours):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        try:
-            made = function(*leaves)
-        except Exception:  # a module may refuse these inputs, as may the op
-            return False
-        made = made if isinstance(made, tuple) else (made,)
-        if not all(isinstance(t, Tensor) and t.dtype == torch.float32 and t.requires_grad for t in made):
-            return False
-        total = sum((t * probe_values(*t.shape, seed=7 + i).clamp(-3, 3)).sum() for i, t in enumerate(made))
-        results.append([*made, *torch.autograd.grad(total, leaves)])
-    for wanted, got in zip(*results, strict=True):
-        if wanted.shape != got.shape or not torch.isfinite(wanted).all():
-            return False
-        if not torch.allclose(got, wanted, rtol=tolerance, atol=tolerance * float(wanted.detach().abs().mean())):
-            return False
-    return True
-
-
-def twin_of(
-    module: nn.Module, parameters: dict[str, Tensor], children: dict[str, nn.Module] | None = None
-) -> nn.Module:
-    """Return a shallow copy with other parameters and children; the module itself is not touched."""
-    twin = copy.copy(module)
-    twin.__dict__ = dict(module.__dict__)
-    twin._parameters = {name: nn.Parameter(value) for name, value in parameters.items()}
-    twin._modules = {**module._modules, **(children or {})}
-    return twin
+_ACTIVATION_NAME = re.compile(r"(^|_)(act|activation|silu|swish|gelu|relu|mish|glu|swiglu|sigmoid)", re.IGNORECASE)
+_MLP_NAME = re.compile(r"MLP|Mlp|FeedForward|FFN|GLU|Glu")
+ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
 
 
 def autocasts(x: Tensor) -> bool:
@@ -93,22 +60,28 @@ def positional(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
-def _only(found: list[Recognized], what: str) -> Recognized:
-    if not found:
-        raise NotRecognized(f"{what} computes none of our ops")
-    if len(found) > 1:
-        raise NotRecognized(f"{what} computes more than one of our ops: {', '.join(map(str, found))}")
-    return found[0]
+def _check_one_input(module: nn.Module) -> None:
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        raise NotRecognized("its forward takes more than the hidden states")
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a module may be a norm: no children, parameters of one dimension, an epsilon."""
-    if module._modules or any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+    """Return True if a module may be a norm: no children, and an epsilon or the name of one."""
+    if module._modules or type(module).__module__.startswith("torch.nn.utils"):  # parametrizations
         return False
-    return any(isinstance(getattr(module, name, None), float) for name in _EPSILONS)
+    if _NORM_NAME.search(type(module).__name__):
+        return True
+    given = {name: p for name, p in module._parameters.items() if p is not None}
+    like_a_norm = given.keys() <= {"weight", "bias"} and all(p.dim() == 1 for p in given.values())
+    return like_a_norm and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> str | None:
+    names = (*_EPSILONS, *(name for name in module.__dict__ if "eps" in name))
+    return next((name for name in names if isinstance(getattr(module, name, None), float)), None)
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
@@ -116,6 +89,7 @@ def norm_weight(module: nn.Module) -> Tensor | None:
     return None if "weight" in module._buffers else getattr(module, "weight", None)
 
 
+@probing()
 def norm(module: nn.Module) -> Recognized:
     """Return which norm a candidate computes.
 
@@ -125,90 +99,180 @@ def norm(module: nn.Module) -> Recognized:
     given = {name: p for name, p in module._parameters.items() if p is not None}
     if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")
-    if len(positional(type(module).forward)) != 2:
-        raise NotRecognized("its forward takes more than the hidden states")
-    width = given["weight"].shape[0] if given else 64
-    fresh = {name: torch.randn(width, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(given)}
-    twin = twin_of(module, fresh)
-    twin._buffers = {  # a norm that multiplies with one is none of ours
-        name: torch.randn(b.shape, generator=torch.Generator().manual_seed(7)) for name, b in module._buffers.items()
-        if b is not None and b.is_floating_point()
-    }  # fmt: skip
-    eps_name = next(name for name in _EPSILONS if isinstance(getattr(module, name, None), float))
-    eps, weight, bias = getattr(module, eps_name), fresh.get("weight"), fresh.get("bias")
-    theirs, found = partial(type(module).forward, twin), []
-    small = torch.randn(4, width, generator=torch.Generator().manual_seed(2)) * eps**0.5
-    inputs = [torch.cat([probe_values(5, width), small * torch.tensor([[0.5], [1.0], [3.0], [30.0]])])]
+    if any(p.dim() != 1 for p in given.values()):
+        raise NotRecognized("its weight has more than one dimension")
+    eps_name = _epsilon(module)
+    if eps_name is None:
+        raise NotRecognized("it has no epsilon that is a number")
+    _check_one_input(module)
+    check_plain(module)
+    sizes = [n for v in module.__dict__.values() for n in (v if isinstance(v, tuple) else (v,)) if type(n) is int]
+    width = given["weight"].shape[0] if given else next((n for n in sizes if 1 < n <= 1 << 16), 64)
+    eps = getattr(module, eps_name)
+
+    def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
+        fresh = {name: normal(w, seed=i, dtype=dtype) for i, name in enumerate(given)}
+        return twin_of(module, fresh, sizes={width: w}, training=training)
+
+    candidates = []
     for offset in (0.0, 1.0) if given else (0.0,):
         options = (("eps", eps_name), ("offset", offset))
-        rms = partial(rtkernels.rms_norm, weight=weight, eps=eps, offset=offset)
-        if bias is None and agree(rms, theirs, inputs, _NORM_TOLERANCE):
-            found.append(Recognized("rms_norm", options))
-        layer = partial(rtkernels.layer_norm, weight=weight, bias=bias, eps=eps, offset=offset)
-        if agree(layer, theirs, inputs, TOLERANCE):
-            found.append(Recognized("layer_norm", options))
-    return _only(found, "it")
+        candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
+    scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]])
+    settings = [
+        *settings_for(width, 1e6),
+        Setting(lambda w: Trial("for numbers as small as its epsilon", (normal(4, w) * scales,)), (width,)),
+        Setting(lambda w: Trial("for large numbers", (normal(4, w) * 1e12,), gradients=False), (width,)),
+    ]
+    return prove(module, width, candidates, twin, settings)
 
 
 # ---- gated MLPs -----------------------------------------------------------------------------------------------------
 
 
-class _Gives(nn.Module):
-    """Returns a tensor whatever it is given."""
+class Projections(NamedTuple):
+    """Names of a gated MLP's children. `up` is None where one projection gives both; `up_first`: up, then gate."""
 
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.__dict__["value"] = value
+    gate: str
+    up: str | None
+    down: str
+    up_first: bool = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in self[:3] if name is not None)
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Return True if a module may be a gated MLP: it has the projections of one."""
-    children = module._modules
-    return all(name in children for name in _PROJECTIONS) or all(name in children for name in _MERGED)
+    """Return True if a module may be a gated MLP.
+
+    It has projections with the names of one; or with the sizes of one, and an activation, and one input or the name.
+    """
+    if _names_projections(module):
+        return True
+    if next(_projections(module), None) is None or not _has_activation(module):
+        return False
+    one_input = len(inspect.signature(type(module).forward).parameters) == 2
+    return one_input or _MLP_NAME.search(type(module).__name__) is not None
 
 
+def _names_projections(module: nn.Module) -> bool:
+    return any(all(name in module._modules for name in names) for names in (_PROJECTIONS, _MERGED))
+
+
+def _has_activation(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    classes = (type(child).__name__ for child in module._modules.values() if child is not None)
+    return any(_ACTIVATION_NAME.search(name) for name in (*getattr(code, "co_names", ()), *module._modules, *classes))
+
+
+def _features(child: nn.Module | None) -> tuple[int, int] | None:
+    """Return the widths of what a projection reads and gives, None if it is none."""
+    sizes = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else None
+
+
+def _projections(module: nn.Module) -> Iterator[Projections]:
+    """Return which children may be which projection, by their sizes."""
+    sizes = {name: _features(child) for name, child in module._modules.items()}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if len(sizes) == 3:
+        for gate, up, down in permutations(sizes):
+            if sizes[gate] == sizes[up] and sizes[down][0] == sizes[gate][1]:
+                yield Projections(gate, up, down)
+    elif len(sizes) == 2:
+        for both, down in permutations(sizes):
+            if sizes[both][1] == 2 * sizes[down][0]:
+                yield Projections(both, None, down)
+                yield Projections(both, None, down, up_first=True)
+
+
+@probing()
 def mlp(module: nn.Module) -> Recognized:
     """Return which gated MLP a candidate computes.
 
     Raises:
         NotRecognized: None of ours.
     """
-    if len(positional(type(module).forward)) != 2:
-        raise NotRecognized("its forward takes more than the hidden states")
-    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children()):
-        raise NotRecognized("it has a dropout")
+    _check_one_input(module)
+    if any(p is not None for p in module._parameters.values()):
+        raise NotRecognized("it has parameters beside those of its projections")
     separate = all(name in module._modules for name in _PROJECTIONS)
+    if _names_projections(module):
+        found = [Projections(*_PROJECTIONS) if separate else Projections(_MERGED[0], None, _MERGED[1])]
+        kinds = [(f"glu with {act}", Recognized("mlp", (("act", act), ("separate", separate)))) for act in ACTIVATIONS]
+    else:
+        found = list(_projections(module))
+        kinds = [
+            (f"glu with {act}", Recognized("named_mlp", (("act", act), ("projections", names))))
+            for act in ACTIVATIONS
+            for names in (found[:1] if act == "none" else found)  # without an activation gate and up are alike
+        ]
+    check_plain(module, found[0].names)
+    widths = _widths(module, found[0])
 
-    def theirs(gate: Tensor, up: Tensor) -> Tensor:
-        if separate:
-            stubs = {"gate_proj": _Gives(gate), "up_proj": _Gives(up), "down_proj": nn.Identity()}
-        else:
-            stubs = {"gate_up_proj": _Gives(torch.cat([gate, up], -1)), "down_proj": nn.Identity()}
-        return type(module).forward(twin_of(module, {}, stubs), gate)
+    def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
+        sizes = _scaled(widths, w)
+        maps = {}
+        for i, name in enumerate(found[0].names):
+            read, gives = _features(module._modules[name]) or _default_features(name, widths)
+            maps[name] = LinearMap(sizes[read], sizes[gives], 10 * i, dtype)
+        return twin_of(module, {}, maps, sizes, training)
 
-    inputs = [probe_values(7, 64, seed=1), probe_values(7, 64, seed=2)]
-    found = [Recognized("mlp", (("act", act), ("separate", separate))) for act in activations(theirs, inputs)]
-    return _only(found, "it")
+    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
 
 
-def activations(theirs: Callable[[Tensor, Tensor], Tensor], inputs: Sequence[Tensor]) -> list[str]:
-    """Return the activations of ``glu`` that a function of gate and up may have."""
-    return [act for act in _ACTIVATIONS if agree(partial(rtkernels.glu, act=act), theirs, inputs, TOLERANCE)]
+def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int]:
+    width, inner, out = widths
+    return {"down_proj": (inner, out), "gate_up_proj": (width, 2 * inner)}.get(name, (width, inner))
+
+
+def _widths(module: nn.Module, found: Projections) -> tuple[int, int, int]:
+    """Return the widths of input, gated values and result; small ones where layers do not tell theirs."""
+    first, last = _features(module._modules[found.gate]), _features(module._modules[found.down])
+    if first is None or last is None:
+        return 64, 96, 64
+    return first[0], last[0], last[1]
+
+
+def _scaled(widths: tuple[int, int, int], w: int) -> dict[int, int]:
+    """Return what each width becomes in a twin whose input has width w; equal ones stay equal."""
+    width, inner, out = widths
+    if w == width:
+        return {n: n for n in (width, inner, 2 * inner, out)}
+    sizes = {out: w + 8, width: w}
+    small = sizes[inner] if inner in sizes else sizes[2 * inner] // 2 if 2 * inner in sizes else w + 16
+    return {2 * inner: 2 * small, inner: small, **sizes}
+
+
+@probing()
+def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
+    """Return the activations of ``glu`` that a function of gate and up may have.
+
+    Raises:
+        NotRecognized: It raises, or is no function of the two.
+    """
+    trials = [Trial("for gate and up", tuple(rows_of_scales(9, 64, seed=seed) for seed in (1, 2)))]
+    trials.append(Trial("for large numbers", (normal(3, 64, seed=3) * 1e8, normal(3, 64, seed=4) * 1e8)))
+    return [
+        act
+        for act in ACTIVATIONS
+        if not any(difference(partial(rtkernels.glu, act=act), theirs, trial) for trial in trials)
+    ]
 
 
 # ---- rotary embeddings ----------------------------------------------------------------------------------------------
 
 
+@probing()
 def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return how a function ``(q, k, cos, sin, ...)`` rotates q and k ``[batch, heads, tokens, size]``.
 
     The first part of the result is "halves" (element i and i + half are a pair, tables have every angle twice, as
     halves), "half tables" (the same, every angle one time), "neighbours" (elements 2i and 2i + 1 are a pair, tables as
     halves) or "neighbour tables" (the same, an angle in two neighbouring columns). "partial" follows where tables
-    narrower than a head leave the rest of it alone.
+    narrower than a head leave the rest of it alone, "mixed" where fp32 tables leave 16-bit heads in 16 bits, "tokens
+    first" where ``unsqueeze_dim=2`` takes ``[batch, tokens, heads, size]``.
 
     Raises:
         NotRecognized: None of ours.
@@ -216,21 +280,60 @@ def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     names = positional(function)
     if names[:4] != ["q", "k", "cos", "sin"]:
         raise NotRecognized(f"its arguments are {', '.join(names)}; expected q, k, cos, sin")
-    q, k = probe_values(2, 3, 5, 16, seed=3), probe_values(2, 1, 5, 16, seed=4)
-    angles = probe_values(2, 5, 8, seed=5)
-    forms = []
-    for form in ROTATIONS:
-        for rotary in (16, 8):
-            half = angles[..., : rotary // 2]
-            table = half if form == "half tables" else torch.cat([half, half], -1)
-            table = half.repeat_interleave(2, -1) if form == "neighbour tables" else table
-            tables = {"cos": table.cos(), "sin": table.sin()}
-            if agree(partial(apply_rope, form=form, **tables), partial(function, **tables), [q, k], TOLERANCE):
-                forms.append((form, rotary))
-    whole = [form for form, rotary in forms if rotary == 16]
+    check_globals(function)
+    screen = {form: _may_rotate_otherwise(function, form, gradients=False) for form in ROTATIONS}
+    whole = [form for form, found in screen.items() if not found]
+    if all(found.startswith(RAISED) for found in screen.values()):
+        raise NotRecognized(screen["halves"])
     if len(whole) != 1:
         raise NotRecognized("it rotates in no way of ours" if not whole else "it rotates in more than one way")
-    return (whole[0], "partial") if (whole[0], 8) in forms else (whole[0],)
+    for setting in ({}, {"size": 32}, {"size": 24, "tokens": 67}, *({"dtype": dtype} for dtype in HALVES)):
+        if found := _rotates_otherwise(function, whole[0], **setting):
+            raise NotRecognized(f"it rotates in no way of ours: like {whole[0]}, but with {found}")
+    optional = {
+        "partial": {"rotary": 8},
+        "mixed": {"dtype": torch.bfloat16, "table": torch.float32},
+        "tokens first": {"options": {"unsqueeze_dim": 2}},
+    }
+    more = [name for name, setting in optional.items() if not _may_rotate_otherwise(function, whole[0], **setting)]
+    return (whole[0], *more)
+
+
+def _may_rotate_otherwise(function: Callable[..., Any], form: str, **setting: Any) -> str:
+    try:
+        return _rotates_otherwise(function, form, **setting)
+    except Raised as error:
+        return str(error)
+
+
+def _rotates_otherwise(
+    function: Callable[..., Any], form: str, size: int = 16, rotary: int | None = None, tokens: int = 5,
+    dtype: torch.dtype = torch.float32, table: torch.dtype | None = None, options: dict[str, Any] | None = None,
+    gradients: bool = True,
+) -> str:  # fmt: skip
+    """Return in what a function differs from a rotation of ours, "" if in nothing."""
+    half = normal(2, tokens, (rotary or size) // 2, seed=5) * 3
+    angles = half if form == "half tables" else torch.cat([half, half], -1)
+    angles = half.repeat_interleave(2, -1) if form == "neighbour tables" else angles
+    tables = {"cos": angles.cos().to(table or dtype), "sin": angles.sin().to(table or dtype)}
+    first = bool(options)
+    shapes = [(2, tokens, heads, size) for heads in (3, 1)]
+    leaves = tuple(normal(*shape, seed=3 + i, dtype=dtype) * 3 for i, shape in enumerate(shapes))
+
+    def arguments(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return (q, k) if first else (q.transpose(1, 2), k.transpose(1, 2))
+
+    where = f"for heads of {size}" if dtype == torch.float32 else f"in {str(dtype)[6:]}"
+    ours = partial(apply_rope, form=form, layout="bshd" if first else "bhsd", **tables)
+    theirs = partial(function, **tables, **(options or {}))
+    trial = Trial(where, leaves, arguments, gradients)
+    if found := difference(ours, theirs, trial):
+        return found
+    plain = trial._replace(gradients=False)
+    with torch.no_grad():
+        again = outcome(theirs, plain, ())
+    same = all(torch.equal(a, b) for a, b in zip(again, outcome(theirs, plain, ()), strict=True))
+    return "" if same else "other results without gradients"
 
 
 def apply_rope(

@@ -9,14 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models.merged import is_plain
-from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
+from rtkernels.models.merged import is_plain, is_watched
+from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.models.recognize import Projections, autocasts, norm_weight, positional
 from rtkernels.models.reuse import glu, may_hand_on, norm_and_input, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,16 +33,37 @@ def replaced(module: nn.Module) -> Recognized | None:
 def check_own_forward(module: nn.Module) -> None:
     """Refuse a module that carries a forward of its own, which would hide that of its class.
 
+    Hooks of accelerate (``device_map``) call the forward that they found: that one is replaced.
+
     Raises:
         NotRecognized: It does.
     """
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _is_hooked(module):
         raise NotRecognized("its forward was replaced on the instance (tensor parallelism, offloading): patch first")
+
+
+_HOOKED = "_old_forward"  # accelerate: the forward that its hook calls
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Return True if a module's own forward is a hook of accelerate around that of its class."""
+    inner = module.__dict__.get(_HOOKED)
+    return "_hf_hook" in module.__dict__ and getattr(inner, "__func__", None) is type(module).forward
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module, and the forward that a hook of accelerate calls or has left behind."""
+    own = type(module).forward
+    module.__class__ = cls
+    if getattr(module.__dict__.get(_HOOKED), "__func__", None) is own:
+        module.__dict__[_HOOKED] = MethodType(cls.forward, module)
+    if getattr(module.__dict__.get("forward"), "__func__", None) is own:  # as after a hook was removed
+        del module.__dict__["forward"]
 
 
 def replace(module: nn.Module, kind: Recognized) -> None:
     """Give a module our forward."""
-    module.__class__ = subclass(type(module), kind)
+    _set_class(module, subclass(type(module), kind))
 
 
 def change(module: nn.Module, kind: Recognized) -> None:
@@ -50,13 +73,13 @@ def change(module: nn.Module, kind: Recognized) -> None:
         NotRecognized: It carries a forward of its own.
     """
     check_own_forward(module)
-    module.__class__ = subclass(original_of(type(module)), kind)
+    _set_class(module, subclass(original_of(type(module)), kind))
 
 
 def restore(module: nn.Module) -> None:
     """Give a module its own forward back."""
     if replaced(module) is not None:
-        module.__class__ = original_of(type(module))
+        _set_class(module, original_of(type(module)))
 
 
 @cache
@@ -108,10 +131,24 @@ def _fits(x: Any, weight: Tensor | None) -> bool:
     return weight is None or x.dtype == weight.dtype or autocasts(x)
 
 
-def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
-    own = original.forward
+def _input_name(original: type[nn.Module]) -> str:
+    """Return how a forward calls its input, for callers that name it."""
+    return positional(original.forward)[1]
 
-    def forward(self, hidden_states, residual=None, with_input=False):
+
+def _input_of(x: Any, named: dict[str, Any], name: str) -> Any:
+    """Return the input of a forward that was called with names."""
+    if x is not None or set(named) != {name}:
+        raise TypeError(f"forward() got {', '.join(named)}; expected {name}")
+    return named[name]
+
+
+def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+    own, name = original.forward, _input_name(original)
+
+    def forward(self, hidden_states=None, residual=None, with_input=False, **named):
+        if named:
+            hidden_states = _input_of(hidden_states, named, name)
         weight = norm_weight(self)
         if not _fits(hidden_states, weight):
             total = hidden_states if residual is None else residual + hidden_states
@@ -126,9 +163,11 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
 
 
 def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
-    own = original.forward
+    own, name = original.forward, _input_name(original)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states=None, **named):
+        if named:
+            hidden_states = _input_of(hidden_states, named, name)
         weight, bias = norm_weight(self), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
@@ -138,14 +177,29 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
 
 
 def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
-    names = ("gate_proj", "up_proj") if separate else ("gate_up_proj",)
+    first = ("gate_proj", "up_proj") if separate else ("gate_up_proj", None)
+    return _named_mlp(original, act, Projections(*first, "down_proj"))
 
-    def forward(self, x):
-        linears = [self._modules[name] for name in names]
+
+def _named_mlp(original: type[nn.Module], act: str, projections: Projections) -> Forward:
+    own, name, names = original.forward, _input_name(original), projections.names
+    first, last = names[:-1], names[-1]
+
+    def forward(self, x=None, **named):
+        if named:
+            x = _input_of(x, named, name)
+        if isinstance(x, Tensor) and x.dtype not in _FLOATS:
+            return own(self, x)
+        for child, module in self._modules.items():  # an activation that somebody looks at has to be called
+            if module is not None and child not in names and is_watched(module):
+                return own(self, x)
+        linears, down = [self._modules[child] for child in first], self._modules[last]
         made = [linear(x) for linear in linears]
+        if projections.up_first:
+            made = list(reversed(made[0].chunk(2, -1)))
         if not all(is_plain(linear) for linear in linears):
-            return self.down_proj(rtkernels.glu(*made, act=act))
-        return project(self.down_proj, glu(*made, act=act))
+            return down(rtkernels.glu(*made, act=act))
+        return project(down, glu(*made, act=act))
 
     return forward
 
@@ -160,6 +214,7 @@ _FORWARDS: dict[str, Callable[..., Forward]] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "mlp": _mlp,
+    "named_mlp": _named_mlp,
     "rope": _attention,
 }
 

@@ -7,6 +7,8 @@ original but for the rotation. Dynamo looks globals up by the module's name, so 
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -15,20 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from rtkernels.models.recognize import NotRecognized, Recognized, apply_rope, rope
+from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.models.recognize import apply_rope, autocasts, rope
 
-_PREFIX = "apply_rotary_pos_emb"
+_NAME = re.compile(r"apply\w*(rotary|rope)")
 _views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return True if the forward of a module calls a rotation by the name transformers gives it."""
-    return bool(_names(type(module).forward))
+    """Return True if the forward of a module calls rotations that may be ours."""
+    forward = type(module).forward
+    names = _names(forward)
+    return bool(names) and all(name in forward.__globals__ for name in names)
+
+
+def rotates(module: nn.Module) -> bool:
+    """Return True if a module calls a rotation in any way: a function, a method, or in a processor of diffusers."""
+    return any(_names(function) for function in _callers(module))
+
+
+def _callers(module: nn.Module) -> list[Any]:
+    processor = module.__dict__.get("processor")
+    return [inspect.unwrap(type(module).forward), *([] if processor is None else [type(processor).__call__])]
 
 
 def _names(forward: Callable[..., Any]) -> list[str]:
     code = getattr(forward, "__code__", None)
-    return [] if code is None else [name for name in code.co_names if name.startswith(_PREFIX)]
+    return [] if code is None else [name for name in code.co_names if _NAME.search(name)]
 
 
 def recognize(module: nn.Module) -> Recognized:
@@ -38,6 +53,8 @@ def recognize(module: nn.Module) -> Recognized:
         NotRecognized: One of them is none of ours.
     """
     forward = type(module).forward
+    if not _names(inspect.unwrap(forward)):
+        raise NotRecognized(f"its rotation is called by a {type(module.processor).__name__}, no module")
     if hasattr(forward, "__wrapped__"):
         raise NotRecognized("its forward is wrapped by a decorator")
     names = []
@@ -74,7 +91,7 @@ def _view(names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]]) -> t
 
 
 def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[..., Any]:
-    form, partial = forms[0], "partial" in forms
+    form, partial, mixed, tokens_first = forms[0], *(name in forms for name in ("partial", "mixed", "tokens first"))
     factor = 2 if form == "half tables" else 1
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
@@ -84,9 +101,10 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
             q.dim() == 4
             and not args
             and all(name == "unsqueeze_dim" for name in kwargs)
-            and unsqueeze_dim in (1, 2)
+            and (unsqueeze_dim == 1 or (tokens_first and unsqueeze_dim == 2))
             and cos.dim() == 3
-            and cos.dtype in (q.dtype, torch.float32)
+            and not (cos.requires_grad or sin.requires_grad)
+            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and (mixed or autocasts(q))))
             and (rotary == q.shape[-1] or (partial and rotary < q.shape[-1]))
         )
         if not fits:

@@ -9,6 +9,7 @@ Probabilities that are equal to the last bit may be chosen in another order than
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,19 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import replace
-from rtkernels.models.recognize import TOLERANCE, NotRecognized, Recognized, positional, twin_of
+from rtkernels.models.probe import (
+    NotRecognized,
+    Raised,
+    Recognized,
+    Trial,
+    check_plain,
+    check_pure,
+    difference,
+    normal,
+    probing,
+    twin_of,
+)
+from rtkernels.models.recognize import TOLERANCE, positional
 
 _CORRECTION = "e_score_correction_bias"
 _TOKENS = 33
@@ -48,6 +61,7 @@ def is_router(module: nn.Module) -> bool:
     return is_matrix and not module._modules and isinstance(getattr(module, "top_k", None), int)
 
 
+@probing()
 def recognize(module: nn.Module) -> Recognized:
     """Return how a candidate routes.
 
@@ -74,8 +88,8 @@ def recognize(module: nn.Module) -> Recognized:
         twin._buffers = buffers
         try:
             made = type(module).forward(twin, x.to(dtype))
-        except Exception:  # a router may refuse these inputs
-            raise NotRecognized("it routes in no way of ours") from None
+        except Exception as error:
+            raise Raised("as a router", error) from error
         return _by_name(made, experts, module.top_k)
 
     exact, rounded = theirs(torch.float32), theirs(torch.bfloat16)
@@ -88,7 +102,40 @@ def recognize(module: nn.Module) -> Recognized:
             found.append(scoring)
     if len(found) != 1:
         raise NotRecognized("it routes in no way of ours" if not found else "it routes in more than one way")
-    return Recognized("router", (("numbers", numbers), ("scoring", found[0])))
+    flattens = _flattens(
+        module, Recognized("router", (("numbers", numbers), ("scoring", found[0]))), parameters, buffers
+    )
+    return Recognized("router", (("flattens", flattens), ("numbers", numbers), ("scoring", found[0])))
+
+
+def _flattens(module: nn.Module, kind: Recognized, parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> bool:
+    """Compare our forward with the module's own, with gradients; return whether it flattens inputs of 3 dimensions.
+
+    Raises:
+        NotRecognized: They differ for inputs of 2 dimensions.
+    """
+    check_plain(module)
+    experts, width = module.weight.shape
+    ours, theirs = replace.forward_of("router", type(module), **dict(kind.options)), type(module).forward
+
+    def dense(forward: Callable[..., Any], twin: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = dict(zip(dict(kind.options)["numbers"].order, forward(twin, x), strict=True))
+        probs = torch.zeros(made["probs"].shape[0], experts, dtype=made["probs"].dtype)
+        return made["logits"], probs.scatter(1, made["indices"], made["probs"])
+
+    flat = Trial("for inputs of 2 dimensions", (normal(_TOKENS, width) * 4,), tolerance=TOLERANCE)
+    high = Trial("for inputs of 3 dimensions", (normal(3, 5, width) * 4,), tolerance=TOLERANCE)
+    for training in (False, True):
+        twin = twin_of(module, parameters, training=training)
+        twin._buffers = buffers
+        functions = partial(dense, ours, twin), partial(dense, theirs, twin)
+        check_pure(functions[1], twin, flat)
+        if found := difference(*functions, flat, list(twin.parameters())):
+            raise NotRecognized(f"it routes in no way of ours: {found}")
+    try:
+        return not difference(*functions, high, list(twin.parameters()))
+    except Raised:
+        return False
 
 
 def _by_name(made: Any, experts: int, top_k: int) -> dict[str, Tensor]:
@@ -161,12 +208,14 @@ def _route(module: nn.Module, logits: Tensor, scoring: Scoring, correction: Tens
     )  # fmt: skip
 
 
-def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring) -> Callable[..., Any]:
+def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring, flattens: bool = True) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden_states):
-        weight, bias = self.weight, self._parameters.get("bias")
+        weight, bias = self.weight, getattr(self, "bias", None)  # a replica of DataParallel has no parameters
         if hidden_states.dtype != weight.dtype or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return own(self, hidden_states)
+        if hidden_states.dim() != 2 and not flattens:
             return own(self, hidden_states)
         x = hidden_states.reshape(-1, weight.shape[1])
         logits = _logits(x, weight, bias, numbers.products)

@@ -218,9 +218,9 @@ def serve_experts(experts: nn.Module, empty: bool = False) -> ServedExperts:
     Raises:
         NotRecognized: Their gate is none of ours.
     """
-    from rtkernels.models.experts import recognize
+    from rtkernels.models.experts import activation_of
 
-    act = dict(recognize(experts).options)["act"]
+    act = activation_of(experts)
     weights = experts.gate_up_proj, experts.down_proj
     if weights[0].element_size() == 1:  # transformers' FP8Experts
         scales = experts.gate_up_proj_scale_inv.data.float(), experts.down_proj_scale_inv.data.float()

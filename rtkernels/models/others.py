@@ -1,0 +1,50 @@
+"""Models that other packages patched: Liger, Unsloth, the hub's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rtkernels.errors import RtkError
+
+_OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unsloth"}
+
+
+def _maker(function: Any) -> str | None:
+    """Return whose a function is, if it is of a package that patches models as well."""
+    return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
+
+
+def check_foreign(model: nn.Module) -> None:
+    """Raise an RtkError for a model that others patched, on the instance or for all models of its class."""
+    if getattr(model, "use_kernels", False):
+        raise RtkError(
+            "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
+        )
+    for _, _, sentence in foreign(model):
+        raise RtkError(sentence)
+
+
+def foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Return the modules whose forward is that of others: name, whose it is, and a sentence for the error."""
+    known: dict[type, str | None] = {}
+    for path, module in model.named_modules():
+        cls, name = type(module), path or "model"
+        who = _maker(module.__dict__.get("forward"))
+        if who is not None:
+            yield path, who, f"{name} was patched by {who}; build the model anew and patch it with one of the two"
+            continue
+        if cls in known:
+            continue
+        known[cls] = None
+        if (who := _maker(cls)) is not None:
+            yield path, who, f"{name} is a {cls.__name__} of {who}; build the model without {who} first"
+            continue
+        forward = cls.forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        called = [forward, *(getattr(forward, "__globals__", {}).get(n) for n in names)]
+        if who := next((found for found in map(_maker, called) if found is not None), None):
+            about = f"{who} patched {cls.__name__} for all models of this process; start one without {who} first"
+            yield path, who, f"{name}: {about}"
