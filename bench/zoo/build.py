@@ -64,7 +64,7 @@ def class_of(name: str) -> type:
 
     try:
         cls = getattr(transformers, name)
-        if "requires" in (getattr(cls, "_backends", None) and "requires" or ""):
+        if getattr(cls, "_backends", None):  # a placeholder
             raise NotBuilt(f"needs {', '.join(cls._backends)}")
         inspect.signature(cls.forward)
     except NotBuilt:
@@ -145,7 +145,9 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
 def with_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return inputs of which the floating-point ones are leaves of a graph."""
     return {
-        name: value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: value.detach().clone().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
         for name, value in inputs.items()
     }
 
@@ -255,7 +257,10 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
 
 def _with_labels(model: nn.Module, maker: Maker, inputs: dict[str, Any]) -> Built:
     for labels in maker.labels(inputs):
-        for together in ({**inputs, **labels}, {k: v for k, v in {**inputs, **labels}.items() if k != "decoder_input_ids"}):
+        for together in (
+            {**inputs, **labels},
+            {k: v for k, v in {**inputs, **labels}.items() if k != "decoder_input_ids"},
+        ):
             try:
                 loss = getattr(_try(model, together), "loss", None)
             except Exception:  # labels of another form

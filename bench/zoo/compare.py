@@ -121,7 +121,9 @@ def generate(model: nn.Module, built: Built) -> Step:
     inputs = {name: value for name, value in built.inputs.items() if name not in left_out}
     with kept_buffers(model):
         seed(3)
-        found = model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)
+        found = model.generate(
+            **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1
+        )
     model.train()
     return Step(outputs_of(found), {})
 
@@ -178,7 +180,8 @@ class Tolerance:
                 limit = allowed.get(name, 0.0)
                 if distance and not math.isinf(limit) and distance > worst * limit:
                     worst = distance / limit if limit else math.inf
-                    where = f"{what} {name}: off by {distance:.2g}, allowed {limit:.2g}, norm {_norm(wanted[name].float()) if name in wanted else 0:.2g}"
+                    size = _norm(wanted[name].float()) if name in wanted else 0.0
+                    where = f"{what} {name}: off by {distance:.2g}, allowed {limit:.2g}, norm {size:.2g}"
         if worst > 1:
             raise Changed(where)
         return worst

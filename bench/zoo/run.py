@@ -29,7 +29,9 @@ def names() -> dict[str, str]:
     return dict.fromkeys(build.classes(), "transformers") | dict.fromkeys(diffusion.classes(), "diffusers")
 
 
-def result_of(name: str, library: str, kinds: list[str] | None = None, options: list[str] | None = None) -> dict[str, Any] | None:
+def result_of(
+    name: str, library: str, kinds: list[str] | None = None, options: list[str] | None = None
+) -> dict[str, Any] | None:
     """Return what became of a class, None if it is of another kind."""
     from bench.zoo import build, compare, diffusion
 
@@ -181,7 +183,7 @@ def record(path: Path, found: list[dict[str, Any]]) -> None:
     head["options"] = {k: dict(c) for k, c in table.by_option(found).items()}
     lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{json.dumps(head)[:-1]}, \"results\": [\n{lines}\n]}}\n", encoding="utf-8")
+    path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,8 +199,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=300, help="limit for one class")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add results to this file, and skip those it has")
-    parser.add_argument("--retry", action="store_true", help="with --json: try again what was not built, changed or crashed")
-    parser.add_argument("--record", nargs="?", const=RESULTS / "cpu.json", type=Path, help="write counts and results there")
+    parser.add_argument(
+        "--retry", action="store_true", help="with --json: try again what was not built, changed or crashed"
+    )
+    parser.add_argument(
+        "--record", nargs="?", const=RESULTS / "cpu.json", type=Path, help="write counts and results there"
+    )
     parser.add_argument("--write", action="store_true", help="put the recorded table into docs/models.md")
     chosen = parser.parse_args(argv)
     warnings.simplefilter("ignore")
@@ -210,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
         known = {name: r for name, r in known.items() if table.status_of(r) in ("kept", "nothing")}
     everything = names()
     wanted = chosen.only or list(everything)[:: chosen.every]
+    if unknown := [name for name in wanted if name not in everything]:
+        parser.error(f"--only: {', '.join(unknown)}: not in transformers' auto mappings, nor a model of diffusers")
     tasks = [(name, everything[name]) for name in wanted if name not in known]
     stream = chosen.json.open("a", encoding="utf-8") if chosen.json else None
     found = [r for name, r in known.items() if name in wanted]
@@ -218,8 +226,13 @@ def main(argv: list[str] | None = None) -> int:
         status = table.status_of(result)
         if stream is not None:
             print(json.dumps(result, sort_keys=True), file=stream, flush=True)
-        why = [f"{name}: {o['status']}: {o['why']}" for name, o in result.get("options", {}).items() if o["status"] in ("changed", "crashed")]
-        print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {'; '.join(why) or result.get('reason', '')}", flush=True)
+        why = [
+            f"{name}: {o['status']}: {o['why']}"
+            for name, o in result.get("options", {}).items()
+            if o["status"] in ("changed", "crashed")
+        ]
+        more = "; ".join(why) or result.get("reason", "")
+        print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {more}", flush=True)
     if chosen.record:
         record(chosen.record, found)
     print("\n".join(table.lines_of(found, versions())))
@@ -230,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _written(found: list[dict[str, Any]]) -> int:
     path = meta.ROOT / "docs" / "models.md"
-    path.write_text(table.written(path.read_text(encoding="utf-8"), table.lines_of(found, versions())), encoding="utf-8")
+    path.write_text(
+        table.written(path.read_text(encoding="utf-8"), table.lines_of(found, versions())), encoding="utf-8"
+    )
     return 0
 
 

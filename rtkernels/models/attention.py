@@ -269,7 +269,8 @@ def replace_attention(model: nn.Module) -> None:
     by_interface = getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
     if before is None or not by_interface:
         raise NotRecognized("it does not use the attention interface of transformers")
-    who = next((cls for cls in dict.fromkeys(_class_of(module) for module in model.modules()) if _asks(cls, before)), None)
+    classes = dict.fromkeys(map(_class_of, model.modules()))
+    who = next((cls for cls in classes if _asks(cls, before)), None)
     if who is not None:
         raise NotRecognized(f"{who.__name__} does something else where the attention is not called {before}")
     AttentionInterface.register(NAME, attention_forward)

@@ -177,7 +177,7 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def in_shape(t: Tensor, *shape: int) -> Tensor:
-    """Return a fresh result in another shape, for a Function to return: not a view, which callers may not change in place.
+    """Return a fresh result of a Function in another shape: not a view, which nobody may change in place.
 
     Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
     layers give.

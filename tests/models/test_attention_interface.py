@@ -63,10 +63,16 @@ CAUSAL = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arguments_of_the_models_own_attention(dtype: torch.dtype) -> None:
     q, k, v = heads(dtype)
-    for extra in ({"gain": torch.tensor(3.0)}, {"position_bias": torch.randn(1, HEADS, LENGTH, LENGTH).to(dtype)}, {"softcap": 2.0}):
+    for extra in (
+        {"gain": torch.tensor(3.0)},
+        {"position_bias": torch.randn(1, HEADS, LENGTH, LENGTH).to(dtype)},
+        {"softcap": 2.0},
+    ):
         wanted, _ = eager_attention_forward(Attention(), q, k, v, CAUSAL, 0.25, **extra)
         made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, **extra)
-        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), extra
+        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), (
+            extra
+        )
         plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25)
         assert (plain.float() - wanted.float()).abs().max() > 0.05  # it would show
 
