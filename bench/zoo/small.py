@@ -74,6 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moonshine": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
     "mistral_large4": {"text_config.kv_source_layers": None},
     "esmc": {"d_model": WIDTH, "n_heads": HEADS},
+    "xmod": {"default_language": "en_XX"},
     "dbrx": {"attn_config.rope_theta": 10000.0},
 }
 
@@ -203,6 +204,8 @@ def _shrink_one(config: Any, base: type, level: int, tokens: dict[int, int]) -> 
                 half = int((getattr(config, "head_dim", None) or HEAD) * value.get("partial_rotary_factor", 1.0)) // 2
                 value["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
     _picture(config, old)
+    if "swin" in str(getattr(config, "model_type", "")) and "window_size" in old:
+        _set(config, "window_size", 2)  # not more than a side of the last stage
     _stages(config, old, layers)
     if "qk_rope_head_dim" in old:
         if "head_dim" in old:

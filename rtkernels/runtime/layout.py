@@ -182,7 +182,7 @@ def in_shape(t: Tensor, *shape: int) -> Tensor:
     Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
     layers give.
     """
-    return t if t.shape == shape else _UNSAFE_VIEW(t, shape)
+    return t if t.shape == shape and not t._is_view() else _UNSAFE_VIEW(t, shape)
 
 
 def nothing(like: Tensor) -> Tensor:
