@@ -47,6 +47,8 @@ _WHERE_NONE = {
     "head_dim": HEAD, "num_key_value_heads": GROUPS, "pad_token_id": 0, "n_shared_experts": 1, "mamba_dt_rank": 8,
     "decoder_start_token_id": 1, "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS,
     "num_local_experts": EXPERTS, "num_experts": EXPERTS, "n_group": 2, "topk_group": 1, "prediction_length": 8,
+    "context_length": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
     "moe_intermediate_size": 32, "image_token_id": 45, "image_token_index": 45,
 }  # fmt: skip
 # What a name says about a size: the first pattern that is found anywhere in it.
@@ -75,7 +77,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral_large4": {"text_config.kv_source_layers": None},
     "esmc": {"d_model": WIDTH, "n_heads": HEADS},
     "xmod": {"default_language": "en_XX"},
-    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "mistral4": {"head_dim": HEAD},
+    "musicgen": {"num_codebooks": 1, "decoder.num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1, "decoder.num_codebooks": 1},
+    "dia": {"decoder_config.num_channels": 1},
 }
 
 
