@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import replace
+from rtkernels.models.merged import has_watched_child
 from rtkernels.models.probe import (
     HALVES,
     NotRecognized,
@@ -61,10 +62,14 @@ def recognize(module: nn.Module) -> Recognized:
         NotRecognized: None that we have.
     """
     act = activation_of(module)
+    check_plain(module)
     given = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
     if set(given) != {"gate_up_proj", "down_proj"} | biases:
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected gate_up_proj, down_proj and biases")
+    widths = {size for shape in given.values() for size in shape[1:]}
+    if any(len(shape) not in (2, 3) for shape in given.values()) or not widths <= set(_sizes(module, given)):
+        raise NotRecognized("the sizes of its weights do not fit each other")
     options = (
         ("act", act),
         ("bias", module.has_bias),
@@ -89,7 +94,6 @@ def activation_of(module: nn.Module) -> str:
         raise NotRecognized("its experts have no gate")
     if getattr(module, "has_post_expert_norm", False):
         raise NotRecognized("it normalises the results of experts")
-    check_plain(module)
 
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
@@ -101,17 +105,24 @@ def activation_of(module: nn.Module) -> str:
     return found[0]
 
 
+def _sizes(module: nn.Module, given: dict[str, tuple[int, ...]]) -> dict[int, int]:
+    """Return what the widths of an expert layer are in a small twin; equal ones stay equal."""
+    _, both, hidden = given["gate_up_proj"]
+    if module.is_transposed:
+        both, hidden = hidden, both
+    return {hidden: 24, both: 32, both // 2: 16}
+
+
 def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]]) -> None:
     """Compare our forward with the module's own on a twin of small sizes.
 
     Raises:
         NotRecognized: They differ.
     """
-    experts, wide, hidden = given["gate_up_proj"]
-    if module.is_transposed:
-        wide, hidden = hidden, wide
-    sizes = {hidden: 24, wide: 32, wide // 2: 16} if hidden not in (wide, wide // 2) else {wide: 32, wide // 2: 16}
+    experts, sizes = given["gate_up_proj"][0], _sizes(module, given)
+    attributes = {old: new for old, new in sizes.items() if old != experts}  # the number of experts stays
     shapes = {name: (experts, *(sizes[size] for size in shape[1:])) for name, shape in given.items()}
+    hidden = given["gate_up_proj"][1 if module.is_transposed else 2]
     width, count = sizes[hidden], min(experts, 3)
     theirs = type(module).forward
     if getattr(getattr(module, "config", None), "_experts_implementation", "eager") not in _ON_CPU:
@@ -121,7 +132,7 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
     settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
     for dtype, training in settings:
         fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
-        made = twin_of(module, fresh, sizes=sizes, training=training)
+        made = twin_of(module, fresh, sizes=attributes, training=training)
         weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
         trial = Trial(
             f"in {str(dtype)[6:]}", (normal(11, width, dtype=dtype) * 3, weights), lambda x, w: (x, chosen, w)
@@ -233,7 +244,7 @@ def _experts(
     own = original.forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2:
+        if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2 or has_watched_child(self):
             return own(self, hidden_states, top_k_index, top_k_weights)
         index = rtkernels.moe_index(top_k_index, self.num_experts)
         ends = index.offsets[1:]

@@ -63,7 +63,8 @@ class LazyLogits(Lazy):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
             return self._then("to", args[0])
-        if len(args) == 1 and not kwargs and args[0] == self.device:
+        where = args[0] if len(args) == 1 and kwargs.keys() <= {"non_blocking"} else None  # as accelerate calls it
+        if isinstance(where, (str, int, torch.device)) and torch.device(where) == self.device:
             return self
         return self.tensor().to(*args, **kwargs)
 

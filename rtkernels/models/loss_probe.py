@@ -151,7 +151,7 @@ def _stubbed(module: nn.Module, head: nn.Module, weight: Tensor, hidden: Tensor)
         return _Head(module, weight)
     if all(inner is not head for inner in module.modules()):
         return _Child(module, hidden)
-    twin = module.__class__.__new__(module.__class__)
+    twin = object.__new__(type(module))  # a class of FSDP would build a module
     twin.__dict__ = {**module.__dict__, **nn.Module().__dict__}  # without hooks
     twin.__dict__ |= {name: module.__dict__[name] for name in ("_parameters", "_buffers", "training")}
     twin.__dict__.pop("forward", None)

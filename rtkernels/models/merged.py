@@ -131,6 +131,14 @@ def is_watched(linear: nn.Module) -> bool:
     return bool(hooked or "forward" in linear.__dict__ or _has_any_global_hook())
 
 
+def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
+    """Return True if somebody looks at a child that a forward of ours does not call: all but those `called`."""
+    for name, child in module._modules.items():
+        if child is not None and name not in called and is_watched(child):
+            return True
+    return False
+
+
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return True if calling a layer is its product and nothing else: no subclass, hook or adapter, no main_grad."""
     if type(linear) is not kind or is_watched(linear):

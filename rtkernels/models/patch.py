@@ -22,6 +22,7 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
+from rtkernels.models.known import Known
 from rtkernels.models.loss_probe import takes_labels
 from rtkernels.models.others import check_foreign, foreign
 from rtkernels.models.probe import NotRecognized, Recognized
@@ -125,23 +126,14 @@ class _Patcher:
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self._known: dict[Any, Recognized | str] = {}
+        self._known = Known()
 
     def visit(
         self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None,
         by_class: bool = False,
     ) -> None:  # fmt: skip
-        """Replace a module if it is recognised.
-
-        `more` is what the answer depends on, apart from the module; `by_class` says that it depends on its class alone.
-        """
-        key = (kind, type(module), None if by_class else _scalars(module), more)
-        if key not in self._known:
-            try:
-                self._known[key] = find(module)
-            except NotRecognized as error:
-                self._known[key] = str(error)
-        answer = self._known[key]
+        """Replace a module if it is recognised; `more` and `by_class` as in :meth:`Known.ask`."""
+        answer = self._known.ask(kind, module, find, more, by_class)
         try:
             replace.check_own_forward(module)
         except NotRecognized as error:
@@ -161,37 +153,6 @@ class _Patcher:
 
     def note(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
-
-
-def _scalars(module: nn.Module) -> tuple[Any, ...]:
-    """Return what two modules of one class may differ in: attributes, sizes of parameters, children."""
-    state = tuple((name, _value(value)) for name, value in module.__dict__.items() if name not in _SAME)
-    shapes = tuple(
-        (name, None if p is None else tuple(p.shape))
-        for name, p in (*module._parameters.items(), *module._buffers.items())
-    )
-    children = tuple(
-        (name, child is not None and (type(child), _features(child) if child._parameters else _scalars(child)))
-        for name, child in module._modules.items()
-    )
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-    return state, shapes, children, hooked
-
-
-def _features(child: nn.Module) -> tuple[Any, ...]:
-    return tuple(getattr(child, name, None) for name in ("in_features", "out_features"))
-
-
-def _value(value: Any) -> Any:
-    """Return what stands for an attribute: a text for plain values, for others which object it is."""
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_value, value))
-    return id(value)
-
-
-_SAME = set(nn.Module().__dict__)  # tables of torch's own
 
 
 @torch.inference_mode(False)
@@ -257,7 +218,8 @@ def patch(
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
         elif rope and rope_view.rotates(module):
-            patcher.visit("rope", name, module, rope_view.recognize, by_class=True)
+            processor = type(module.__dict__.get("processor"))
+            patcher.visit("rope", name, module, rope_view.recognize, processor, by_class=True)
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
     if attention:
@@ -339,7 +301,8 @@ def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused:
             patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
         elif type(module) is nn.Linear and module is not head:
             together = rows.get(module)
-            patcher.visit("fp8", name, module, partial(quantized.recognize, recipe=recipe, rows=together), together)
+            find = partial(quantized.recognize, recipe=recipe, rows=together)
+            patcher.visit("fp8", name, module, find, (recipe, together))
     for name, module in modules.items():
         if recognize.is_mlp(module):
             quantized.replace_mlp(module, recipe)

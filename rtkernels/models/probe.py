@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def twin_of(
     our ops. Children that are not given are copied. `sizes` maps widths that the module may have noted to those of
     the twin.
     """
-    twin = copy.copy(module)
+    twin = object.__new__(type(module))  # a class of FSDP would build a module
     twin.__dict__ = {
         name: copy.copy(value) if type(value) in _CONTAINERS and not name.startswith("_") else value
         for name, value in module.__dict__.items()
@@ -181,7 +182,7 @@ def check_plain(module: nn.Module, projections: Sequence[str] = ()) -> None:
     check_globals(inspect.unwrap(type(module).forward), type(module))
 
 
-_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, MethodDescriptorType, type, torch.dtype, torch.device)
+_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, MethodDescriptorType, type, torch.dtype, torch.device, Logger)
 
 
 def check_globals(function: Any, cls: type | None = None) -> None:

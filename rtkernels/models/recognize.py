@@ -331,8 +331,8 @@ def _rotates_otherwise(
         return found
     plain = trial._replace(gradients=False)
     with torch.no_grad():
-        again = outcome(theirs, plain, ())
-    same = all(torch.equal(a, b) for a, b in zip(again, outcome(theirs, plain, ()), strict=True))
+        without = outcome(theirs, plain, ())
+    same = all(torch.equal(a, b) for a, b in zip(without, outcome(theirs, plain, ()), strict=True))
     return "" if same else "other results without gradients"
 
 

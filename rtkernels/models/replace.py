@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models.merged import is_plain, is_watched
+from rtkernels.models.merged import has_watched_child, is_plain
 from rtkernels.models.probe import NotRecognized, Recognized
 from rtkernels.models.recognize import Projections, autocasts, norm_weight, positional
 from rtkernels.models.reuse import glu, may_hand_on, norm_and_input, project
@@ -190,9 +190,8 @@ def _named_mlp(original: type[nn.Module], act: str, projections: Projections) ->
             x = _input_of(x, named, name)
         if isinstance(x, Tensor) and x.dtype not in _FLOATS:
             return own(self, x)
-        for child, module in self._modules.items():  # an activation that somebody looks at has to be called
-            if module is not None and child not in names and is_watched(module):
-                return own(self, x)
+        if has_watched_child(self, names):
+            return own(self, x)
         linears, down = [self._modules[child] for child in first], self._modules[last]
         made = [linear(x) for linear in linears]
         if projections.up_first:

@@ -72,6 +72,11 @@ def test_experts(cls: type[nn.Module]) -> None:
     assert again == pytest.approx(loss, rel=1e-5) and largest_error(same, gradients) <= 1e-5
 
 
+def test_as_many_experts_as_columns() -> None:
+    report = models.patch(build("qwen3_moe", num_experts=32, moe_intermediate_size=32))
+    assert report.replaced["experts"] == 2, report
+
+
 def test_candidates_by_role_are_reported() -> None:
     report = models.patch(build("llama4_text"))
     assert {(site.kind, site.module) for site in report.left_alone} == {

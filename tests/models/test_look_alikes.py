@@ -229,7 +229,7 @@ class Raises(Rms):
         raise ValueError("not today")
 
 
-class TwoWeights(Rms):
+class TwoWeightsNorm(Rms):
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Parameter(torch.ones(WIDTH))
@@ -265,7 +265,7 @@ REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
             TakesMore: "its forward takes more than the hidden states",
             TensorAttribute: "its attribute scale is a tensor",
             Raises: "could not be tried for inputs of 2 dimensions: ValueError: not today",
-            TwoWeights: "its parameters are weight, other",
+            TwoWeightsNorm: "its parameters are weight, other",
         }.items()
     },
 }

@@ -89,6 +89,18 @@ def test_modules_hooked_by_a_device_map_are_patched(kind: str) -> None:
     remove(model)
 
 
+def test_weights_that_are_loaded_for_each_call() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    plain = build("qwen3")
+    loss = loss_and_gradients(plain)[0]
+    model = build("qwen3")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.norm.weight.device.type == "meta"
+    assert not models.patch(model).left_alone
+    out = model(input_ids=tokens(), labels=tokens())
+    assert out.loss.item() == pytest.approx(loss, rel=1e-5) and type(out.logits).__name__ == "LazyLogits"
+
+
 def test_hooks_removed_between_patch_and_unpatch() -> None:
     model, remove = _dispatched("qwen3")
     loss = loss_and_gradients(model)[0]
