@@ -306,8 +306,8 @@ class Maker:
         ahead = find(self.config, "prediction_length") or 8
         features = find(self.config, "num_time_features") or 0
         if self.has("past_time_features"):
-            made["past_time_features"] = self.random(*past.shape[:2], max(features, 1))
-            made["future_time_features"] = self.random(BATCH, ahead, max(features, 1))
+            made["past_time_features"] = self.random(*past.shape[:2], features)
+            made["future_time_features"] = self.random(BATCH, ahead, features)
         if self.has("past_observed_mask"):
             made["past_observed_mask"] = torch.ones_like(past)
         if self.has("future_values"):

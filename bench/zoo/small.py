@@ -258,14 +258,9 @@ def _picture(config: Any, old: dict[str, Any]) -> None:
         side = 32
     else:
         side = 64
-    for name in (
-        "image_size",
-        "img_size",
-        "pretrain_image_size",
-        "pos_emb_height",
-        "pos_emb_width",
-        "image_embedding_size",
-    ):
+    if isinstance(old.get("image_embedding_size"), int):
+        _set(config, "image_embedding_size", side // 8)
+    for name in ("image_size", "img_size", "pretrain_image_size", "pos_emb_height", "pos_emb_width"):
         value = old.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > side:
             _set(config, name, side)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -145,3 +148,25 @@ def test_table_in_the_guide() -> None:
     assert document.count(table.MARK) == 2
     twice = table.written(table.written(document, ["one"]), ["| two |"])
     assert f"{table.MARK}\n| two |\n{table.MARK}" in twice and "one" not in twice.split(table.MARK)[1]
+
+
+@pytest.mark.parametrize("stage", ["building", run.COMPARING])
+def test_a_process_that_ends(stage: str) -> None:
+    worker = run.Worker(None, None)
+    worker.pipe, peer = multiprocessing.Pipe()
+    worker.task, worker.begin, worker.stage = ("ViTModel", "transformers"), time.monotonic(), "building"
+    assert worker.take(60) is None and worker.task is not None
+    if stage == run.COMPARING:
+        peer.send(stage)
+    peer.close()
+    found = worker.take(60)
+    assert found is not None and worker.task is None and found["kind"] == "vision"
+    assert table.status_of(found) == ("crashed" if stage == run.COMPARING else "not built")
+
+
+def test_a_class_that_takes_too_long() -> None:
+    worker = run.Worker(None, None)
+    worker.pipe, _peer = multiprocessing.Pipe()
+    worker.task, worker.begin, worker.stage = ("ViTModel", "transformers"), time.monotonic() - 61, "building"
+    found = worker.take(60)
+    assert found is not None and found["reason"] == "took more than 60 s building"
