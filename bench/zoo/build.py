@@ -167,7 +167,7 @@ def _try(model: nn.Module, inputs: dict[str, Any]) -> Any:
     return result
 
 
-def model_of(cls: type, config: Any) -> nn.Module:
+def model_of(cls: type, config: Any, known_small: bool = True) -> nn.Module:
     """Return a model with random weights in fp32, in training mode, the same at every call.
 
     Raises:
@@ -177,6 +177,8 @@ def model_of(cls: type, config: Any) -> nn.Module:
         with torch.device("meta"):
             size = sum(p.numel() for p in cls(config).parameters())
     except Exception:  # its constructor computes something: it is built at once
+        if not known_small:
+            raise
         size = 0
     if size > LARGEST_PARAMETERS:
         raise NotBuilt(f"has {size / 1e6:.0f} M parameters")
@@ -223,7 +225,7 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
             config = config_of(cls, model_type, level, changes)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
-            model = model_of(cls, config)
+            model = model_of(cls, config, level == 0)
         except Exception as error:  # of a library that we do not own
             reasons.append(f"{_line(error)}")
             continue
