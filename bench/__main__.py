@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     record = commands.add_parser("record", help="take result files over into bench/results/<gpu>.json")
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
-    commands.add_parser("zoo", help="patch every causal language model of transformers that can be built small")
+    commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
     commands.add_parser("e2e", help="e2e train, infer, parity, plot, record: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")

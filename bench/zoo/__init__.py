@@ -1,6 +1,6 @@
 """Every model class of transformers and diffusers that can be built small, patched and compared with itself.
 
-    python -m bench zoo [--only CLASS ...] [--kind KIND ...] [--every N] [--jobs N] [--seconds S] [--json FILE] [--write]
+    python -m bench zoo [--only CLASS ...] [--kind KIND ...] [--every N] [--jobs N] [--seconds S] [--json FILE]
 
 `build` makes transformers' models, `diffusion` those of diffusers, `compare` patches them, `run` shares them among
 processes, `table` counts.

@@ -64,7 +64,7 @@ def class_of(name: str) -> type:
 
     try:
         cls = getattr(transformers, name)
-        if "requires" in (getattr(cls, "_backends", None) and "requires" or ""):
+        if getattr(cls, "_backends", None):  # a placeholder
             raise NotBuilt(f"needs {', '.join(cls._backends)}")
         inspect.signature(cls.forward)
     except NotBuilt:
@@ -145,7 +145,9 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
 def with_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return inputs of which the floating-point ones are leaves of a graph."""
     return {
-        name: value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+        name: value.detach().clone().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
         for name, value in inputs.items()
     }
 
@@ -165,7 +167,7 @@ def _try(model: nn.Module, inputs: dict[str, Any]) -> Any:
     return result
 
 
-def model_of(cls: type, config: Any) -> nn.Module:
+def model_of(cls: type, config: Any, known_small: bool = True) -> nn.Module:
     """Return a model with random weights in fp32, in training mode, the same at every call.
 
     Raises:
@@ -175,6 +177,8 @@ def model_of(cls: type, config: Any) -> nn.Module:
         with torch.device("meta"):
             size = sum(p.numel() for p in cls(config).parameters())
     except Exception:  # its constructor computes something: it is built at once
+        if not known_small:
+            raise
         size = 0
     if size > LARGEST_PARAMETERS:
         raise NotBuilt(f"has {size / 1e6:.0f} M parameters")
@@ -221,7 +225,7 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
             config = config_of(cls, model_type, level, changes)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
-            model = model_of(cls, config)
+            model = model_of(cls, config, level == 0)
         except Exception as error:  # of a library that we do not own
             reasons.append(f"{_line(error)}")
             continue
@@ -255,7 +259,10 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
 
 def _with_labels(model: nn.Module, maker: Maker, inputs: dict[str, Any]) -> Built:
     for labels in maker.labels(inputs):
-        for together in ({**inputs, **labels}, {k: v for k, v in {**inputs, **labels}.items() if k != "decoder_input_ids"}):
+        for together in (
+            {**inputs, **labels},
+            {k: v for k, v in {**inputs, **labels}.items() if k != "decoder_input_ids"},
+        ):
             try:
                 loss = getattr(_try(model, together), "loss", None)
             except Exception:  # labels of another form

@@ -16,7 +16,7 @@ from bench.zoo.diffusion_forms import FORMS
 
 BATCH, SIDE, FRAMES, TEXT, WIDTH, HEADS, HEAD, CHANNELS = 2, 8, 3, 8, 64, 4, 16, 4
 _SIZES: tuple[tuple[str, Any], ...] = (
-    (r"^(num_attention_heads|num_heads|n_heads|heads|nheads|num_key_value_heads|num_kv_heads|attention_heads|text_encoder_heads|num_attention_kv_heads)$", HEADS),
+    (r"^(num_|n_|n)?(attention_|key_value_|kv_|attention_kv_|text_encoder_)?heads$", HEADS),
     (r"^(attention_head_dim|head_dim|dim_head|num_kv_attention_head_dim)$", HEAD),
     (r"num_(\w+_)*layers$|^n_layers$|^num_blocks$|^depth$|_depth$|^num_mmdit_layers$|_layers$", 2),
     (r"^layers_per_block$", 1),
@@ -26,7 +26,8 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"axes_dims?(_rope)?$|rope_axes_dim$|^rope_dim_list$|^axes_dims$", (4, 6, 6)),
     (r"axes_lens?$", (64, 64, 64)),
     (r"^(max_)?(text_)?seq(uence)?_len(gth)?$|^max_position", 64),
-    (r"(hidden_size|hidden_dim|inner_dim|embed_dim|model_dim|cross_attention_dim|joint_attention_dim|caption_channels|text_dim|text_embed_dim|caption_projection_dim|pooled_projection_dim|projection_dim|cap_feat_dim|text_hidden_size|cross_attention_norm_dim|context_dim|encoder_hid_dim|^dim|text_states_dim|text_states_dim_2|_embed_dim)$", WIDTH),
+    (r"(hidden_size|(hidden|inner|embed|model|attention|text|projection|cap_feat|norm|encoder_hid)_dim)$", WIDTH),
+    (r"(^dim|context_dim|caption_channels|text_states_dim|text_states_dim_2)$", WIDTH),
     (r"(ffn_dim|intermediate_size|mlp_dim|ffn_hidden_size|ff_dim|ff_inner_dim|intermediate_dim)$", 96),
     (r"^(num_embeds_ada_norm|num_classes|vocab_size)$", 16),
     (r"^norm_num_groups$|^num_groups$", 8),
@@ -89,7 +90,9 @@ def arguments(cls: type, level: int) -> dict[str, Any]:
                 value = type(default)(value[: len(default)]) if isinstance(value, (tuple, list)) else value
             elif isinstance(default, bool) or isinstance(default, str):
                 break
-            elif default is None and (level == 1 or re.search("out_channels|out_dim|num_classes|num_embeds|num_groups", name)):
+            elif default is None and (
+                level == 1 or re.search("out_channels|out_dim|num_classes|num_embeds|num_groups", name)
+            ):
                 break
             elif isinstance(value, tuple) and not isinstance(default, (tuple, list)):
                 break
@@ -155,7 +158,9 @@ class Maker:
             "height": lambda: SIDE, "width": lambda: SIDE,
             "fps": lambda: torch.tensor([8, 8]),
             "added_time_ids": lambda: self.random(BATCH, 3).abs(),
-            "added_cond_kwargs": lambda: {"resolution": torch.full((BATCH, 2), 8.0), "aspect_ratio": torch.ones(BATCH, 1)},
+            "added_cond_kwargs": lambda: {
+                "resolution": torch.full((BATCH, 2), 8.0), "aspect_ratio": torch.ones(BATCH, 1)
+            },
             "image_latents": lambda: self.random(BATCH, CHANNELS, FRAMES, SIDE, SIDE),
             "original_size": lambda: torch.full((BATCH, 2), 64.0),
             "target_size": lambda: torch.full((BATCH, 2), 64.0),

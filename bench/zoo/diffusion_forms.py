@@ -129,7 +129,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_states": (2, 4, 3, 4, 4), "timestep": _time, "encoder_hidden_states": (2, 12, 64),
          "pooled_projections": (2, 64), "encoder_attention_mask": _ones(2, 12), "guidance": _time,
          "image_embeds": (2, 12, 16), "indices_latents": _ones(3), "latents_clean": (2, 4, 2, 4, 4),
-         "indices_latents_clean": _ones(2), "latents_history_2x": (2, 4, 2, 4, 4), "indices_latents_history_2x": _ones(2),
+         "indices_latents_clean": _ones(2), "latents_history_2x": (2, 4, 2, 4, 4),
+         "indices_latents_history_2x": _ones(2),
          "latents_history_4x": (2, 4, 8, 4, 4), "indices_latents_history_4x": _ones(8)},
     ),
     "JoyImageEditPlusTransformer3DModel": (
@@ -150,7 +151,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LatteTransformer3DModel": (
         {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 16, "num_attention_heads": 4,
          "caption_channels": 64, "in_channels": 4, "cross_attention_dim": 64, "out_channels": 8, "attention_bias": True,
-         "activation_fn": "gelu-approximate", "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single", "video_length": 3,
+         "activation_fn": "gelu-approximate", "num_embeds_ada_norm": 1000, "norm_type": "ada_norm_single",
+         "video_length": 3,
          "norm_elementwise_affine": False, "norm_eps": 1e-6},
         {"hidden_states": (2, 4, 3, 8, 8), "encoder_hidden_states": (2, 8, 64), "timestep": _time,
          "enable_temporal_attentions": lambda: True},
@@ -201,7 +203,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "PriorTransformer": (
         {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 64, "num_embeddings": 7,
          "additional_embeddings": 4},
-        {"hidden_states": (2, 64), "timestep": lambda: 2, "proj_embedding": (2, 64), "encoder_hidden_states": (2, 7, 64)},
+        {"hidden_states": (2, 64), "timestep": lambda: 2, "proj_embedding": (2, 64),
+         "encoder_hidden_states": (2, 7, 64)},
     ),
     "PRXTransformer2DModel": (
         {"in_channels": 4, "patch_size": 2, "context_in_dim": 64, "hidden_size": 64, "mlp_ratio": 2.0, "num_heads": 4,
@@ -209,7 +212,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_states": (2, 4, 8, 8), "encoder_hidden_states": (2, 8, 64), "timestep": _fraction},
     ),
     "StableAudioDiTModel": (
-        {"sample_size": 4, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_key_value_attention_heads": 2,
+        {"sample_size": 4, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16,
+         "num_key_value_attention_heads": 2,
          "out_channels": 4, "cross_attention_dim": 64, "time_proj_dim": 16, "global_states_input_dim": 64,
          "cross_attention_input_dim": 64, "num_attention_heads": 4},
         {"hidden_states": (2, 4, 8), "timestep": _fraction, "encoder_hidden_states": (2, 6, 64),
@@ -266,7 +270,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "UVit2DModel": (
         {"hidden_size": 64, "cond_embed_dim": 64, "encoder_hidden_size": 64, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "intermediate_size": 96, "codebook_size": 64, "vocab_size": 72, "block_out_channels": 32,
+         "num_attention_heads": 4, "intermediate_size": 96, "codebook_size": 64, "vocab_size": 72,
+         "block_out_channels": 32,
          "micro_cond_encode_dim": 16, "micro_cond_embed_dim": 144, "sample_size": 8, "block_num_heads": 4,
          "hidden_dropout": 0.0, "attention_dropout": 0.0},
         {"input_ids": _integers(2, 8, 8), "encoder_hidden_states": (2, 8, 64), "pooled_text_emb": (2, 64),
@@ -294,7 +299,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "t": lambda: torch.tensor([0.3])},
     ),
     "HeliosTransformer3DModel": (
-        {**{k: v for k, v in _WAN.items() if k != "rope_max_seq_len"}, "rope_dim": (4, 6, 6), "has_multi_term_memory_patch": False, "guidance_cross_attn": False,
+        {**{k: v for k, v in _WAN.items() if k != "rope_max_seq_len"}, "rope_dim": (4, 6, 6),
+         "has_multi_term_memory_patch": False, "guidance_cross_attn": False,
          "zero_history_timestep": False, "is_amplify_history": False},
         {"hidden_states": (2, 4, 2, 8, 8), "timestep": _time, "encoder_hidden_states": (2, 12, 64)},
     ),
@@ -320,7 +326,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"in_visual_dim": 4, "in_text_dim": 64, "in_text_dim2": 64, "time_dim": 32, "out_visual_dim": 4,
          "patch_size": (1, 2, 2), "model_dim": 64, "ff_dim": 96, "num_text_blocks": 1, "num_visual_blocks": 2,
          "axes_dims": (4, 6, 6)},
-        {"hidden_states": (1, 2, 8, 8, 4), "encoder_hidden_states": (1, 8, 64), "timestep": lambda: torch.tensor([30.0]),
+        {"hidden_states": (1, 2, 8, 8, 4), "encoder_hidden_states": (1, 8, 64),
+         "timestep": lambda: torch.tensor([30.0]),
          "pooled_projections": (1, 64), "visual_rope_pos": lambda: [torch.arange(2), torch.arange(4), torch.arange(4)],
          "text_rope_pos": lambda: torch.arange(8)},
     ),

@@ -71,7 +71,9 @@ class Maker:
 
     @property
     def channels(self) -> int:
-        value = find(self.config, "num_channels", "in_channels", "in_chans", prefer=("vision_config", "backbone_config"))
+        value = find(
+            self.config, "num_channels", "in_channels", "in_chans", prefer=("vision_config", "backbone_config")
+        )
         return value if isinstance(value, int) and value in (1, 2, 3, 4, 9) else 3
 
     @property
@@ -183,7 +185,7 @@ class Maker:
             speakers["decoder_input_values"] = self.random(BATCH, 8, mel)
         if re.search("TextToSpeech", self.cls.__name__):
             ids = self.integers(FIRST_TOKEN, 80, BATCH, TOKENS)
-            yield {"input_ids": ids, **{k: v for k, v in speakers.items()}}
+            yield {"input_ids": ids, **speakers}
         yield {"input_values": self.random(BATCH, SAMPLES), **speakers}
         yield {"input_values": self.random(BATCH, 1, SAMPLES), **speakers}
         yield {"input_values": self.random(BATCH, length if isinstance(length, int) else 32, mel), **speakers}
@@ -304,8 +306,8 @@ class Maker:
         ahead = find(self.config, "prediction_length") or 8
         features = find(self.config, "num_time_features") or 0
         if self.has("past_time_features"):
-            made["past_time_features"] = self.random(*past.shape[:2], max(features, 1))
-            made["future_time_features"] = self.random(BATCH, ahead, max(features, 1))
+            made["past_time_features"] = self.random(*past.shape[:2], features)
+            made["future_time_features"] = self.random(BATCH, ahead, features)
         if self.has("past_observed_mask"):
             made["past_observed_mask"] = torch.ones_like(past)
         if self.has("future_values"):
@@ -367,7 +369,9 @@ class Maker:
         if self.has("next_sentence_label"):
             extra["next_sentence_label"] = one
         side = inputs["pixel_values"].shape[-1] if "pixel_values" in inputs else 8
-        boxes = [{"class_labels": torch.tensor([1, 0]), "boxes": torch.tensor([[0.4, 0.4, 0.2, 0.3], [0.6, 0.5, 0.3, 0.2]])}] * BATCH
+        boxes = [
+            {"class_labels": torch.tensor([1, 0]), "boxes": torch.tensor([[0.4, 0.4, 0.2, 0.3], [0.6, 0.5, 0.3, 0.2]])}
+        ] * BATCH
         if re.search("SemanticSegmentation", name):
             yield {"labels": self.integers(0, classes, BATCH, side, side)}
         elif re.search("Detection|Segmentation", name):
@@ -384,7 +388,9 @@ class Maker:
             yield {"labels": self.integers(3, 20, BATCH, 4)}
 
 
-_MISMATCH = re.compile(r"(image|video|audio|multimodal|placeholder)?[^.]*tokens?[^\d]*(\d+)[^\d]+features?[^\d]*(\d+)", re.I)
+_MISMATCH = re.compile(
+    r"(image|video|audio|multimodal|placeholder)?[^.]*tokens?[^\d]*(\d+)[^\d]+features?[^\d]*(\d+)", re.I
+)
 
 
 def learn(maker: Maker, error: Exception) -> bool:

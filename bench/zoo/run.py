@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 from bench import meta
 from bench.zoo import table
 
-RESULTS = meta.RESULTS / "zoo"
+RECORD = meta.RESULTS / "zoo" / "cpu.json"
 MEMORY = 12 << 30  # of a process; a class that needs more is not small
+COMPARING = "comparing"
 CLASSES_PER_PROCESS = 60  # imported models stay in memory
 
 
@@ -29,7 +30,10 @@ def names() -> dict[str, str]:
     return dict.fromkeys(build.classes(), "transformers") | dict.fromkeys(diffusion.classes(), "diffusers")
 
 
-def result_of(name: str, library: str, kinds: list[str] | None = None, options: list[str] | None = None) -> dict[str, Any] | None:
+def result_of(
+    name: str, library: str, kinds: list[str] | None = None, options: list[str] | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Return what became of a class, None if it is of another kind."""
     from bench.zoo import build, compare, diffusion
 
@@ -44,8 +48,11 @@ def result_of(name: str, library: str, kinds: list[str] | None = None, options: 
         if kinds and found["kind"] not in kinds:
             return None
         built = diffusion.build(name) if library == "diffusers" else build.build(name)
-        found["options"] = compare.compare(built, options)
-        found["loss"] = built.has_loss
+        tell(COMPARING)
+        made = compare.compare(built, options)
+        if without := made.pop("generate", None):
+            found["generate"] = without["why"]
+        found |= {"options": made, "loss": built.has_loss}
     except build.NotBuilt as error:
         if kinds and found["kind"] not in kinds:
             return None
@@ -73,7 +80,7 @@ def work(pipe: Connection, kinds: list[str] | None, options: list[str] | None) -
 
     transformers.logging.set_verbosity_error()
     while (task := pipe.recv()) is not None:
-        pipe.send(result_of(*task, kinds, options))
+        pipe.send(result_of(*task, kinds, options, pipe.send))
 
 
 class Worker:
@@ -92,7 +99,7 @@ class Worker:
             self._process.start()
             inner.close()
             self._had = 0
-        self.task, self.begin = task, time.monotonic()
+        self.task, self.begin, self.stage = task, time.monotonic(), "building"
         self._had += 1
         self.pipe.send(task)
 
@@ -104,24 +111,29 @@ class Worker:
         self._process = None
 
     def take(self, seconds: float) -> dict[str, Any] | None:
-        """Return the result of the task, which may be that it took too long."""
+        """Return the result of the task, which may be that it took too long or ended the process; None if not yet."""
         name, library = self.task or ("", "")
-        failed = {"class": name, "library": library, "kind": _kind(name, library)}
+        found: Any = None
         try:
-            found = self.pipe.recv() if self.pipe.poll() else None
-            if found is None and time.monotonic() - self.begin > seconds:
-                found = failed | {"reason": f"took more than {seconds:.0f} s"}
-                self.end()
-            elif self._had >= CLASSES_PER_PROCESS:
-                self.end()
-        except EOFError:
-            found = failed | {"reason": "the process ended"}
-            self.end()
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if isinstance(message, str):
+                    self.stage = message
+                    continue
+                self.task = None
+                if self._had >= CLASSES_PER_PROCESS:
+                    self.end()
+                return message
+            if time.monotonic() - self.begin <= seconds:
+                return None
+            found = {"reason": f"took more than {seconds:.0f} s {self.stage}"}
+        except EOFError:  # of a patched model, that is a crash
+            found = {"reason": "the process ended"}
+            if self.stage == COMPARING:
+                found = {"options": {"default": {"status": "crashed", "why": "the process ended"}}}
+        self.end()
         self.task = None
-        return found
-
-    def is_late(self, seconds: float) -> bool:
-        return time.monotonic() - self.begin > seconds
+        return {"class": name, "library": library, "kind": _kind(name, library), **found}
 
 
 def _kind(name: str, library: str) -> str:
@@ -148,25 +160,23 @@ def results(
             busy = [worker for worker in workers if worker.task is not None]
             if not busy:
                 return
-            ready = wait([worker.pipe for worker in busy], timeout=1.0)
+            wait([worker.pipe for worker in busy], timeout=1.0)
             for worker in busy:
-                if worker.pipe in ready or worker.is_late(seconds):
-                    found = worker.take(seconds)
-                    if found is not None:
-                        yield found
+                found = worker.take(seconds)
+                if found is not None:
+                    yield found
     finally:
         for worker in workers:
             worker.end()
 
 
 def load(path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the results of an earlier run by class: of a file of lines, or of a finished one."""
+    """Return the results of an earlier run by class: of lines that are added to, or of a record."""
     if path is None or not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
-    if text.startswith('{"schema"') or text.startswith("{\n"):
-        return {result["class"]: result for result in json.loads(text)["results"]}
-    return {result["class"]: result for result in map(json.loads, text.splitlines())}
+    found = json.loads(text)["results"] if text.startswith('{"schema"') else map(json.loads, text.splitlines())
+    return {result["class"]: result for result in found}
 
 
 def versions() -> dict[str, str | None]:
@@ -174,14 +184,23 @@ def versions() -> dict[str, str | None]:
     return {name: meta._version(name) for name in ("transformers", "diffusers", "torch")}
 
 
-def record(path: Path, found: list[dict[str, Any]]) -> None:
-    """Write the results of a run with their counts: one line for a class."""
+def record(path: Path, found: list[dict[str, Any]], of: int) -> None:
+    """Write the results of a run with their counts: one line for a class. `of` is how many classes there are."""
     found = sorted(found, key=lambda r: (r["kind"], r["class"]))
-    head = {"schema": 1, "versions": versions(), "counts": {k: dict(c) for k, c in sorted(table.counts(found).items())}}
-    head["options"] = {k: dict(c) for k, c in table.by_option(found).items()}
+    head: dict[str, Any] = {"schema": 1, "versions": versions(), "classes": of}
+    head["counts"] = {kind: dict(count) for kind, count in sorted(table.counts(found).items())}
+    head["options"] = {name: dict(count) for name, count in table.by_option(found).items()}
     lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{json.dumps(head)[:-1]}, \"results\": [\n{lines}\n]}}\n", encoding="utf-8")
+    path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def write(path: Path) -> None:
+    """Put the tables of a record into docs/models.md."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    lines = table.lines_of(made["results"], made["versions"], made["classes"])
+    document = meta.ROOT / "docs" / "models.md"
+    document.write_text(table.written(document.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,19 +216,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=300, help="limit for one class")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add results to this file, and skip those it has")
-    parser.add_argument("--retry", action="store_true", help="with --json: try again what was not built, changed or crashed")
-    parser.add_argument("--record", nargs="?", const=RESULTS / "cpu.json", type=Path, help="write counts and results there")
-    parser.add_argument("--write", action="store_true", help="put the recorded table into docs/models.md")
+    parser.add_argument(
+        "--retry", action="store_true", help="with --json: try again what was not built, changed or crashed"
+    )
+    parser.add_argument("--record", nargs="?", const=RECORD, type=Path, help="write counts and results there")
+    parser.add_argument(
+        "--write", action="store_true", help="run nothing: put the tables of a record into docs/models.md"
+    )
     chosen = parser.parse_args(argv)
     warnings.simplefilter("ignore")
-    if chosen.write and chosen.json is None and not chosen.only:
-        chosen.json = chosen.record or RESULTS / "cpu.json"
-        return _written(list(load(chosen.json).values()))
+    if chosen.write:
+        write(chosen.record or RECORD)
+        return 0
     known = load(chosen.json)
     if chosen.retry:
         known = {name: r for name, r in known.items() if table.status_of(r) in ("kept", "nothing")}
     everything = names()
     wanted = chosen.only or list(everything)[:: chosen.every]
+    if unknown := [name for name in wanted if name not in everything]:
+        parser.error(f"--only: {', '.join(unknown)}: not in transformers' auto mappings, nor a model of diffusers")
     tasks = [(name, everything[name]) for name in wanted if name not in known]
     stream = chosen.json.open("a", encoding="utf-8") if chosen.json else None
     found = [r for name, r in known.items() if name in wanted]
@@ -218,20 +243,17 @@ def main(argv: list[str] | None = None) -> int:
         status = table.status_of(result)
         if stream is not None:
             print(json.dumps(result, sort_keys=True), file=stream, flush=True)
-        why = [f"{name}: {o['status']}: {o['why']}" for name, o in result.get("options", {}).items() if o["status"] in ("changed", "crashed")]
-        print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {'; '.join(why) or result.get('reason', '')}", flush=True)
+        why = [
+            f"{name}: {o['status']}: {o['why']}"
+            for name, o in result.get("options", {}).items()
+            if o["status"] in ("changed", "crashed")
+        ]
+        more = "; ".join(why) or result.get("reason", "")
+        print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {more}", flush=True)
     if chosen.record:
-        record(chosen.record, found)
-    print("\n".join(table.lines_of(found, versions())))
-    if chosen.write:
-        _written(found)
+        record(chosen.record, found, len(everything))
+    print("\n".join(table.lines_of(found, versions(), len(everything))))
     return int(any(table.status_of(r) in ("changed", "crashed") for r in found))
-
-
-def _written(found: list[dict[str, Any]]) -> int:
-    path = meta.ROOT / "docs" / "models.md"
-    path.write_text(table.written(path.read_text(encoding="utf-8"), table.lines_of(found, versions())), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Configurations of transformers made small: sizes by the names that fields have, in nested configurations too.
 
-There is no table of models but :data:`CHANGES`, which has what names cannot tell. Sizes are chosen so that mistakes show:
-widths differ from one another, groups of heads share keys, every kind of layer that a configuration names is kept.
+There is no table of models but :data:`CHANGES`, which has what names cannot tell. Sizes are chosen so that mistakes
+show: widths differ from one another, groups of heads share keys, every kind of layer that a configuration has is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ FIRST_TOKEN = 48  # tokens below have a meaning: padding, beginning, end, images
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _SIZES: dict[str, Any] = {
     "num_key_value_heads": GROUPS, "num_kv_heads": GROUPS, "n_head_kv": GROUPS, "encoder_num_key_value_heads": GROUPS,
-    "decoder_num_key_value_heads": GROUPS, "swa_num_key_value_heads": GROUPS, "num_experts_per_tok": 2, "moe_topk": 2, "num_experts": EXPERTS,
+    "decoder_num_key_value_heads": GROUPS, "swa_num_key_value_heads": GROUPS, "num_experts_per_tok": 2, "moe_topk": 2,
+    "num_experts": EXPERTS,
     "num_experts_per_token": 2, "moe_k": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "qk_head_dim": 24, "d_kv": HEAD, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16, "mamba_d_head": 16,
@@ -30,7 +31,8 @@ _SIZES: dict[str, Any] = {
     "num_nextn_predict_layers": 0, "n_shared_experts": 1, "num_frames": 4, "tubelet_size": 2, "sliding_window": 8,
     "local_attention": 8, "attention_window": 8, "block_size": 16, "chunk_size": 16, "chunk_length": 16,
     "num_codevectors_per_group": 8, "codevector_dim": 16, "proj_codevector_dim": 16, "xvector_output_dim": 32,
-    "classifier_proj_size": 32, "num_labels": 5, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "classifier_proj_size": 32, "num_labels": 5, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
     "query_pre_attn_scalar": 16, "word_embed_proj_dim": WIDTH, "rotary_dim": 8, "num_denoising": 4,
     "train_num_points": 16, "num_negatives": 4, "num_parallel_samples": 2, "coordinate_size": 12, "shape_size": 8,
     "max_window_layers": 1, "num_kv_shared_layers": 0, "num_image_tokens": 4, "mm_tokens_per_image": 4,
@@ -45,20 +47,28 @@ _WHERE_NONE = {
     "head_dim": HEAD, "num_key_value_heads": GROUPS, "pad_token_id": 0, "n_shared_experts": 1, "mamba_dt_rank": 8,
     "decoder_start_token_id": 1, "vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS,
     "num_local_experts": EXPERTS, "num_experts": EXPERTS, "n_group": 2, "topk_group": 1, "prediction_length": 8,
+    "context_length": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
     "moe_intermediate_size": 32, "image_token_id": 45, "image_token_index": 45,
 }  # fmt: skip
 # What a name says about a size: the first pattern that is found anywhere in it.
 _PATTERNS: tuple[tuple[str, Any], ...] = (
-    (r"^(num_)?(n_)?(routed_|local_|moe_num_|moe_)*experts$|^num_.*experts$|^n_routed_experts$|^moe_num_experts$", EXPERTS),
+    (r"^(moe_)?(num|n)_.*experts$|^num_experts$", EXPERTS),
     (r"moe.*(intermediate|ffn).*(size|dim)|expert.*(intermediate|ffn).*size|expert_ffn|moe_(ffn_)?hidden", 32),
-    (r"(intermediate|inner|ffn|feed_?forward|feedforward).*(size|dim|width)|^(n_inner|ffn_dim|d_ff|mlp_dim|dim_ff|dim_feedforward|d_inner)$|mlp_(hidden_)?(dim|size)", INNER),
-    (r"^head_dim$|^dim_head$|_head_dim$|^d_head$|^dim_per_head$|^attention_head_dim$|^attention_head_size$", HEAD),
-    (r"(num|n)_.*heads?$|^(num_)?(attention_|cross_attention_)?heads$|attention_heads$|^(n|num)_heads?$|num_heads$", HEADS),
-    (r"(num|n)_.*(hidden_)?layers?$|^(n_)?layers?$|_layers$|^depth$|_depth$|^num_blocks$|^num_hidden_layers$|^n_blocks$", LAYERS),
-    (r"^vocab_size$|_vocab_size$|^vocabulary_size$|^num_embeddings$|^codebook_size$|^n_vocab$", VOCABULARY),
-    (r"hidden_size|^d_model$|^n_embd$|^(embed|emb|embedding|model|hidden|latent|proj|projection|projector|fusion)_?(dim|size|dims)$|_(embed|emb|embedding|hidden|model|proj|projection|feature|latent)_(dim|size)$|^dim$|^width$|^hidden_dim$|^out_hidden_size$|^projector_dim$|^encoder_dim$|^decoder_dim$|^output_dim$|^d_embed$|^codebook_dim$|^out_dim$|^input_dim$", WIDTH),
-)  # fmt: skip
-_KEEP = re.compile(r"token_id|token_index|type_vocab|drop|kernel|stride|ratio|factor|mult|eps|version|num_stages|ignore|group_size|freq|num_local_patches|sampling|window")
+    (r"(intermediate|inner|ffn|feed_?forward).*(size|dim|width)|mlp_(hidden_)?(dim|size)", INNER),
+    (r"^(n_inner|ffn_dim|d_ff|mlp_dim|dim_ff|dim_feedforward|d_inner)$", INNER),
+    (r"(^|_)head_dim$|^dim_head$|^d_head$|^dim_per_head$|^attention_head_size$", HEAD),
+    (r"(^|_)(num|n)_(.*_)?heads?$|^(attention_|cross_attention_)?heads$|attention_heads$", HEADS),
+    (r"(num|n)_.*layers?$|^(n_)?layers?$|_layers$|(^|_)depth$|^(num|n)_blocks$", LAYERS),
+    (r"(^|_)vocab_size$|^vocabulary_size$|^num_embeddings$|^codebook_size$|^n_vocab$", VOCABULARY),
+    (r"hidden_size|^(n_embd|dim|width|d_model|d_embed|encoder_dim|decoder_dim|output_dim|out_dim|input_dim)$", WIDTH),
+    (r"^(embed|emb|embedding|model|hidden|latent|proj|projection|projector|fusion|codebook)_?(dim|size|dims)$", WIDTH),
+    (r"_(embed|emb|embedding|hidden|model|proj|projection|feature|latent)_(dim|size)$", WIDTH),
+)
+_KEEP = re.compile(
+    r"token_id|token_index|type_vocab|drop|kernel|stride|ratio|factor|mult|eps|version|num_stages|ignore|group_size|freq"
+    r"|num_local_patches|sampling|window"
+)
 # What names do not tell, by model type. Dots reach into nested configurations.
 CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
@@ -66,7 +76,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moonshine": {"encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS},
     "mistral_large4": {"text_config.kv_source_layers": None},
     "esmc": {"d_model": WIDTH, "n_heads": HEADS},
-    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "xmod": {"default_language": "en_XX"},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "mistral4": {"head_dim": HEAD},
+    "musicgen": {"num_codebooks": 1, "decoder.num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1, "decoder.num_codebooks": 1},
+    "dia": {"decoder_config.num_channels": 1},
 }
 
 
@@ -98,7 +113,10 @@ def _size(name: str, value: int) -> int:
 def _list(name: str, value: list[int], layers: int) -> list[Any]:
     """Return a list of numbers: sizes and counts of stages, or numbers of layers."""
     count = len(value)
-    if re.search(r"^depths?$|_depths$|blocks_per_stage|layers_per_stage|^num_layers|layer_depths|block_repeats|stage_num_blocks|stage_numb_of_layers", name):
+    if re.search(
+        r"^depths?$|_depths$|blocks_per_stage|layers_per_stage|^num_layers|layer_depths|block_repeats|stage_num_blocks|stage_numb_of_layers",
+        name,
+    ):
         return [1] * count
     if re.search(r"(hidden_sizes|embed_dims?|embed_dim_per_stage|channel_list)$", name) and min(value) >= 16:
         ordered = sorted(set(value))
@@ -160,7 +178,11 @@ def _shrink_one(config: Any, base: type, level: int, tokens: dict[int, int]) -> 
                 _set(config, name, _WHERE_NONE[name])
         elif name.endswith(("token_id", "token_index", "token_idx")) and isinstance(value, int):
             if value >= 0:
-                _set(config, name, _SPECIAL.get(name) if name in _SPECIAL else tokens.setdefault(value, 3 + len(tokens) % 40))
+                _set(
+                    config,
+                    name,
+                    _SPECIAL.get(name) if name in _SPECIAL else tokens.setdefault(value, 3 + len(tokens) % 40),
+                )
         elif name in _SPECIAL and isinstance(value, (list, tuple)):
             _set(config, name, _SPECIAL[name])
         elif isinstance(value, float):
@@ -188,6 +210,8 @@ def _shrink_one(config: Any, base: type, level: int, tokens: dict[int, int]) -> 
                 half = int((getattr(config, "head_dim", None) or HEAD) * value.get("partial_rotary_factor", 1.0)) // 2
                 value["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
     _picture(config, old)
+    if "swin" in str(getattr(config, "model_type", "")) and "window_size" in old:
+        _set(config, "window_size", 2)  # not more than a side of the last stage
     _stages(config, old, layers)
     if "qk_rope_head_dim" in old:
         if "head_dim" in old:
@@ -219,7 +243,9 @@ def _transformers_backbone(config: Any) -> None:
             count = len(getattr(value, "out_indices", None) or [4])
             sizes = [16, 16, 32, 64]
             stages = [f"stage{i}" for i in range(5 - min(count, 4), 5)]
-            made = ResNetConfig(embedding_size=16, hidden_sizes=sizes, depths=[1] * 4, layer_type="basic", out_features=stages)
+            made = ResNetConfig(
+                embedding_size=16, hidden_sizes=sizes, depths=[1] * 4, layer_type="basic", out_features=stages
+            )
             _set(config, name, made)
             _set(config, "use_timm_backbone", False)
 
@@ -232,7 +258,9 @@ def _picture(config: Any, old: dict[str, Any]) -> None:
         side = 32
     else:
         side = 64
-    for name in ("image_size", "img_size", "pretrain_image_size", "pos_emb_height", "pos_emb_width", "image_embedding_size"):
+    if isinstance(old.get("image_embedding_size"), int):
+        _set(config, "image_embedding_size", side // 8)
+    for name in ("image_size", "img_size", "pretrain_image_size", "pos_emb_height", "pos_emb_width"):
         value = old.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > side:
             _set(config, name, side)

@@ -37,8 +37,8 @@ def by_option(results: list[dict[str, Any]]) -> dict[str, Counter[str]]:
     return found
 
 
-def lines_of(results: list[dict[str, Any]], versions: dict[str, str | None]) -> list[str]:
-    """Return the table by kind and by option, as lines of Markdown."""
+def lines_of(results: list[dict[str, Any]], versions: dict[str, str | None], of: int = 0) -> list[str]:
+    """Return the table by kind and by option, as lines of Markdown; `of` is how many classes there are."""
     lines = ["| kind | classes | built | kept | nothing to replace | changed | crashed | not built |", "|---" * 8 + "|"]
     by_kind, total = counts(results), Counter()
 
@@ -53,7 +53,8 @@ def lines_of(results: list[dict[str, Any]], versions: dict[str, str | None]) -> 
     for name, count in by_option(results).items():
         lines.append(f"| {name} | {' | '.join(str(count[c]) for c in COLUMNS)} |")
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return [*lines, "", f"{known}."]
+    sample = f" A sample: {len(results)} of {of} classes." if len(results) < of else ""
+    return [*lines, "", f"{known}.{sample}"]
 
 
 def written(document: str, lines: list[str]) -> str:

@@ -14,7 +14,7 @@ there is nothing to find out, and :func:`_before` says so by a mask of four dime
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -257,26 +257,63 @@ def _asks(cls: type[nn.Module], name: str) -> bool:
     return False
 
 
+def _uses_interface(model: nn.Module) -> bool:
+    return getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
+
+
+def _names_in(config: Any) -> dict[int, tuple[Any, str | None]]:
+    """Return a configuration and those inside of it, by identity, with the name of the attention that each has."""
+    found = {id(config): (config, config._attn_implementation)}
+    for inner in vars(config).values():
+        if hasattr(inner, "_attn_implementation"):
+            found |= _names_in(inner)
+    return found
+
+
+def _give_back(names: Iterable[tuple[Any, str | None]]) -> None:
+    """Let configurations have the names that they had; each by itself, as setting one changes those inside of it."""
+    for config, name in names:
+        config.__dict__["_attn_implementation_internal"] = name
+
+
+def _names_of(model: nn.Module) -> dict[int, tuple[Any, str | None]]:
+    found: dict[int, tuple[Any, str | None]] = {}
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            found |= _names_in(module.config)
+    return found
+
+
 def replace_attention(model: nn.Module) -> None:
-    """Let a model's attention be ours.
+    """Let a model's attention be ours, in those of its parts that use transformers' interface.
 
     Raises:
-        NotRecognized: The model does not use the attention interface, or asks for the name of its attention.
+        NotRecognized: The model does not use the interface, or asks for the name of its attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    by_interface = getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
-    if before is None or not by_interface:
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if before is None or not _uses_interface(model):
         raise NotRecognized("it does not use the attention interface of transformers")
-    who = next((cls for cls in dict.fromkeys(_class_of(module) for module in model.modules()) if _asks(cls, before)), None)
-    if who is not None:
-        raise NotRecognized(f"{who.__name__} does something else where the attention is not called {before}")
+    names = _names_of(model)
+    for module in model.modules():
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None) or before
+        if _asks(_class_of(module), name):
+            who = _class_of(module).__name__
+            raise NotRecognized(f"{who} does something else where the attention is not called {name}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    model.set_attn_implementation(NAME)
-    model.__dict__[_BEFORE] = before
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:  # one of its parts accepts no other
+        _give_back(names.values())
+        raise NotRecognized(f"transformers refuses it: {error}") from None
+    parts = [module for module in model.modules() if hasattr(module, "_supports_sdpa") and hasattr(module, "config")]
+    ours = {id(part.config) for part in parts if _uses_interface(part)}
+    for part in parts:
+        if not _uses_interface(part) and id(part.config) not in ours:
+            _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
+    model.__dict__[_BEFORE] = list(names.values())
     model.__dict__[_HOOK] = [
         module.register_forward_pre_hook(_before, with_kwargs=True)
         for module in model.modules()
@@ -288,6 +325,4 @@ def restore_attention(model: nn.Module) -> None:
     """Undo :func:`replace_attention`."""
     for handle in model.__dict__.pop(_HOOK, ()):
         handle.remove()
-    before = model.__dict__.pop(_BEFORE, None)
-    if before is not None:
-        model.set_attn_implementation(before)
+    _give_back(model.__dict__.pop(_BEFORE, ()))

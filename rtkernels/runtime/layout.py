@@ -233,12 +233,12 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def in_shape(t: Tensor, *shape: int) -> Tensor:
-    """Return a fresh result in another shape, for a Function to return: not a view, which callers may not change in place.
+    """Return a fresh result of a Function in another shape: not a view, which nobody may change in place.
 
     Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
     layers give.
     """
-    return t if t.shape == shape else _UNSAFE_VIEW(t, shape)
+    return t if t.shape == shape and not t._is_view() else _UNSAFE_VIEW(t, shape)
 
 
 def nothing(like: Tensor) -> Tensor:

@@ -63,10 +63,16 @@ CAUSAL = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arguments_of_the_models_own_attention(dtype: torch.dtype) -> None:
     q, k, v = heads(dtype)
-    for extra in ({"gain": torch.tensor(3.0)}, {"position_bias": torch.randn(1, HEADS, LENGTH, LENGTH).to(dtype)}, {"softcap": 2.0}):
+    for extra in (
+        {"gain": torch.tensor(3.0)},
+        {"position_bias": torch.randn(1, HEADS, LENGTH, LENGTH).to(dtype)},
+        {"softcap": 2.0},
+    ):
         wanted, _ = eager_attention_forward(Attention(), q, k, v, CAUSAL, 0.25, **extra)
         made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, **extra)
-        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), extra
+        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), (
+            extra
+        )
         plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25)
         assert (plain.float() - wanted.float()).abs().max() > 0.05  # it would show
 
@@ -108,3 +114,34 @@ def test_sparse_attention_that_knows_names_is_left_alone(kind: str) -> None:
     assert len(reasons) == 1 and "does something else where the attention is not called" in reasons[0]
     loss, found = loss_and_gradients(model, tokens())
     assert loss == pytest.approx(wanted, rel=1e-5) and found.keys() == gradients.keys()
+
+
+def test_parts_keep_what_they_had() -> None:
+    """A part of a model may have another attention than the whole, and may not know ours."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "DetrForObjectDetection"):
+        pytest.skip("not in this transformers")
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 4}
+    heads_of = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    }
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    config = transformers.DetrConfig(use_timm_backbone=False, backbone_config=backbone, **sizes, **heads_of)
+    model = transformers.DetrForObjectDetection(config).eval()
+    before = {id(c): name for c, name in attention._names_of(model).values()}
+    assert len(set(before.values())) == 2  # the convolutions have no attention
+    pixels = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(pixel_values=pixels).logits
+        models.patch(model, attention=True)
+        names = {id(c): name for c, name in attention._names_of(model).values()}
+        assert all(names[key] == ("rtkernels" if name == "sdpa" else name) for key, name in before.items())
+        assert torch.allclose(model(pixel_values=pixels).logits, wanted, rtol=0, atol=1e-5)
+        models.unpatch(model)
+        assert {id(c): name for c, name in attention._names_of(model).values()} == before
+        assert torch.equal(model(pixel_values=pixels).logits, wanted)

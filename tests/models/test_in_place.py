@@ -12,7 +12,8 @@ from torch import Tensor
 import rtkernels
 from rtkernels import models
 from rtkernels.models import fp8 as quantized
-from rtkernels.models import replace
+from rtkernels.models import fp8_linear, replace
+from rtkernels.models.recognize import Recognized
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -47,14 +48,23 @@ def test_results_of_replaced_modules(kind: str, options: dict[str, Any], monkeyp
     assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (2, 16, 32)])
 @pytest.mark.parametrize("recipe", ["block", "row", "tensor"])
-def test_fp8_linear(recipe: str) -> None:
-    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+def test_fp8_linear(recipe: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    rtkernels.fp8_linear(x, weight, recipe=recipe).mul(3.0).sum().backward()
-    wanted, x.grad, weight.grad = (x.grad, weight.grad), None, None
-    y = rtkernels.fp8_linear(x, weight, recipe=recipe)
-    assert y.shape == (2, 16, 48) and not y._is_view()
-    y.mul_(3.0)
-    y.sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip((x.grad, weight.grad), wanted, strict=True))
+    linear = torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+    linear.weight = torch.nn.Parameter(weight.detach())
+    replace.replace(linear, Recognized("fp8_linear", (("recipe", fp8_linear.check_recipe(recipe)),)))
+    for call, w in (
+        (lambda: rtkernels.fp8_linear(x, weight, recipe=recipe), weight),
+        (lambda: linear(x), linear.weight),
+    ):
+        x.grad = w.grad = None
+        call().mul(3.0).sum().backward()
+        wanted, x.grad, w.grad = (x.grad, w.grad), None, None
+        y = call()
+        assert y.shape == (*shape[:-1], 48) and not y._is_view()
+        y.mul_(3.0)
+        y.sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip((x.grad, w.grad), wanted, strict=True))

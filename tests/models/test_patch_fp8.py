@@ -234,3 +234,15 @@ def test_layers_that_are_one_product_count_together(monkeypatch: pytest.MonkeyPa
     for fused, left in ((False, {"k_proj", "v_proj"}), (True, set())):
         report = models.patch(build("qwen3", **sizes), fp8=True, fused_layers=fused)
         assert {site.name.rpartition(".")[2] for site in report.left_alone} == left, str(report)
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa"])
+def test_a_norm_is_read_without_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The indexer of a sparse attention reads the norm's result under no_grad, next to projections with gradients."""
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model = build(kind, index_topk=4).bfloat16()
+    loss, gradients = loss_and_gradients(model)
+    models.patch(model, fp8=True)
+    fp8_loss, fp8_gradients = loss_and_gradients(model)
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and fp8_gradients.keys() == gradients.keys()
+    assert cosine(fp8_gradients, gradients) >= 0.98

@@ -1,24 +1,172 @@
-"""A sample of the zoo: model types that no other test names. ``python -m bench zoo`` tries all of them."""
+"""A sample of the zoo by kind: classes that no other test names. ``python -m bench zoo`` tries all of them."""
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from bench import zoo
+from bench import meta
+from bench.zoo import build, compare, diffusion, run, table
+
+CHEAP = {  # a class and the options that have something to replace in it
+    "MiniMaxM2ForCausalLM": ["default", "router"],
+    "NemotronModel": ["default"],
+    "ElectraForTokenClassification": ["default", "attention"],
+    "ViTForImageClassification": ["default", "fp8"],
+}
+LONGER = {
+    "Starcoder2ForSequenceClassification": ["default", "fused_layers", "fp8"],
+    "HunYuanMoEV1ForCausalLM": ["default", "fused_layers", "router", "fp8"],
+    "T5ForConditionalGeneration": ["default", "attention"],
+    "GroupViTModel": ["default", "fp8"],
+    "MobileViTV2ForImageClassification": ["default", "attention", "fp8"],
+    "WhisperForConditionalGeneration": ["default", "attention", "fp8"],
+    "LlavaForConditionalGeneration": ["default", "fused_layers", "attention"],
+    "PatchTSTForRegression": ["default", "fp8"],
+}
+DIFFUSION = {"SD3Transformer2DModel": ["default", "fp8"], "UNet2DConditionModel": ["default", "fp8"]}
 
 
-@pytest.mark.parametrize("kind", ["apertus", "exaone4", "hunyuan_v1_moe", "minimax_m2", "nemotron", "starcoder2"])
-def test_keeps_loss_and_gradients(kind: str) -> None:
-    result = zoo.compare(kind)
-    assert not isinstance(result, str), result  # it can be built small
-    assert zoo.kept(result), result
-    assert sum(result["replaced"]) >= 4
+def kept(name: str, options: list[str], library: str = "transformers") -> None:
+    found = run.result_of(name, library, options=options)
+    assert found is not None and "options" in found, found
+    assert table.status_of(found) == "kept", found["options"]
+    assert found["options"]["default"]["status"] == "kept"
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_keeps_results_and_gradients(name: str) -> None:
+    kept(name, CHEAP[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
+def test_keeps_results_and_gradients_of_other_kinds(name: str) -> None:
+    kept(name, LONGER[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_keeps_results_and_gradients_of_diffusion_models(name: str) -> None:
+    pytest.importorskip("diffusers")
+    kept(name, DIFFUSION[name], "diffusers")
+
+
+class Small(nn.Module):
+    """A model whose second layer can be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.second(self.norm(self.first(x))),)
+
+
+@pytest.mark.parametrize("size", [3e-5, 1e-3])
+@pytest.mark.parametrize("what", ["result", "gradient"])
+def test_a_change_is_seen(what: str, size: float) -> None:
+    model = Small()
+    built = build.Built(model, {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))}, False)
+    before = compare.Before(model, built)
+    assert before.check(model) == 0.0
+
+    def wrong(_: nn.Module, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
+        return result * (1 + size) if what == "result" else result + (result - result.detach()) * size
+
+    model.norm.register_forward_hook(wrong)
+    with pytest.raises(compare.Changed, match=r"result|gradient of"):
+        before.check(model)
+
+
+def test_an_error_of_fp8s_size_is_kept_and_a_larger_one_is_not() -> None:
+    model = Small()
+    built = build.Built(model, {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))}, False)
+    wanted, others = compare.train(model, built), []
+    for number in range(3):
+        with compare.like_codes(model, ["first", "second"], number):
+            others.append(compare.train(model, built))
+    assert not torch.equal(others[0].results["[0]"], wanted.results["[0]"])
+    tolerance = compare.Tolerance(wanted, others[:2], compare.FACTOR_FP8, compare.FLOOR_FP8)
+    assert 0.0 < tolerance.check(others[2]) < 1.0
+    with torch.no_grad():
+        model.second.weight[:4] *= 1.5
+    with pytest.raises(compare.Changed):
+        tolerance.check(compare.train(model, built))
+
+
+def test_most_classes_have_a_kind() -> None:
+    found = build.classes()
+    assert len(found) > 1000
+    kinds = {name: build.kind_of(build.class_of(name), found[name][0]) for name in [*CHEAP, *LONGER]}
+    assert set(kinds.values()) == {
+        "decoder", "encoder", "encoder-decoder", "vision", "audio", "multimodal", "time series"
+    }  # fmt: skip
+
+
+def test_forms_name_classes_of_diffusers() -> None:
+    pytest.importorskip("diffusers")
+    assert len(diffusion.classes()) > 40
+
+
+def test_results_are_counted_by_their_worst_option() -> None:
+    results = [
+        {"class": "A", "kind": "vision", "options": {"default": {"status": "kept"}, "fp8": {"status": "crashed"}}},
+        {"class": "B", "kind": "vision", "options": {"default": {"status": "kept"}, "fp8": {"status": "nothing"}}},
+        {"class": "C", "kind": "audio", "reason": "needs a library"},
+    ]
+    lines = table.lines_of(results, {"transformers": "5.0", "diffusers": None})
+    assert "| vision | 2 | 2 | 1 | 0 | 0 | 1 | 0 |" in lines and "| audio | 1 | 0 | 0 | 0 | 0 | 0 | 1 |" in lines
+    assert "| fp8 | 0 | 1 | 0 | 1 |" in lines and lines[-1] == "transformers 5.0."
+
+
+def test_a_run_is_continued(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "zoo.jsonl", []
+
+    def results(tasks, *args):
+        asked.append([name for name, _ in tasks])
+        for name, _ in tasks:
+            yield {"class": name, "kind": "vision", "options": {"default": {"status": "kept"}}}
+
+    monkeypatch.setattr(run, "results", results)
+    monkeypatch.setattr(run, "names", lambda: dict.fromkeys(("A", "B", "C"), "transformers"))
+    assert run.main(["--only", "A", "B", "--json", str(path)]) == 0
+    assert run.main(["--json", str(path), "--record", str(tmp_path / "all.json")]) == 0
+    assert asked == [["A", "B"], ["C"]] and run.load(tmp_path / "all.json").keys() == {"A", "B", "C"}
 
 
 def test_table_in_the_guide() -> None:
-    document = (zoo.meta.ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert document.count(zoo.MARK) == 2
-    twice = zoo.written(zoo.written(document, ["one"]), ["| two |"])
-    assert f"{zoo.MARK}\n| two |\n{zoo.MARK}" in twice and "one" not in twice.split(zoo.MARK)[1]
+    document = (meta.ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert document.count(table.MARK) == 2
+    twice = table.written(table.written(document, ["one"]), ["| two |"])
+    assert f"{table.MARK}\n| two |\n{table.MARK}" in twice and "one" not in twice.split(table.MARK)[1]
+
+
+@pytest.mark.parametrize("stage", ["building", run.COMPARING])
+def test_a_process_that_ends(stage: str) -> None:
+    worker = run.Worker(None, None)
+    worker.pipe, peer = multiprocessing.Pipe()
+    worker.task, worker.begin, worker.stage = ("ViTModel", "transformers"), time.monotonic(), "building"
+    assert worker.take(60) is None and worker.task is not None
+    if stage == run.COMPARING:
+        peer.send(stage)
+    peer.close()
+    found = worker.take(60)
+    assert found is not None and worker.task is None and found["kind"] == "vision"
+    assert table.status_of(found) == ("crashed" if stage == run.COMPARING else "not built")
+
+
+def test_a_class_that_takes_too_long() -> None:
+    worker = run.Worker(None, None)
+    worker.pipe, _peer = multiprocessing.Pipe()
+    worker.task, worker.begin, worker.stage = ("ViTModel", "transformers"), time.monotonic() - 61, "building"
+    found = worker.take(60)
+    assert found is not None and found["reason"] == "took more than 60 s building"
