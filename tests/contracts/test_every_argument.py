@@ -1,28 +1,29 @@
 """Every argument of every public function, replaced by what it cannot be: an ArgumentError that names an argument.
 
-The calls are those of ``test_dynamic_rows`` and ``test_process_state``, with every parameter of the signature in turn. A
-function may do something with a strange argument; what it may not do is raise anything else, or name something that
+The calls are those of ``test_dynamic_rows`` and ``test_process_state``, with every parameter of the signature in turn.
+A function may do something with a strange argument; what it may not do is raise anything else, or name something that
 its caller never saw.
 """
 
 from __future__ import annotations
 
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.places import emulated
+from support.places import at, emulated
 from torch import Tensor
 
 import rtkernels
 from contracts import test_dynamic_rows
 from contracts.test_dynamic_rows import _inputs
 from contracts.test_process_state import ALL
-from rtkernels.errors import RtkError
-from rtkernels.runtime.operator.explained import names_one_of
+from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.runtime.operator.explained import explained, names_one_of
 
 ROWS = 6
 FUNCTIONS = sorted({name.partition(",")[0] for name in ALL if hasattr(rtkernels, name.partition(",")[0])})
@@ -47,7 +48,7 @@ def arguments_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[.
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(rtkernels, name, spy)
         patch.setattr(test_dynamic_rows, "COUNTS", torch.tensor([1, 0, 3, 2]))
-        ALL[name](*_inputs(ROWS))
+        next(call for key, call in ALL.items() if key.partition(",")[0] == name)(*_inputs(ROWS))
     bound = inspect.signature(function).bind(*seen[0][0], **seen[0][1])
     bound.apply_defaults()
     return function, dict(bound.arguments)
@@ -143,3 +144,62 @@ def test_launchers_name_an_argument(name: str, monkeypatch: pytest.MonkeyPatch) 
     with rtkernels.emulate("sm_90"):
         found = failures(name, monkeypatch)
     assert not found, "\n".join([f"{len(found)} of {name}:", *found])
+
+
+# ---- the mechanism -------------------------------------------------------------------------------------------------
+
+
+@at("cpu", "sm_90")
+@pytest.mark.parametrize("value", [2, -1, 7])
+def test_booleans_are_not_other_integers(value: int, place: str) -> None:
+    x = torch.randn(5, 64)
+    with rtkernels.emulate(place) if place != "cpu" else torch.no_grad():
+        with pytest.raises(ArgumentError, match=f"swizzled is {value}; expected True or False"):
+            rtkernels.quantize_nvfp4(x, swizzled=value)
+        for one in (1, True):
+            assert rtkernels.quantize_nvfp4(x, swizzled=one)[1].shape == (512,)
+
+
+def test_errors_that_no_argument_explains_stay() -> None:
+    @explained
+    def failing(x: Tensor, eps: float = 1.0) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        failing(torch.ones(2))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+        failing(torch.ones(2), epsilon=2.0)
+
+
+def test_internal_names_become_those_of_the_caller() -> None:
+    def inner(lengths: Tensor) -> None:
+        raise ArgumentError(f"lengths has dtype {lengths.dtype}; expected int32")
+
+    @explained
+    def outer(q: Tensor, seqused: Tensor) -> None:
+        seqused = seqused.contiguous() + 0
+        inner(seqused)
+
+    with pytest.raises(ArgumentError, match=r"^seqused has dtype torch\.int16; expected int32"):
+        outer(torch.ones(2), torch.ones(2, dtype=torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("message", "names", "found"),
+    [
+        ("lengths is a int", ["a", "b"], False),
+        ("a is a int", ["a", "b"], True),
+        ("scale_a has shape", ["a"], False),
+        ("expected 4, that of b", ["a", "b"], True),
+        ("the result has dtype", ["dtype"], True),
+        ("out[1] has shape", ["out"], True),
+    ],
+)
+def test_which_messages_name_an_argument(message: str, names: list[str], found: bool) -> None:
+    assert names_one_of(message, names) is found
+
+
+def test_public_functions_stay_what_they_are() -> None:
+    assert pickle.loads(pickle.dumps(rtkernels.rms_norm)) is rtkernels.rms_norm
+    assert rtkernels.rms_norm.__module__ == "rtkernels.ops.norm.rms_norm"
+    assert rtkernels.layer_norm.__doc__.startswith("Normalise")

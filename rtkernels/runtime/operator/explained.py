@@ -1,8 +1,9 @@
 """Public functions whose errors name an argument of the caller.
 
-What cannot be an argument is found out late: by a launch, by the dispatcher, by torch, deep inside a function and under
-a name that the caller never saw. Looking at every argument first would cost each call; so a function is called as it is,
-and only if it fails are its arguments compared with its annotations. An error that no argument explains stays as it is.
+What cannot be an argument is found out late: by a launch, by the dispatcher, by torch, deep inside a function and
+under a name that the caller never saw. Looking at every argument first would cost each call; so a function is called as
+it is, and only if it fails are its arguments compared with its annotations. An error that no argument explains stays as
+it is.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.runtime.operator.written import written_code
 
 _INT64 = range(-(2**63), 2**63)
+_FLOAT_MAX = torch.finfo(torch.float32).max
 _WANTED = {
     "Tensor": "a torch.Tensor", "float": "a number", "int": "an integer", "bool": "True or False", "str": "a string",
     "torch.dtype": "a torch.dtype", "torch.device": "a torch.device", "None": "None", "Tensors": "a list of tensors",
-    "Quant": "an rtkernels.Quant", "MoeIndex": "an rtkernels.MoeIndex",
+    "Quant": "an rtkernels.Quant", "MoeIndex": "an rtkernels.MoeIndex", "a device's name": "its name",
 }  # fmt: skip
 
 
@@ -66,7 +68,8 @@ def names_one_of(message: str, names: Sequence[str]) -> bool:
     if long and re.search(rf"\b({'|'.join(long)})\b", message):
         return True
     one = "|".join(short)
-    return bool(short and re.search(rf"^({one})\b|\b({one})(\[| is\b| has\b| and\b|,|;|$)|\b(of|with|for) ({one})\b", message))
+    where = rf"^({one})\b|\b({one})(\[| is\b| has\b| and\b|,|;|$)|\b(of|with|for) ({one})\b"
+    return bool(short and re.search(where, message))
 
 
 def _explain(function: str, parameters: Any, error: Exception, arguments: dict[str, Any]) -> None:
@@ -80,8 +83,11 @@ def _explain(function: str, parameters: Any, error: Exception, arguments: dict[s
             raise ArgumentError(f"{function}: {problem}") from error
     if problem := _strange_tensor(arguments):
         raise ArgumentError(f"{function}: {problem}") from error
-    if isinstance(error, ArgumentError) and (renamed := _renamed(error, arguments)):
-        raise ArgumentError(renamed) from error
+    if isinstance(error, ArgumentError):
+        if renamed := _renamed(error, arguments):
+            raise ArgumentError(renamed) from error
+    elif problem := _out_of_range(error, arguments):
+        raise ArgumentError(f"{function}: {problem}") from error
 
 
 # ---- one argument ---------------------------------------------------------------------------------------------------
@@ -90,6 +96,8 @@ def _explain(function: str, parameters: Any, error: Exception, arguments: dict[s
 def _problem(name: str, value: Any, annotation: Any) -> str | None:
     """Return what is wrong with an argument of this annotation, None if nothing is or nobody can tell."""
     kinds = _kinds(str(annotation))
+    if "torch.device" in kinds:
+        kinds = ["a device's name" if kind == "str" else kind for kind in kinds]
     if "Any" in kinds:
         return _not_a_group(value) if name == "group" else None
     if any(_fits(value, kind) for kind in kinds):
@@ -124,10 +132,12 @@ def _fits(value: Any, kind: str) -> bool:
         return isinstance(value, torch.SymInt) or (isinstance(value, Integral) and int(value) in _INT64)
     if kind == "str":
         return isinstance(value, str)
+    if kind == "a device's name":
+        return isinstance(value, str) and _is_device(value)
     if kind == "torch.dtype":
         return isinstance(value, torch.dtype)
     if kind == "torch.device":
-        return isinstance(value, (torch.device, str, int))
+        return isinstance(value, torch.device) or (type(value) in (str, int) and _is_device(value))
     if kind == "Tensors":
         return type(value).__name__ == "TensorList" or _is_list_of(value, ["Tensor"])
     head, _, inner = kind.partition("[")
@@ -139,6 +149,14 @@ def _fits(value: Any, kind: str) -> bool:
             )
         return _is_list_of(value, _kinds(members[0]))
     return any(kind == base.__name__ for base in type(value).__mro__)
+
+
+def _is_device(value: str | int) -> bool:
+    try:
+        torch.device(value)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _split(text: str) -> list[str]:
@@ -153,8 +171,9 @@ def _listed(kind: str) -> str:
     head, _, inner = kind.partition("[")
     if not inner:
         return f"an rtkernels {kind}"
-    members = [" or ".join(_WANTED.get(k, k) for k in _kinds(member)) for member in _split(inner[:-1]) if member != "..."]
-    return f"a {'list' if head == 'Sequence' else head} of {', '.join(members)}"
+    members = [member for member in _split(inner[:-1]) if member != "..."]
+    wanted = ", ".join(" or ".join(_WANTED.get(kind, kind) for kind in _kinds(member)) for member in members)
+    return f"a {'list' if head == 'Sequence' else head} of {wanted}"
 
 
 def _said(value: Any) -> str:
@@ -196,26 +215,50 @@ def _strange_tensor(arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _renamed(error: Exception, arguments: dict[str, Any]) -> str | None:
-    """Return the message of an error with the names of the caller's arguments, found by what frames had in hand."""
-    message = str(error)
-    found = re.match(r"(\w+)", message)
-    internal = found[1] if found else ""
-    for frame in _frames(error.__traceback__):
-        if internal not in frame.f_locals or frame.f_locals[internal] is None:
-            continue
-        held = frame.f_locals[internal]
-        same = [name for name, value in arguments.items() if value is held]
-        same = same or [
-            name for name, tensor in _tensors(arguments)
-            if isinstance(held, Tensor) and tensor.numel() and tensor.data_ptr() == held.data_ptr()
-        ]  # fmt: skip
-        if len(same) == 1:
-            return same[0] + message[len(internal) :]
+def _out_of_range(error: Exception, arguments: dict[str, Any]) -> str | None:
+    """Return which number, or tensor without dimensions, torch could do nothing with."""
+    if isinstance(error, IndexError):
+        for name, tensor in _tensors(arguments):
+            if tensor.dim() == 0:
+                return f"{name} has no dimensions; expected at least one"
+    for name, value in arguments.items():
+        if isinstance(value, float) and _FLOAT_MAX < abs(value) < float("inf") and "overflow" in str(error):
+            return f"{name} is {value}; expected a number of float32, which ends at {_FLOAT_MAX:.4g}"
     return None
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[Any]:
+def _renamed(error: Exception, arguments: dict[str, Any]) -> str | None:
+    """Return the message of an error with the names of the caller's arguments, found by what frames had in hand."""
+    names: dict[str, str] = {}
+    message = str(error)
+    words = set(re.findall(r"[A-Za-z_]\w*", message)) - {*arguments}
+    frames = [*_held(error.__traceback__)]
+    # The function may have replaced an argument, by a copy or by a float32 one, under the name that it has.
+    stages = [arguments, *(held for held in frames if {*arguments} <= {*held})]
+    for held in frames:
+        for word in words & {*held} - {*names}:
+            value = held[word]
+            same = [name for name in arguments if any(stage[name] is value is not None for stage in stages)]
+            same = same or [name for name, tensor in _tensors(arguments) if _is_of(value, tensor)]
+            if len(same) == 1 and (isinstance(value, Tensor) or message.startswith(word)):
+                names[word] = same[0]
+    if not names:
+        return None
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda word: names[word[0]], message)
+
+
+def _is_of(value: Any, tensor: Tensor) -> bool:
+    """Return whether a value is a view of a tensor from its beginning."""
+    if not isinstance(value, Tensor) or value.is_meta or tensor.is_meta:
+        return False
+    return value.numel() > 0 and value.data_ptr() == tensor.data_ptr()
+
+
+def _held(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+    """Yield what the frames of a traceback have by name, from the outermost on; operators name their arguments."""
     while traceback is not None:
-        yield traceback.tb_frame
+        held = traceback.tb_frame.f_locals
+        names = getattr(held.get("self"), "names", None)
+        args = held.get("args")
+        yield {**(dict(zip(names, args, strict=False)) if names and isinstance(args, tuple) else {}), **held}
         traceback = traceback.tb_next
