@@ -1,6 +1,6 @@
 """Public functions whose errors name an argument of the caller.
 
-What cannot be an argument is found out late: by a launch, by the dispatcher, by torch, deep inside a function and
+What cannot be an argument is noticed far inside: by a launch, by the dispatcher, by torch, and
 under a name that the caller never saw. Looking at every argument first would cost each call; so a function is called as
 it is, and only if it fails are its arguments compared with its annotations. An error that no argument explains stays as
 it is.
@@ -232,12 +232,12 @@ def _renamed(error: Exception, arguments: dict[str, Any]) -> str | None:
     names: dict[str, str] = {}
     message = str(error)
     words = set(re.findall(r"[A-Za-z_]\w*", message)) - {*arguments}
-    frames = [*_held(error.__traceback__)]
+    frames = [*_locals(error.__traceback__)]
     # The function may have replaced an argument, by a copy or by a float32 one, under the name that it has.
-    stages = [arguments, *(held for held in frames if {*arguments} <= {*held})]
-    for held in frames:
-        for word in words & {*held} - {*names}:
-            value = held[word]
+    stages = [arguments, *(values for values in frames if {*arguments} <= {*values})]
+    for values in frames:
+        for word in words & {*values} - {*names}:
+            value = values[word]
             same = [name for name in arguments if any(stage[name] is value is not None for stage in stages)]
             same = same or [name for name, tensor in _tensors(arguments) if _is_of(value, tensor)]
             if len(same) == 1 and (isinstance(value, Tensor) or message.startswith(word)):
@@ -254,11 +254,11 @@ def _is_of(value: Any, tensor: Tensor) -> bool:
     return value.numel() > 0 and value.data_ptr() == tensor.data_ptr()
 
 
-def _held(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
     """Yield what the frames of a traceback have by name, from the outermost on; operators name their arguments."""
     while traceback is not None:
-        held = traceback.tb_frame.f_locals
-        names = getattr(held.get("self"), "names", None)
-        args = held.get("args")
-        yield {**(dict(zip(names, args, strict=False)) if names and isinstance(args, tuple) else {}), **held}
+        values = traceback.tb_frame.f_locals
+        names = getattr(values.get("self"), "names", None)
+        args = values.get("args")
+        yield {**(dict(zip(names, args, strict=False)) if names and isinstance(args, tuple) else {}), **values}
         traceback = traceback.tb_next
