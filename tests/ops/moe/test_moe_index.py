@@ -268,7 +268,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"1048576 tokens with 2048 choices each; expected fewer than 2\^31 choices",
     ),
     "map dtype": (lambda: moe_row_id_map(LIST), "routing_map has dtype int64; expected one of bool, uint8"),
-    "map rank": (lambda: moe_row_id_map(MAP[0]), r"routing has shape \(4,\); expected two dimensions"),
+    "map rank": (lambda: moe_row_id_map(MAP[0]), r"routing_map has shape \(4,\); expected \[tokens, experts\]"),
     "map multiple": (lambda: moe_row_id_map(MAP, 0), "multiple_of is 0; expected 1"),
     "not a tensor": (lambda: moe_index([[1]], 4), "expected a torch.Tensor or an array with __dlpack__"),
 }
