@@ -160,10 +160,11 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                     mma_step<T>(o[2 * n + 1], a, b[2], b[3]);
                 }
             }
-            const float early = kScaled ? static_cast<float>(scale) : 1.0f, late = kScaled ? 1.0f : static_cast<float>(scale);
+            const float factor_before = kScaled ? static_cast<float>(scale) : 1.0f;
+            const float factor_after = kScaled ? 1.0f : static_cast<float>(scale);
             float since[2] = {ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 1 - pending)),
                               ptx::ex2(-rate * static_cast<float>(own_row + lane / 4 + 9 - pending))};
-            if constexpr (kScaled) since[0] *= early * restore, since[1] *= early * restore;
+            if constexpr (kScaled) since[0] *= factor_before * restore, since[1] *= factor_before * restore;
             scale_rows(o, since);
 
             // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                     for (int e = 0; e < 4; ++e) {
                         const int apart = own_row + lane / 4 + e / 2 * 8 - (16 * step + 8 * n + lane % 4 * 2 + e % 2);
                         s[n][e] = apart < 0 ? 0.0f : s[n][e] * ptx::ex2(-rate * static_cast<float>(apart));
-                        if constexpr (kScaled) s[n][e] *= early;
+                        if constexpr (kScaled) s[n][e] *= factor_before;
                     }
                 u32 a[4];
                 as_left<T>(a, s[0], s[1]);
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     const int column = 8 * n + lane % 4 * 2;
-                    const float pair[2] = {o[n][2 * r] * late, o[n][2 * r + 1] * late};
+                    const float pair[2] = {o[n][2 * r] * factor_after, o[n][2 * r + 1] * factor_after};
                     if (column < v_columns) store<T, 2>(to + column, pair);
                 }
             }

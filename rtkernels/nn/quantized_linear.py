@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
+from rtkernels.ops.shared.block_formats import divided
 
 
 class _Format(NamedTuple):
@@ -200,7 +201,7 @@ def _quantized(x: Tensor, group: int, kind: str) -> tuple[Tensor, Tensor]:
     """Return codes and float32 scales of rows, or of groups of them: ``scale = amax / largest code``."""
     largest = 448.0 if kind == "fp8" else 127.0
     blocks = x.float().unflatten(-1, (-1, group or x.shape[-1]))
-    scale = (blocks.abs().amax(-1, keepdim=True) / largest).clamp_min(_TINY)
+    scale = divided(blocks.abs().amax(-1, keepdim=True), largest).clamp_min(_TINY)
     values = (blocks / scale).clamp(-largest, largest).flatten(-2)
     codes = values.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else values.round().to(torch.int8)
     scale = scale.squeeze(-1)

@@ -20,6 +20,7 @@ from contracts import test_dynamic_rows
 from contracts.test_dynamic_rows import CALLS, _inputs
 from rtkernels.emulator import _launch
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator import into
 
 ROWS = 6
@@ -314,3 +315,55 @@ def test_threads_have_scratch_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert not failed and not into.calls_under_way
+
+
+# ---- the same bits as without out -----------------------------------------------------------------------------------
+
+ALSO = ("rms_norm", "layer_norm", "index_select", "scatter_add")
+IN_EMULATOR = sorted(QUICK | {*ALSO, "column_absmax", "glu"})
+
+
+def _shifted(result: Any) -> Any:
+    """Return memory like the results' that begins one element off an address that kernels like."""
+    if not isinstance(result, Tensor):
+        return tuple(map(_shifted, result)) if isinstance(result, (tuple, list)) else None
+    span = 1 + sum((n - 1) * s for n, s in zip(result.shape, result.stride(), strict=True)) if result.numel() else 0
+    memory = torch.empty(span + 1, dtype=result.dtype)
+    memory.view(torch.uint8).fill_(0x55)
+    return memory.as_strided(result.shape, result.stride(), 1)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "name", [n if n in IN_EMULATOR else pytest.param(n, marks=pytest.mark.slow) for n in sorted({*NAMES, *ALSO})]
+)
+def test_bits_depend_neither_on_where_out_is_nor_on_calls_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _captured(name, monkeypatch)
+    with rtkernels.emulate("sm_90"):
+        Plans.forget_all()
+        wanted = call()
+        for fresh in (True, False):
+            for place in (_shifted, _memory_for, _shifted, _memory_for):
+                if fresh:
+                    Plans.forget_all()
+                out = place(wanted)
+                _check_results(call(out), wanted, out)
+
+
+@at("cpu", "sm_80")
+def test_index_select_writes_into_both_results(place: str) -> None:
+    x, indices, scale = torch.randn(6, 8), torch.tensor([3, -1, 0]), torch.rand(6)
+    with rtkernels.emulate(place) if place != "cpu" else torch.no_grad():
+        wanted = rtkernels.index_select(x, indices, scale=scale)
+        for _ in range(2):
+            out = torch.empty(3, 8), torch.empty(3)
+            got = rtkernels.index_select(x, indices, scale=scale, out=out)
+            assert got[0] is out[0] and got[1] is out[1]
+            assert torch.equal(out[0], wanted[0]) and torch.equal(out[1], wanted[1])
+            rows, made = rtkernels.index_select(x, indices, scale=scale, out=(None, out[1]))
+            assert made is out[1] and torch.equal(rows, wanted[0])
+        with pytest.raises(ArgumentError, match="out has 2 tensors; expected 1"):
+            rtkernels.index_select(x, indices, out=(torch.empty(3, 8), torch.empty(3)))
+        for wrong in (3, "a", torch.float32, ()):
+            with pytest.raises(ArgumentError, match="out is"):
+                rtkernels.index_select(x, indices, scale=scale, out=wrong)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
+import numpy as np
 import pytest
 import torch
+from support.cuda_division import CudaDivision
 from torch import nn
 
 import rtkernels
@@ -128,3 +131,32 @@ def test_refuses() -> None:
         QuantizedLinear.from_linear(nn.ReLU())
     with pytest.raises(ArgumentError, match="requires grad"):
         layer(torch.randn(3, 256, dtype=torch.float16, requires_grad=True))
+
+
+def _by_the_rule(weight: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+    """Return what the documented rule gives for integer codes: scale = amax / largest, code = round(w / scale)."""
+    largest = np.float32(7 if layer.weights == "int4" else 127)
+    blocks = weight.detach().float().cpu().numpy().reshape(len(weight), -1, layer.group or weight.shape[1])
+    scale = np.abs(blocks).max(-1, keepdims=True) / largest
+    return torch.from_numpy((np.rint(blocks / scale) * scale).reshape(weight.shape))
+
+
+@pytest.mark.parametrize("place", ["cpu", "divides as CUDA", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["int4", "int4 32", "int4 row", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_integer_codes_are_those_of_the_rule_on_every_device(name: str, dtype: torch.dtype, place: str) -> None:
+    """Weights of few bits are often half way between two codes, where one ulp of the scale decides."""
+    linear = _linear(512, 256).to(dtype)
+    with CudaDivision() if place.startswith("divides") else contextlib.nullcontext():
+        layer = QuantizedLinear.from_linear(linear.to("cuda" if place == "cuda" else "cpu"), **LAYERS[name])
+    assert torch.equal(layer.dequantized().cpu(), _by_the_rule(linear.weight, layer))
+
+
+@layers
+def test_codes_do_not_depend_on_how_a_device_divides(name: str) -> None:
+    linear = _linear(512, 256).bfloat16()
+    plain = QuantizedLinear.from_linear(linear, **LAYERS[name])
+    with CudaDivision():
+        other = QuantizedLinear.from_linear(linear, **LAYERS[name])
+    for buffer, value in plain.state_dict().items():
+        assert torch.equal(value, other.state_dict()[buffer]), buffer

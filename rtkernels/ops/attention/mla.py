@@ -52,6 +52,8 @@ def mla_attention(
         return redirected(mla_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ArgumentError("cu_seqlens_k is given without cu_seqlens_q; expected both, or neither")
     dims = 4 if cu_seqlens_q is None else 3
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != dims:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.attention import reference
+from rtkernels.ops.shared.block_formats import divided
 
 _BLOCK = 64
 
 
 def _coded(x: Tensor, amax: Tensor, e4m3: bool) -> tuple[Tensor, Tensor]:
     """Return codes and scales of x; amax broadcasts to it."""
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / (448.0 if e4m3 else 127.0))
+    scale = torch.where(amax == 0, torch.ones_like(amax), divided(amax, 448.0 if e4m3 else 127.0))
     scale = scale.masked_fill(~amax.isfinite(), float("nan"))
     values = x * (1.0 / scale)
     if e4m3:

@@ -55,7 +55,9 @@ def sdpa(
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor) or t.dim() < 2:
             raise ArgumentError(f"{name} is {_spelled(t)}; expected a tensor [..., heads, length, width]")
-    if query.dim() < 3 or key.dim() < 3:
+    if query.shape[-1] != key.shape[-1]:
+        raise ArgumentError(f"key has a width of {key.shape[-1]}; expected {query.shape[-1]}, that of query")
+    if query.dim() < 3 or key.dim() < 3 or value.dim() < 3:
         query, key, value = (t.unsqueeze(0) if t.dim() == 2 else t for t in (query, key, value))
         return sdpa(query, key, value, attn_mask, 0.0, is_causal, scale).squeeze(0)
     heads, batch = query.shape[-3], torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])

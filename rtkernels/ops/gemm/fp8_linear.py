@@ -264,7 +264,7 @@ def fp8_linear(
         return linear_of_shards(fp8_linear, x, weight, bias, options)
     check_linear(x.shape, x.dtype, x.get_device(), weight, bias, main_grad)
     if out_dtype is not None:
-        token("the result", out_dtype)
+        token("out_dtype", out_dtype)
     grad_dtype = RECIPES[recipe].grad_dtype if grad_dtype is None and recipe != "smooth" else grad_dtype or E4M3
     token("grad_dtype", grad_dtype, FP8_DTYPES)
     if (recipe == "smooth") != (smooth is not None):

@@ -222,8 +222,8 @@ def grouped_wgrad(
     if out is None:
         out, accumulate = dy.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype), False
     align = align or (1 if floats else 128)
-    scales = as_scale(dy, scale_dy), as_scale(dy, scale_x)
-    WGRAD.call(out, a, b, *scales, as_int32(offs), align, accumulate, recipe, acc, backend)
+    scale_dy, scale_x = as_scale(dy, scale_dy), as_scale(dy, scale_x)
+    WGRAD.call(out, a, b, scale_dy, scale_x, as_int32(offs), align, accumulate, recipe, acc, backend)
     return out
 
 

@@ -10,6 +10,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.index import id_bounds
 from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
 from rtkernels.ops.index.row_moves_plan import KERNELS
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.into import into
@@ -78,8 +79,9 @@ _select, _scatter_add, _sort_chunks = map(applied, (_IndexSelect, _ScatterAdd, _
 
 
 def index_select(
-    x: Tensor, indices: Tensor, *, scale: Tensor | None = None, out: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, indices: Tensor, *, scale: Tensor | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the rows ``x[indices]``, and with them the scale of each.
 
     An index that is no row of x (negative ones too, -1 above all) gives a row of zeros with scale 0. Bytes are moved as
@@ -91,15 +93,18 @@ def index_select(
         indices: ``[n]``, int32 or int64.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
         out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad. x is
-            copied if they share memory.
+            copied if they share memory. With `scale` also a tuple of both results (None: made anew), dense.
 
     Returns:
         ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(index_select, locals())
+    if isinstance(out, (tuple, list)):
+        return into(index_select, locals())
     gradient = is_grad_enabled() and needs_grad(x)
     if out is not None:
+        check_tensor("out", out)
         if gradient or (is_grad_enabled() and out.requires_grad):
             raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
         moved = SELECT_INTO(out, x, indices, scale)
@@ -140,6 +145,7 @@ def scatter_add(
         if gradient:
             return _scatter_add(x, indices, rows, weights)
         return SCATTER.call(x, indices, rows, weights)
+    check_tensor("out", out)
     if gradient or (is_grad_enabled() and out.requires_grad):
         raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
     if rows is not None and out.dim() and rows != out.shape[0]:

@@ -69,8 +69,8 @@ def _reference_scatter_into(out: Tensor, x: Tensor, indices: Tensor, weights: Te
 def _prepare_scatter(
     out: Tensor, x: Tensor, indices: Tensor, weights: Tensor | None, accumulate: bool
 ) -> tuple[Any, ...]:
-    """Keep x apart from out, and clear an out that is not dense: the kernels write zeros to dense memory only."""
-    if not accumulate and not out.is_contiguous():
+    """Keep x apart from out, and clear an out that is not dense and aligned: kernels write 16 zero bytes at a time."""
+    if not accumulate and (not out.is_contiguous() or out.data_ptr() & 15):
         SCATTER_INTO.check(*SCATTER_INTO.values(out, x, indices, weights, accumulate))
         x = x.clone() if may_overlap(x, out) else x
         out.zero_()

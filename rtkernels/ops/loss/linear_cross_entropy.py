@@ -88,7 +88,7 @@ def linear_cross_entropy(
         label_smoothing: As in ``cross_entropy``.
         z_loss: As in ``cross_entropy``.
         softcap: As in ``cross_entropy``.
-        reduction: As in ``cross_entropy``.
+        reduction: As in ``cross_entropy``; the mean is 0 if no row counts.
         return_lse: As in ``cross_entropy``.
         return_accuracy: As in ``cross_entropy``.
         chunk_rows: Rows of logits at a time, for the least memory; None for the rule above. More is faster, needs more

@@ -161,8 +161,10 @@ def moe_row_id_map(
     if out is not None or not isinstance(routing_map, Tensor):
         return redirected(moe_row_id_map, locals())
     an_integer("multiple_of", multiple_of)
+    if routing_map.dim() != 2:
+        raise ArgumentError(f"routing_map has shape {tuple(routing_map.shape)}; expected [tokens, experts]")
     if rows is None:
-        tokens, experts = routing_map.shape if routing_map.dim() == 2 else (0, 0)
+        tokens, experts = routing_map.shape
         rows = max_rows(tokens, experts, experts, max(multiple_of, 1))
     return ROW_ID_MAP.call(routing_map, multiple_of, rows)
 

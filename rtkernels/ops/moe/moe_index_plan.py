@@ -72,7 +72,7 @@ def check(routing: Meta, experts: int, top_k: int, multiple_of: int, rows: int) 
     if len(shape) != 2:
         raise ArgumentError(f"routing has shape {tuple(shape)}; expected two dimensions, [tokens, top_k or experts]")
     if not 1 <= experts <= MAX_EXPERTS:
-        raise ArgumentError(f"there are {experts} experts; expected 1 to {MAX_EXPERTS}")
+        raise ArgumentError(f"num_experts is {experts}; expected 1 to {MAX_EXPERTS} experts")
     wanted = experts if is_map(dtype) else top_k
     if shape[1] != wanted:
         raise ArgumentError(f"routing has shape {tuple(shape)}; expected {(shape[0], wanted)}")

@@ -66,7 +66,7 @@ def _reference_quantize(
     if format == "nvfp4":
         if global_out is not None:
             amax = finite_amax(y)
-            found = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
+            found = torch.where(amax > 0, formats.divided(amax, NVFP4_MAX), torch.ones_like(amax))
             global_scale = global_out.copy_(torch.full_like(found, static) if static else found)
         g = (
             torch.tensor(static, dtype=torch.float32, device=x.device)

@@ -94,7 +94,7 @@ def quantize_int4(weight: Tensor, group: int = 0, *, nibble: str = "low") -> tup
     """
     k = weight.shape[-1]
     blocks = weight.float().unflatten(-1, (-1, _group_of(k, group)))
-    scale = (blocks.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-30)
+    scale = formats.divided(blocks.abs().amax(-1, keepdim=True), 7).clamp_min(1e-30)
     codes = torch.round(blocks / scale).clamp(-7, 7).to(torch.int8).flatten(-2)
     scale = scale.squeeze(-1)
     return pack_nibbles(codes, nibble).view(torch.int8), scale.squeeze(-1) if group == 0 else scale
@@ -126,7 +126,8 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
     x = x.float()
     if global_scale is None:
         amax = formats.finite(x).amax() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
-        global_scale = torch.where(amax > 0, amax / (formats.E2M1_MAX * formats.E4M3_MAX), torch.ones_like(amax))
+        scaled = formats.divided(amax, formats.E2M1_MAX * formats.E4M3_MAX)
+        global_scale = torch.where(amax > 0, scaled, torch.ones_like(amax))
     return *formats.encode_nvfp4(x, global_scale, "rne", "rne"), global_scale
 
 

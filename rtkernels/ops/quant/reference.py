@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtkernels.ops.quant.quantize_fp8_plan import check_quantize, empty_scale, q_shape, scale_shape
+from rtkernels.ops.shared.block_formats import divided
 from rtkernels.ops.shared.fp8_layout import GROUP
 from rtkernels.runtime.layout import nothing, row_count
 
@@ -23,8 +24,7 @@ def codes(v: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
     """Return the scales of sets with these largest finite magnitudes."""
-    # A tensor on amax's device: CUDA's division by a number is a multiplication with its rounded inverse.
-    scale = (amax / torch.full((), _LARGEST[dtype], dtype=torch.float32, device=amax.device)).clamp(min=1e-30)
+    scale = divided(amax, _LARGEST[dtype]).clamp(min=1e-30)
     if pow2:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return scale

@@ -267,6 +267,8 @@ def dequantize_fp8_smooth(
     if out is not None:
         return into(dequantize_fp8_smooth, locals())
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
+    if counts is not None and smooth is None:
+        raise ArgumentError("counts is given without smooth; expected the factors of each expert with it")
     if rows is not None:
         an_integer("rows", rows)
     if granularity == "channel" and rows is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.block_formats import divided
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
@@ -67,7 +68,7 @@ TABLE = Operator(
 
 
 def _made_rates(dim: int, base: float, device: torch.device) -> Tensor:
-    return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+    return base ** divided(torch.arange(0, dim, 2, dtype=torch.float64, device=device), -dim)
 
 
 def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:

@@ -21,6 +21,11 @@ _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MX = {torch.float8_e4m3fn: (8, 448.0), torch.float8_e5m2: (15, 57344.0), torch.uint8: (2, 6.0)}  # uint8: e2m1
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """Return ``x / number``, rounded once on every device: CUDA multiplies by the rounded inverse of a number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def finite(x: Tensor) -> Tensor:
     """Return magnitudes, 0 for what is not finite."""
     return torch.where(x.isfinite(), x, 0.0).abs()
@@ -116,7 +121,7 @@ def encode_mx(x: Tensor, dtype: torch.dtype, rule: str) -> tuple[Tensor, Tensor]
     if rule == "ocp":
         byte = ((amax.view(torch.int32) >> 23) - exponent).clamp(0, 254)
     else:
-        bits = (amax / largest).view(torch.int32)
+        bits = divided(amax, largest).view(torch.int32)
         byte, mantissa = bits >> 23, bits & 0x7FFFFF
         byte = (byte + torch.where(byte > 0, mantissa > 0, mantissa > 0x400000).int()).clamp(0, 254)
     values = torch.ldexp(blocks.double(), (127 - byte).unsqueeze(-1)).float().flatten(-2)[..., : x.shape[-1]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.block_formats import encode_nvfp4, swizzle, swizzled_bytes
+from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
@@ -187,7 +187,7 @@ def quantize_reference(
     if want_kind == "nvfp4":
         if scale is None and static == 0:
             amax = finite_amax(y)
-            g = torch.where(amax > 0, amax / NVFP4_MAX, torch.ones_like(amax))
+            g = torch.where(amax > 0, divided(amax, NVFP4_MAX), torch.ones_like(amax))
             global_out.copy_(g)
         else:
             g = torch.tensor(static, dtype=torch.float32, device=y.device) if scale is None else scale.reshape(())
@@ -200,7 +200,7 @@ def quantize_reference(
     limit = CODE_MAX[out.dtype]
     if want_kind == "tensor":
         if scale is None and static == 0:
-            s = (finite_amax(y) / limit).clamp_min(floor)
+            s = divided(finite_amax(y), limit).clamp_min(floor)
             scale_out.copy_(s)
         else:
             s = (
@@ -211,12 +211,12 @@ def quantize_reference(
         out.copy_(codes_of(y, 1.0 / s, out.dtype))
         return
     if want_kind == "row":
-        s = (finite_amax(y, -1) / limit).clamp_min(floor)
+        s = divided(finite_amax(y, -1), limit).clamp_min(floor)
         scale_out.copy_(s)
         out.copy_(codes_of(y, (1.0 / s).unsqueeze(-1), out.dtype))
         return
     cols = y.shape[-1]
     padded = torch.nn.functional.pad(y, (0, -cols % BLOCK)).unflatten(-1, (-1, BLOCK))
-    s = (finite_amax(padded, -1) / limit).clamp_min(floor)
+    s = divided(finite_amax(padded, -1), limit).clamp_min(floor)
     scale_out.copy_(s)
     out.copy_(codes_of(padded, (1.0 / s).unsqueeze(-1), out.dtype).flatten(-2)[..., :cols])

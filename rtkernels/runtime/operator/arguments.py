@@ -51,6 +51,8 @@ class ArgumentTypes:
                     raise ArgumentError(_message(name, value, wanted))
                 if kind == "int" and isinstance(value, int) and value not in _INT64:
                     raise ArgumentError(f"{name} is {value}; expected an integer of 64 bits")
+                if kind == "bool":
+                    check_boolean(name, value)
         self._check_devices(args)
         for i in self._written:
             if isinstance(args[i], Tensor):
@@ -83,6 +85,12 @@ def an_integer(name: str, value: Any) -> Any:
     if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
         raise ArgumentError(_message(name, value, "an integer"))
     return value
+
+
+def check_boolean(name: str, value: Any) -> None:
+    """Raise an ArgumentError for an integer that is neither 0 nor 1: kernels do not take it for True."""
+    if type(value) is not bool and isinstance(value, Integral) and value not in (0, 1):
+        raise ArgumentError(f"{name} is {value}; expected True or False")
 
 
 def _check_list(name: str, tensors: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
+from rtkernels.runtime.operator.arguments import check_boolean
 from rtkernels.runtime.operator.by_name import by_name
 from rtkernels.runtime.operator.kinds import (
     Aligned,
@@ -122,6 +123,7 @@ class Declared:
         self._written_reference = reference and by_name(reference, self.names)
         self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
+        self._booleans = tuple(i for i, a in enumerate(declared) if isinstance(a, str) and a.split()[0] == "bool")
         self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
         self._plans = Plans(self._build)
@@ -242,6 +244,8 @@ def run_and_keep({names}):
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that do not fit together."""
         given = dict(zip(self.names, values, strict=True))
+        for i in self._booleans:
+            check_boolean(self.names[i], values[i])
         for argument in self.arguments:
             argument.check(given)
             meta = given[argument.name]

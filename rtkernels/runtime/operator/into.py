@@ -92,6 +92,8 @@ def into(function: Callable[..., Any], arguments: dict[str, Any], over: str = ""
     given = {name: value for name, value in arguments.items() if name != "out"}
     out = arguments["out"]
     outs = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    if not outs:
+        raise ArgumentError(f"out is an empty {type(out).__name__}; expected a torch.Tensor or None for each result")
     tensors = list(_tensors(given))
     for i, tensor in enumerate(outs):
         if tensor is not None and not isinstance(tensor, Tensor):

@@ -192,8 +192,11 @@ class OwnRows(InPlaceRows):
             raise ArgumentError(f"{self.name} has overlapping rows; in_place needs memory of its own for every element")
 
 
-class InPlaceDense(Dense):
-    """One that the operator overwrites; if it is not contiguous, by way of a copy."""
+class InPlaceDense(Aligned):
+    """One that the operator overwrites; if it is not contiguous, or its address no multiple of 16, by way of a copy.
+
+    So the kernel, and with it the bits of the result, are those of a call that makes its own memory.
+    """
 
     written = True
 

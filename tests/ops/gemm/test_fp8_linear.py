@@ -399,7 +399,7 @@ BAD = {
         lambda: fp8_linear(X, W, main_grad=torch.zeros(64, 32).t()),
         r"main_grad has strides \(1, 32\); expected a contiguous tensor",
     ),
-    "out_dtype": (lambda: fp8_linear(X, W, out_dtype=torch.int32), "the result has dtype int32"),
+    "out_dtype": (lambda: fp8_linear(X, W, out_dtype=torch.int32), "out_dtype has dtype int32"),
     "grad_dtype": (lambda: fp8_linear(X, W, grad_dtype=torch.bfloat16), "grad_dtype has dtype bfloat16"),
     "wgrad": (lambda: fp8_linear(X, W, wgrad="fp32"), "wgrad is 'fp32'; expected 'fp8' or 'bf16'"),
     "wgrad, codes": (

@@ -253,8 +253,8 @@ LIST, MAP = torch.tensor([[0, 1], [2, 3]]), torch.ones(3, 4, dtype=torch.bool)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: moe_index(LIST.float(), 4), "routing has dtype float32; expected int32 or int64 for the experts"),
     "rank": (lambda: moe_index(LIST[0], 4), r"routing has shape \(2,\); expected two dimensions"),
-    "no experts": (lambda: moe_index(LIST, 0), "there are 0 experts; expected 1 to 4096"),
-    "too many experts": (lambda: moe_index(LIST, 4097), "there are 4097 experts; expected 1 to 4096"),
+    "no experts": (lambda: moe_index(LIST, 0), "num_experts is 0; expected 1 to 4096"),
+    "too many experts": (lambda: moe_index(LIST, 4097), "num_experts is 4097; expected 1 to 4096"),
     "experts not given": (lambda: moe_index(LIST), "num_experts is None; expected the number of experts"),
     "experts of a map": (lambda: moe_index(MAP, 5), r"routing has shape \(3, 4\); expected \(3, 5\)"),
     "top_k of a list": (lambda: moe_index(LIST, 4, top_k=3), r"routing has shape \(2, 2\); expected \(2, 3\)"),
@@ -268,7 +268,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"1048576 tokens with 2048 choices each; expected fewer than 2\^31 choices",
     ),
     "map dtype": (lambda: moe_row_id_map(LIST), "routing_map has dtype int64; expected one of bool, uint8"),
-    "map rank": (lambda: moe_row_id_map(MAP[0]), r"routing has shape \(4,\); expected two dimensions"),
+    "map rank": (lambda: moe_row_id_map(MAP[0]), r"routing_map has shape \(4,\); expected \[tokens, experts\]"),
     "map multiple": (lambda: moe_row_id_map(MAP, 0), "multiple_of is 0; expected 1"),
     "not a tensor": (lambda: moe_index([[1]], 4), "expected a torch.Tensor or an array with __dlpack__"),
 }
