@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
-from rtkernels.aten.strides import MAX_DIMS, arrange, overlaps_itself
+from rtkernels.aten.strides import MAX_DIMS, arrange, like_channels_last, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
@@ -42,6 +42,7 @@ _SHAPES = NotHandled("shapes")
 _DIM = NotHandled("dim out of range")
 _ITEM_SIZE = NotHandled("elements of 16 bytes")
 _RANK = NotHandled("more than 4 dimensions, strided")
+_GAPS = NotHandled("gaps between elements")
 
 
 def rows() -> Iterator[Overload]:
@@ -131,7 +132,8 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return _DIM
     flipped = {dim % rank for dim in dims}
-    if self.numel() and self.is_contiguous() and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
+    dense = self.stride() == dense_strides(self.shape)  # else results have strides of their own, if only of size 1
+    if self.numel() and dense and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
         return _FLIPPED(self, tuple(sorted(flipped)))
     result = torch.empty_like(self)
     if self.numel() == 0:
@@ -191,7 +193,7 @@ def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
         return copy_into(torch.empty_like(source), source)
     if isinstance(value, float) and not self.is_floating_point():
         return _SHAPES
-    if not self.is_contiguous():
+    if not self.is_contiguous() or like_channels_last(self.shape, self.stride()):
         return _FORMAT
     result = self.new_empty(sizes)
     border = _fill_all(result, value)
@@ -220,7 +222,9 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
         return _ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
         return OVERLAP
-    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
+    if sum((n - 1) * step for n, step in zip(self.shape, self.stride(), strict=True) if n) >= max(self.numel(), 1):
+        return _GAPS  # whose elements torch copies, too
+    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
     view = part(result)
     if view.shape != src.shape:
         return _SHAPES
