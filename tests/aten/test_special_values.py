@@ -247,3 +247,26 @@ def test_versions_rise_by_one(place: str) -> None:
                 made = made[0] if isinstance(made, tuple) else made
                 assert x._version == before + in_place, name
                 assert made is x if in_place else made._version == 0, name
+
+
+@emulated
+@at(*PLACES)
+def test_searchsorted_of_a_number(place: str) -> None:
+    """Torch wraps the number as a tensor of the device, which is converted."""
+    for dtype in (torch.float32, torch.int64):
+        x = torch.arange(9).to(dtype)
+        for number in (2, 2.5, True, -1.0):
+            compare(place, "copy", lambda x, n=number: torch.searchsorted(x, n), x, ours=False)
+            compare(place, "copy", lambda x, n=number: torch.bucketize(n, x), x, ours=False)
+
+
+def test_a_number_of_the_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a conversion of a wrapped number gets at the CUDA key: on a CPU it would end in an internal assertion."""
+    from rtkernels.aten import copy
+
+    made = []
+    monkeypatch.setattr(copy.torch, "scalar_tensor", lambda *args, **how: made.append((args, how)))
+    copy._to_copy(2.5, dtype=torch.float32)
+    copy._to_copy(2)
+    assert made[0] == ((2.5,), {"dtype": torch.float32, "device": "cuda"})
+    assert made[1] == ((2,), {"dtype": torch.int64, "device": "cuda"})
