@@ -192,10 +192,25 @@ __global__ void __launch_bounds__(kCompactThreads)
     }
 }
 
-// out[i] is the index of the repeat that position i falls into: the first one whose `ends` exceeds i.
+// Running sums never fall where no repeat is negative.
+RTK_DEVICE bool falls(const i64* ends, i64 at) { return ends[at] < (at == 0 ? 0 : ends[at - 1]); }
+
+// found: the sum of `count` repeats, and whether one of them is negative, which is 0 before.
+template <int THREADS>
+__global__ void __launch_bounds__(THREADS) repeat_total(const i64* ends, i64* found, i64 count) {
+    const i64 at = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (at >= count) return;
+    if (falls(ends, at)) found[1] = 1;
+    if (at == count - 1) found[0] = ends[at];
+}
+
+// out[i] is the index of the repeat that position i falls into: the first one whose `ends` exceeds i. Stops where a repeat is
+// negative, or their sum is not `total`: nobody may have looked.
 template <typename I>
 __global__ void __launch_bounds__(kCompactThreads) repeat_place(const i64* ends, I* out, i64 count, i64 total) {
     const i64 at = static_cast<i64>(blockIdx.x) * kCompactThreads + threadIdx.x;
+    for (i64 i = at; i < count; i += static_cast<i64>(gridDim.x) * kCompactThreads)
+        if (falls(ends, i) || (i == count - 1 && ends[i] != total)) __trap();
     if (at >= total) return;
     i64 low = 0, high = count;
     while (low < high) {

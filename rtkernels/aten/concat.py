@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rtkernels.aten.copy import TOKEN_OF_SIZE
 from rtkernels.aten.elementwise import copy_into
+from rtkernels.aten.strides import like_channels_last
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -81,10 +82,13 @@ def _joined(tensors: Sequence[Tensor], dim: int, stacks: bool) -> Tensor | None:
     for tensor in tensors:
         if tensor.dtype is not dtype or tensor.get_device() != device or not tensor.is_contiguous():
             return None
+        shape = tensor.shape
+        if len(shape) > 3 and like_channels_last(shape, tensor.stride()):
+            return None
         address = tensor.data_ptr()
         misaligned |= address & 15
         addresses.append(address)
-        shapes.append(tensor.shape)
+        shapes.append(shape)
     known = _JOINED[(device, dtype, dim, stacks, not misaligned, *shapes)]
     if known is None:
         return None
@@ -146,6 +150,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         sizes[dim] = shape[dim]
         if sizes != shape:
             return _SHAPES
+        if out is None and like_channels_last(tensor.shape, tensor.stride()):
+            return _FORMAT  # torch's result has it if all tensors have
         dense = dense and tensor.is_contiguous()
     if TOKEN_OF_SIZE.get(first.element_size()) is None:
         return _ITEM_SIZE
@@ -156,12 +162,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         if any(tensor.untyped_storage()._cdata == out.untyped_storage()._cdata for tensor in used):
             return OVERLAP
         result = out
-    elif dense:
-        result = first.new_empty(shape)
     else:
-        formats = (torch.channels_last, torch.channels_last_3d)
-        if any(t.is_contiguous(memory_format=f) for t in used for f in formats if t.dim() == (4, 5)[f is formats[1]]):
-            return _FORMAT
         result = first.new_empty(shape)
     if result.numel() == 0:
         return result
@@ -218,6 +219,8 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return made
     if not tensors or any(tensor.shape != tensors[0].shape for tensor in tensors):
         return _SHAPES
+    if any(like_channels_last(tensor.shape, tensor.stride()) for tensor in tensors):
+        return _FORMAT
     rank = tensors[0].dim() + 1
     if not -rank <= dim < rank:
         return _DIM

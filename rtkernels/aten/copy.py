@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels import emulator
 from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
-from rtkernels.aten.strides import MAX_DIMS, arrange, overlaps_itself
+from rtkernels.aten.strides import MAX_DIMS, arrange, like_channels_last, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
@@ -42,6 +43,7 @@ _SHAPES = NotHandled("shapes")
 _DIM = NotHandled("dim out of range")
 _ITEM_SIZE = NotHandled("elements of 16 bytes")
 _RANK = NotHandled("more than 4 dimensions, strided")
+_GAPS = NotHandled("gaps between elements")
 
 
 def rows() -> Iterator[Overload]:
@@ -97,8 +99,8 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    if not isinstance(self, Tensor):  # a number that is compared with a CPU tensor, in the emulator
-        return _NUMBER
+    if not isinstance(self, Tensor):
+        return _number_to(self, dtype, device)
     if device is not None and torch.device(device) != self.device:
         return _DEVICE
     if pin_memory or (layout is not None and layout != torch.strided):
@@ -107,6 +109,21 @@ def _to_copy(
     if dtype != self.dtype and (dtype not in TOKENS or self.dtype not in TOKENS):
         return NotHandled(str(dtype if dtype not in TOKENS else self.dtype).removeprefix("torch."))
     return copy_into(_like(self, dtype, memory_format), self)
+
+
+def _number_to(number: bool | int | float | complex, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """Return a number that torch wrapped as a tensor, which the dispatcher unwraps for Python, as a tensor again.
+
+    At the CUDA key it is on a CUDA device (``torch.searchsorted(x, 2.5)`` converts such a one), but torch's kernel would
+    be given one on the CPU. In the emulator it is on the CPU, and torch's kernel does it.
+    """
+    if emulator.active() is not None:
+        return _NUMBER
+    dtype = dtype or _NUMBER_DTYPES[type(number)]
+    return torch.scalar_tensor(number, dtype=dtype, device="cuda" if device is None else device)
+
+
+_NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def _repeat(self: Tensor, repeats: Sequence[int]) -> Any:
@@ -131,7 +148,8 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return _DIM
     flipped = {dim % rank for dim in dims}
-    if self.numel() and self.is_contiguous() and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
+    dense = self.stride() == dense_strides(self.shape)  # else results have strides of their own, if only of size 1
+    if self.numel() and dense and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
         return _FLIPPED(self, tuple(sorted(flipped)))
     result = torch.empty_like(self)
     if self.numel() == 0:
@@ -191,7 +209,7 @@ def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
         return copy_into(torch.empty_like(source), source)
     if isinstance(value, float) and not self.is_floating_point():
         return _SHAPES
-    if not self.is_contiguous():
+    if not self.is_contiguous() or like_channels_last(self.shape, self.stride()):
         return _FORMAT
     result = self.new_empty(sizes)
     border = _fill_all(result, value)
@@ -220,7 +238,9 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
         return _ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
         return OVERLAP
-    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)  # gaps too, as torch
+    if sum((n - 1) * step for n, step in zip(self.shape, self.stride(), strict=True) if n) >= max(self.numel(), 1):
+        return _GAPS  # whose elements torch copies, too
+    result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
     view = part(result)
     if view.shape != src.shape:
         return _SHAPES

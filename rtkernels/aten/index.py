@@ -19,9 +19,10 @@ from rtkernels.aten.copy import copy_into
 from rtkernels.aten.elementwise import run
 from rtkernels.aten.functors import functor
 from rtkernels.aten.table import OVERLAP, SEVERAL, NotHandled, Overload
-from rtkernels.ops.index.adding import add_rows, addable, sum_rows
+from rtkernels.ops.index.adding import add_many_rows, add_rows, addable, sum_rows
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
+from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.tape import noted
 
@@ -37,13 +38,6 @@ def _embedding_operators() -> Any:  # imported by the first call: `enable` is to
     from rtkernels.ops.index import embedding
 
     return embedding
-
-
-@cache
-def _scatter_into() -> Any:
-    from rtkernels.ops.index.row_moves_operators import SCATTER_INTO
-
-    return SCATTER_INTO
 
 
 def _outside(index: Tensor, n: int) -> bool:
@@ -143,11 +137,11 @@ def _add_rows(
         return _OPTION
     if from_end:
         index = run(_FROM_END, (index,), (n,))
-    made = x if in_place else copy_into(torch.empty_like(x), x)
+    made = x if in_place else copy_into(x.new_empty(shape), x)
     if dim == 0 and x.dim() == 2:
-        noted(_scatter_into(), made, source, index, None, True)
+        add_many_rows(made, index, source)
     else:
-        noted(_scatter_into(), made.view(n, -1), source.reshape(index.numel(), -1), index, None, True)
+        add_many_rows(made.view(n, -1), index, source.reshape(index.numel(), -1))
     return made
 
 
@@ -166,6 +160,8 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, in_place: b
     rank = x.dim()
     if rank < 2 or index.dim() != rank or src.dim() != rank or dim not in (0, -rank):
         return _RANK
+    if x.numel() == 0 or index.numel() == 0 or src.numel() == 0:
+        return _EMPTY
     rest = tuple(index.shape[1:])
     one_number = all(n == 1 or step == 0 for n, step in zip(rest, index.stride()[1:], strict=True))
     if not one_number or rest != tuple(x.shape[1:]) or index.shape[0] > src.shape[0]:
@@ -202,7 +198,7 @@ def _index(x: Tensor, indices: Any) -> Any:
     dim, index = found
     if x.dtype.itemsize > 8:
         return _DTYPE
-    if not x.is_contiguous():
+    if x.stride() != dense_strides(x.shape):
         return _STRIDES  # torch's result has the order of its dimensions
     made = gather(x, index.reshape(-1), dim, select=True, from_end=True)
     return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))

@@ -90,11 +90,16 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> An
         return _INVALID
     if repeats.numel() == 0:
         return _EMPTY
-    if not repeats.is_cuda and bool((repeats < 0).any()):  # on a CUDA device torch does not look, either
-        return _INVALID
     if output_size is None and _capturing(repeats):
         return _CAPTURE
-    return repeated(repeats, output_size)
+    if output_size is not None:
+        if output_size < 1:
+            return _EMPTY
+        # Torch raises for a negative repeat, or for another sum; its CUDA kernel stops instead, as ours does.
+        if not repeats.is_cuda and (bool((repeats < 0).any()) or int(repeats.sum()) != output_size):
+            return _INVALID
+    result = repeated(repeats, output_size)
+    return _INVALID if result is None else result
 
 
 def rows() -> Iterator[Overload]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.strides import like_channels_last
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.ops.window.pooling import avg_pool, max_pool
@@ -28,9 +29,7 @@ def _refused(x: Tensor, ranks: tuple[int, ...] = (3, 4)) -> NotHandled | None:
         return _EMPTY
     if max(x.shape[-2:]) >= 2**30:
         return _LARGE
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return _FORMAT  # torch keeps it
-    return None
+    return _FORMAT if like_channels_last(x.shape, x.stride()) else None  # which torch's results have, too
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int] | None:
@@ -98,7 +97,9 @@ def _upsample_nearest2d(
         return _INVALID
     if max(out) >= 2**30:
         return _LARGE
-    return upsample_nearest(x, out, _scales(x.shape[2:], out, (scales_h, scales_w)))
+    scales = _scales(x.shape[2:], out, (scales_h, scales_w))
+    same = (n == m for n, m in zip(x.shape[2:], out, strict=True))  # torch copies, whatever factor comes with it
+    return upsample_nearest(x, out, tuple(1.0 if copied else s for copied, s in zip(same, scales, strict=True)))
 
 
 def _planes(x: Tensor) -> Tensor:
@@ -159,7 +160,9 @@ def _upsample_nearest2d_backward(
         return _INVALID
     if max(size[2:]) >= 2**30:
         return _LARGE
-    return upsample_nearest_grad(grad_output, size[2:], _scales(size[2:], output_size, (scales_h, scales_w)))
+    same = size[2:] == tuple(output_size)  # torch copies
+    scales = (1.0, 1.0) if same else _scales(size[2:], output_size, (scales_h, scales_w))
+    return upsample_nearest_grad(grad_output, size[2:], scales)
 
 
 def rows() -> Iterator[Overload]:

@@ -1,16 +1,17 @@
-"""Rows added to the rows that an index names, in one launch: what index_add, scatter_add and index_put share."""
+"""Rows added to the rows that an index names: what index_add, scatter_add and index_put share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rtkernels.ops.index.row_moves_plan import LIMIT, plan_scatter_into
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import is_dense, vector_bytes
-from rtkernels.runtime.operator.declared import Argument, InPlace, Meta
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Rows
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -116,6 +117,10 @@ _ADDED_IN_PLACE = Primitive(
     "add_rows_in_place", (InPlace("x", None), *_OTHERS), "dim, from_end, alpha", results="", numbers="alpha",
     plan=_plan_in_place,
 )  # fmt: skip
+_SORTED_IN_PLACE = Primitive(
+    "add_sorted_rows", (InPlace("out", None), Rows("x", None), Dense("indices", None)), results="",
+    plan=lambda out, x, indices, device: plan_scatter_into(out, x, indices, None, True, device),
+)  # fmt: skip
 _SUMMED = Primitive(
     "sum_rows", _OTHERS, "rows, ignored", results="out", plan=_plan_sums,
     outputs=lambda index, source, rows, _: (Memory((rows, source.shape[1]), source.dtype),),
@@ -148,6 +153,21 @@ def add_rows(
     return _ADDED(x, index, source, dim, from_end, alpha)
 
 
+def add_many_rows(x: Tensor, index: Tensor, source: Tensor) -> None:
+    """Add the rows of `source` to those of x that an index names: sorted by it first, for any number of them.
+
+    Sums are made in fp32 in the order of the index. Rows that an index outside of x names are left out.
+
+    Args:
+        x: bfloat16, float16 or float32, ``[rows, columns]``, dense, not empty; written.
+        index: int32 or int64, one for each row of `source`.
+        source: Of x's dtype, ``[tokens, columns]``; shares no memory with x.
+    """
+    if max(x.shape[0], source.shape[0]) > LIMIT:
+        raise OverflowError("more rows than are counted in 31 bits")
+    _SORTED_IN_PLACE(x, source, index)
+
+
 def sum_rows(index: Tensor, source: Tensor, rows: int, ignored: int) -> Tensor:
     """Return the sums of the rows of `source` that have the same index, zeros where there are none.
 
@@ -164,4 +184,4 @@ def sum_rows(index: Tensor, source: Tensor, rows: int, ignored: int) -> Tensor:
 
 
 OP = Op("adding", public=(), kernels=(_ADD,), torch_ops=())
-__all__ = ["MAX_TOKENS", "OP", "add_rows", "addable", "sum_rows"]
+__all__ = ["MAX_TOKENS", "OP", "add_many_rows", "add_rows", "addable", "sum_rows"]

@@ -155,7 +155,7 @@ def _plan(
     count = r2 * r1 * r0
     single = r1 == r2 == 1
     dividers = (0, 0) if single else (divisor(r1), divisor(r0))
-    # Strides of all dimensions but the one that is read along: 1 is no multiple of a vector there (overlapping windows).
+    # Strides of all dimensions but the one that is read along: 1 is no multiple of a vector (overlapping windows).
     others = [step for _, step, *_ in ((*g.kept[:2], *g.reduced) if g.down else (*g.kept, *g.reduced[:2]))]
     sm_count, per_sm = device_info(device).sm_count, _PER_SM if bytes_each == 4 else _PER_SM // 2
     if g.down:

@@ -39,6 +39,11 @@ _REPEAT = Kernel(
     variants=[("i32",), ("i64",)], max_registers=40, tier="aten",
 )  # fmt: skip
 
+_TOTAL = Kernel(
+    "scan/compact.cu", "repeat_total", template="THREADS", variants=[(_THREADS,)], max_registers=32, tier="aten",
+    args="ends:ptr found:ptr count:i64",
+)  # fmt: skip
+
 
 def _plan_count(device: int, dtype: torch.dtype, n: int, aligned: bool, distinct: bool) -> tuple[Any, ...]:
     """Return how to allocate the ends of slices, and the launch: no primitive, as the host's time decides here."""
@@ -68,6 +73,15 @@ def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Ste
     return Steps(Step(launch, "ends", "out", ends.shape[0], total))
 
 
+def _plan_total(ends: Meta, device: int) -> Steps:
+    launch = _TOTAL.bind((_THREADS,), device, -(-ends.shape[0] // _THREADS), _THREADS)
+    return Steps(Step(launch, "ends", "found", ends.shape[0]))
+
+
+_FOUND = Primitive(
+    "repeat_total", (Dense("ends", None),), results="found", plan=_plan_total,
+    outputs=lambda ends: (Memory((2,), torch.int64, zero=True),),
+)  # fmt: skip
 _REPEATED = Primitive(
     "repeated", (Dense("ends", None),), "dtype, total", results="out",
     outputs=lambda ends, dtype, total: (Memory((total,), dtype),), plan=_plan_repeat,
@@ -146,19 +160,23 @@ def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
     return values, _place(ordered, ends, None, at, shape, True)
 
 
-def repeated(repeats: Tensor, total: int | None) -> Tensor:
+def repeated(repeats: Tensor, total: int | None) -> Tensor | None:
     """Return each index i of `repeats` as often as repeats[i] says.
 
     Args:
-        repeats: int32 or int64, one dimension, none below 0, not empty.
-        total: Their sum, if it is known.
+        repeats: int32 or int64, one dimension, not empty.
+        total: Their sum, if it is known: then the kernel stops if it is another one, or a repeat is negative.
 
     Returns:
-        One dimension, repeats' dtype.
+        One dimension, repeats' dtype; None if a repeat is negative.
     """
     ends, _ = running(repeats, "sum", 0)
-    return _REPEATED(ends, repeats.dtype, int(ends[-1]) if total is None else total)
+    if total is None:
+        total, negative = _FOUND(ends).tolist()
+        if negative:
+            return None
+    return _REPEATED(ends, repeats.dtype, total)
 
 
-OP = Op("compact", public=(), kernels=(_COUNT, _PLACE, _REPEAT), torch_ops=())
+OP = Op("compact", public=(), kernels=(_COUNT, _PLACE, _REPEAT, _TOTAL), torch_ops=())
 __all__ = ["OP", "chosen", "distinct", "nonzero", "repeated"]
