@@ -12,6 +12,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+sys.path.insert(0, str(DOCS))
+
+import operator_differences  # noqa: E402
 from bench.measure import aten_file  # noqa: E402
 from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402
@@ -393,7 +396,8 @@ def page() -> str:
         lines.append(f"| {', '.join(names)} | {family} | {here} |")
     lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
     more = sorted(known - {name for *_, names in listed() for name in names})
-    lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
+    lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more)]
+    lines += operator_differences.lines()
     lines += measured()
     return "\n".join(lines)
 
