@@ -15,6 +15,7 @@ sys.path.insert(0, str(DOCS.parent))
 sys.path.insert(0, str(DOCS))
 
 import operator_differences  # noqa: E402
+
 from bench.measure import aten_file  # noqa: E402
 from bench.report import aten as chosen  # noqa: E402
 from rtkernels.aten import table  # noqa: E402

@@ -1,7 +1,7 @@
 """What is meant to differ from torch under ``rtkernels.enable()``: the rows of a table in ``operators.md``.
 
-Everything else that differs is a defect: ``tests/conformance`` compares results, layouts, version counters and errors of
-every overload. A row names the test that shows the difference, or its limits.
+Everything else that differs is a defect: ``tests/conformance`` compares results, layouts, version counters and errors
+of every overload. A row names the test that shows the difference, or its limits.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def test_numbers_that_do_not_fit() -> None:
 def test_bools_are_not_subtracted() -> None:
     x, flags = torch.ones(3), torch.tensor([True, False, True])
     for function in (
-        lambda: x - True, lambda: x - flags, lambda: flags - x, lambda: torch.rsub(x, flags), lambda: x.clone().sub_(flags),
+        lambda: x - True, lambda: x - flags, lambda: flags - x, lambda: torch.rsub(x, flags),
+        lambda: x.clone().sub_(flags),
     ):  # fmt: skip
         _same(function, ["sub", "rsub"])
 

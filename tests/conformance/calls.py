@@ -1,5 +1,5 @@
-"""Calls of every aten overload of the table: those that torch's samples (OpInfo) come to, forward and backward, in-place
-and ``out=`` forms derived from the functional ones, and some written here for overloads that no sample reaches.
+"""Calls of every aten overload of the table: those that torch's samples (OpInfo) lead to, forward and backward,
+in-place and ``out=`` forms derived from functional ones, and some written here for overloads that no sample reaches.
 """
 
 from __future__ import annotations
