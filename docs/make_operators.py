@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
-
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
 import operator_differences  # noqa: E402
 
@@ -260,7 +258,8 @@ Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, 
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
 operator from a C expression, which inductor calls as it is.
 
-Overrides count for the whole process: a backward runs in threads of its own. Inside of `rtkernels.emulate()` CPU
+Overrides count for the whole process: a backward runs in threads of its own. Any thread may switch them while others
+call operators. Inside of `rtkernels.emulate()` CPU
 tensors are taken too, by the emulator: that is how tests run without a GPU.
 
 ## The 184 operators of FlagGems 3.0
