@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+
+import operator_differences  # noqa: E402
 
 from bench.measure import aten_file  # noqa: E402
 from bench.report import aten as chosen  # noqa: E402
@@ -256,7 +258,8 @@ Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, 
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an
 operator from a C expression, which inductor calls as it is.
 
-Overrides count for the whole process: a backward runs in threads of its own. Inside of `rtkernels.emulate()` CPU
+Overrides count for the whole process: a backward runs in threads of its own. Any thread may switch them while others
+call operators. Inside of `rtkernels.emulate()` CPU
 tensors are taken too, by the emulator: that is how tests run without a GPU.
 
 ## The 184 operators of FlagGems 3.0
@@ -393,7 +396,8 @@ def page() -> str:
         lines.append(f"| {', '.join(names)} | {family} | {here} |")
     lines += [f"| {name} | by name | {what} |" for name, what in FUNCTIONS.items()]
     more = sorted(known - {name for *_, names in listed() for name in names})
-    lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more), ""]
+    lines += ["", "## Also taken", "", ", ".join(f"`{name}`" for name in more)]
+    lines += operator_differences.lines()
     lines += measured()
     return "\n".join(lines)
 

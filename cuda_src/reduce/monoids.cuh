@@ -243,8 +243,7 @@ struct Moments {
     RTK_DEVICE static void absorb(State& s, float (&v)[N], i64, i64, const Lift&) {
         float mean = 0.0f, squares = 0.0f;
 #pragma unroll
-        for (int i = 0; i < N; ++i) mean += v[i];
-        mean *= 1.0f / N;
+        for (int i = 0; i < N; ++i) mean += v[i] * (1.0f / N);  // a sum of large ones may be infinite
 #pragma unroll
         for (int i = 0; i < N; ++i) squares += N == 1 ? 0.0f : (v[i] - mean) * (v[i] - mean);
         s = combine(s, State{mean, squares, static_cast<float>(N)});

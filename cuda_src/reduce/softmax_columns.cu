@@ -14,7 +14,7 @@ struct SoftmaxState {
     RTK_DEVICE static float base(float top) { return top == __uint_as_float(0xff800000u) ? 0.0f : top; }
     RTK_DEVICE void absorb(float v) {
         if (v > top) {
-            sum = sum * expf(top - v) + (1.0f + (v - v));  // the exponential of v - v: NaN for an infinity
+            sum = sum * expf(top - v) + 1.0f;
             top = v;
         } else {
             sum += expf(v - base(top));

@@ -208,7 +208,9 @@ _ADD, _SUB = functor("Add", 2), functor("Sub", 2, dtypes=NUMBERS)
 
 def _sums(name: str, made: Functor) -> None:
     def plain(self: Any, other: Any, *, alpha: Any = 1, out: Any = None) -> Any:
-        return run(made, (self, other), (alpha,), out=out) if _alpha(alpha, self, other) else _OPTION
+        if not _alpha(alpha, self, other) or (made is _SUB and (_is_bool(self) or _is_bool(other))):
+            return _OPTION
+        return run(made, (self, other), (alpha,), out=out)
 
     def scalar(self: Any, other: Any, alpha: Any = 1) -> Any:
         return plain(self, other, alpha=alpha)
@@ -221,6 +223,11 @@ def _sums(name: str, made: Functor) -> None:
     _add_row(f"{name}_.Tensor", lambda self, other, *, alpha=1: into(self, other, alpha), name)
     _add_row(f"{name}_.Scalar", into, name)
     _add_row(f"{name}.out", plain, name)
+
+
+def _is_bool(operand: Any) -> bool:
+    """Return True for what torch does not subtract."""
+    return operand.dtype == torch.bool if isinstance(operand, Tensor) else isinstance(operand, bool)
 
 
 def _alpha(alpha: Any, *operands: Any) -> bool:
@@ -237,7 +244,7 @@ _sums("sub", _SUB)
 
 
 def _rsub(self: Tensor, other: Any, alpha: Any = 1) -> Any:
-    if isinstance(other, bool) or not _alpha(alpha, self, other):
+    if _is_bool(self) or _is_bool(other) or not _alpha(alpha, self, other):
         return _OPTION
     return run(_SUB, (other, self), (alpha,))
 

@@ -31,6 +31,14 @@ def test_the_page_names_every_overload() -> None:
     assert not [name for name in table.table() if name not in text]
 
 
+def test_every_difference_has_a_test() -> None:
+    root = Path(__file__).parents[2]
+    for *what, test in PAGE["operator_differences"].DIFFERENCES:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), test
+        assert all(what)
+
+
 def test_the_page_is_up_to_date() -> None:
     path = Path(__file__).parents[2] / "docs" / "operators.md"
     assert path.read_text(encoding="utf-8") == PAGE["page"](), "python docs/make_operators.py"

@@ -13,7 +13,7 @@ from rtkernels.aten import row
 INF, NAN = float("inf"), float("nan")
 
 
-def _same(function, families: str = "all") -> None:
+def _same(function, families: str | list[str]) -> None:
     """Compare a result, or the type of an exception, with torch's."""
 
     def outcome():
@@ -50,6 +50,16 @@ def test_numbers_that_do_not_fit() -> None:
     _same(lambda: torch.pow(-1, torch.arange(4, dtype=torch.uint8)), "pow")
     _same(lambda: torch.remainder(-1, torch.tensor([True, True])), "remainder")
     _same(lambda: torch.add(torch.tensor(1, dtype=torch.int8), 1000), "add")
+
+
+@emulated
+def test_bools_are_not_subtracted() -> None:
+    x, flags = torch.ones(3), torch.tensor([True, False, True])
+    for function in (
+        lambda: x - True, lambda: x - flags, lambda: flags - x, lambda: torch.rsub(x, flags),
+        lambda: x.clone().sub_(flags),
+    ):  # fmt: skip
+        _same(function, ["sub", "rsub"])
 
 
 @emulated
@@ -156,3 +166,79 @@ def test_norms_keep_the_sign_of_zero() -> None:
     with rtkernels.emulate("sm_80"):
         y, _ = row._rms_norm(x, [4], None, 1e-5)
     assert y.signbit().tolist() == [[True, False, True, False]]
+
+
+@emulated
+def test_integers_divided_by_zero() -> None:
+    """0; torch on CUDA leaves it undefined, its CPU kernels raise."""
+    x, zero = torch.tensor([-7, 0, 7]), torch.zeros(3, dtype=torch.int64)
+    with taken("sm_80", ["div", "floor_divide", "remainder", "fmod"]):
+        for function in (
+            torch.remainder, torch.fmod, torch.floor_divide, lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+        ):  # fmt: skip
+            assert function(x, zero).tolist() == [0, 0, 0]
+
+
+@emulated
+def test_isclose_is_one_kernel() -> None:
+    x = torch.randn(8)
+    assert torch.isclose(x, x)._version == 1
+    with taken("sm_80", "isclose"):
+        assert torch.isclose(x, x)._version == 0
+
+
+@emulated
+@pytest.mark.parametrize("at", (0, 3, 7))
+def test_means_of_infinities_are_not_finite(at: int) -> None:
+    x = torch.randn(2, 8)
+    x[0, at] = INF
+    with taken("sm_80", "native_layer_norm"):
+        y, mean, rstd = torch.native_layer_norm(x, [8], None, None, 1e-5)
+    assert y[0].isnan().all() and rstd[0].isnan() and not mean[0].isfinite()
+    assert y[1].isfinite().all()
+
+
+@emulated
+def test_layer_norm_of_large_numbers() -> None:
+    """Their mean is finite though their sum is not; the variance is infinite."""
+    x = torch.full((1, 8), torch.finfo(torch.float32).max)
+    x[0, 0] = 0.0
+    with taken("sm_80", "native_layer_norm"):
+        y, mean, rstd = torch.native_layer_norm(x, [8], None, None, 1e-5)
+    assert mean.isfinite() and rstd.item() == 0.0 and (y == 0).all()
+
+
+@emulated
+def test_one_rounding() -> None:
+    """Products that overflow in fp16 on the way to a result that does not."""
+    big, small = torch.tensor([60000.0], dtype=torch.float16), torch.tensor([2.0], dtype=torch.float16)
+    with taken("sm_80", "addcmul"):
+        assert torch.addcmul(-big, big, small).item() == 60000.0
+
+
+@emulated
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_division_by_numbers_is_that_of_cuda(dtype: torch.dtype) -> None:
+    """torch's CUDA kernels multiply by the reciprocal of a number, which decides what rounding modes cut off."""
+    x = torch.tensor([49.0, 41.0, 1e-42, 7.0, -7.5, 0.0, INF, NAN], dtype=dtype)
+    for number in (49, 41.0, 3, -2.5, 1e-42, INF, 0.0):
+        divisor = torch.tensor(number, dtype=torch.float32)
+        inverse = 1.0 / divisor
+        with taken("sm_80", ["div", "floor_divide"]):
+            plain, cut = x / number, torch.div(x, number, rounding_mode="trunc")
+        torch.testing.assert_close(plain, (x.float() * inverse).to(dtype), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(cut, (x.float() * inverse).trunc().to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 300.0, 1000.0, 2.0], dtype=dtype)
+    with taken("sm_80", "threshold"):
+        assert torch.nn.functional.threshold(x, 0.1, -1.0)[0] == -1.0  # torch's CPU kernel rounds it for float16 only
+    with taken("sm_80", "pow"):
+        got = [torch.pow(x, -2), torch.pow(x, 1.1), torch.pow(x, 3)]
+    square = (x.float() * x.float()).to(dtype).float()
+    want = [1.0 / square, x.float() ** torch.tensor(1.1, dtype=dtype).float(), square * x.float()]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)

@@ -301,7 +301,8 @@ def _call_while_switching(function, want: torch.Tensor, switches: int, include: 
 def test_switching_while_threads_call(toy) -> None:
     """The dispatcher frees what is unregistered: other threads may be executing it."""
     x = torch.randn(64)
-    assert not _call_while_switching(lambda: torch.sin(x) * x, torch.sin(x) * x, 200, ("sin", "mul", ("sin", "mul", "red")))
+    include = ("sin", "mul", ("sin", "mul", "red"))
+    assert not _call_while_switching(lambda: torch.sin(x) * x, torch.sin(x) * x, 200, include)
     assert not rtkernels.aten.enabled()
 
 

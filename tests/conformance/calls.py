@@ -1,5 +1,5 @@
-"""Calls of every aten overload of the table: those that torch's samples (OpInfo) come to, forward and backward, in-place
-and ``out=`` forms derived from the functional ones, and some written here for overloads that no sample reaches.
+"""Calls of every aten overload of the table: those that torch's samples (OpInfo) lead to, forward and backward,
+in-place and ``out=`` forms derived from functional ones, and some written here for overloads that no sample reaches.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def with_numbers(name: str, calls: list[Call]) -> list[Call]:
         )):  # fmt: skip
             continue
         for value in NUMBERS:
-            if type(value) is int and not value and table.table()[name].operator in differs.DIVIDES:
-                continue
+            if value in (0, 1e-42) and type(value) is not bool and table.table()[name].operator in differs.DIVIDES:
+                continue  # integers; and CUDA kernels multiply by the reciprocal
             made.append(Call((*call.args[:i], value, *call.args[i + 1 :]), call.kwargs))
     for other in (call, *made[:4]):
         leaves = harness.tensors(tuple(other))

@@ -13,9 +13,13 @@ RANDOM = frozenset({
 })  # fmt: skip
 # Integers divided by zero: undefined in torch on CUDA, 0 here; the CPU raises.
 DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
-# Version counters: torch's `isclose` is a chain that writes to its own result; factories count one if they are called as
-# `torch.ops.aten.rand`, none as `torch.rand`.
-VERSIONS = frozenset({"isclose", "rand", "randn"})
+# Version counters: torch's `isclose` is a chain that writes to its own result; factories count one if they are called
+# as `torch.ops.aten.rand`, none as `torch.rand`.
+VERSIONS = frozenset({"isclose", "rand", "randn", "randperm"})
+# Statistics of rows with infinities are infinite or NaN, by the order of additions.
+STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
+# Which of equal elements an index names; the elements are compared.
+TIES = frozenset({"topk"})
 # The sign of a zero that a sum, an extreme or a product of many elements gives depends on their order.
 SIGN_OF_ZERO: frozenset[str] = frozenset()
 # Large numbers: intermediate results overflow in one order of additions and not in another.
@@ -34,17 +38,21 @@ LOOSER: dict[str, float] = {}
 
 # They multiply in another order than the CUDA kernels, whose order ours have.
 CALM_ON_THE_CPU = frozenset({
-    "addcmul", "addcmul_", "addcmul.out", "addr", "native_layer_norm_backward", "native_group_norm_backward",
+    "addcmul", "addcmul_", "addcmul.out", "addr", "gelu", "gelu_", "gelu.out",
+    "native_layer_norm_backward", "native_group_norm_backward",
+    "std.correction", "std_mean.correction", "var.correction", "var_mean.correction",  # there they sum in float64
 })  # fmt: skip
+# They blend both branches, of which one may be NaN.
+PLAIN_ON_THE_CPU = frozenset({"elu_backward"})
 # They approximate the error function.
 ROUGH_ON_THE_CPU = frozenset({"erf", "erf_", "erf.out", "gelu", "gelu_", "gelu.out", "gelu_backward"})
-# Of zeros of both signs CUDA's maximum is the positive one, its minimum the negative one; the CPU's depend on the order.
+# Of zeros of both signs CUDA's maximum is the positive one, its minimum the negative one; the CPU's depends on order.
 SIGN_OF_ZERO_ON_THE_CPU = frozenset(
-    f"{name}{form}" for name in ("maximum", "minimum", "clamp", "clamp_min", "clamp_max")
+    f"{name}{form}" for name in ("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "elu", "celu", "gelu")
     for form in ("", ".out", "_", ".Tensor", "_.Tensor", ".Tensor_out")
 )  # fmt: skip
 # They wait for a number from the device, which a graph cannot.
 NOT_CAPTURED = frozenset({
-    "_unique2", "nonzero", "masked_select", "repeat_interleave.Tensor", "allclose", "normal.Tensor_Tensor",
+    "_unique2", "nonzero", "randperm", "masked_select", "repeat_interleave.Tensor", "allclose", "normal.Tensor_Tensor",
     "normal.float_Tensor",
 })  # fmt: skip

@@ -1,7 +1,7 @@
 """Every aten overload that we claim, on special values, three times with others: see ``special.py``.
 
-By default some overloads and dtypes, chosen by a hash, in the emulator, with one call each; ``--full`` runs all of them.
-A GPU gets all overloads, dtypes and calls, also replayed in CUDA graphs.
+By default some overloads and dtypes, chosen by a hash, in the emulator, one call each; ``--full`` runs all. A GPU gets
+all overloads, dtypes and calls, also replayed in CUDA graphs.
 """
 
 from __future__ import annotations
