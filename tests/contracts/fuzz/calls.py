@@ -1,4 +1,4 @@
-"""What the fuzzer calls: operators with the samples of their family, public functions, each as a function of tensors."""
+"""What the fuzzer calls: operators with samples of their family, public functions; each as a function of tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROWS = 6
 ONE_EACH = {
     "attention": ("out",), "attention_varlen": ("out",), "index_select": ("out",),
     **dict.fromkeys(("quantize_nvfp4", "quantize_mxfp8", "quantize_mxfp4", "glu"), ("out", "scale_out")),
-    **dict.fromkeys(("rms_norm", "layer_norm"), ("out", "residual_out")),
+    **dict.fromkeys(("rms_norm", "layer_norm"), ("out",)),
 }  # fmt: skip
 
 

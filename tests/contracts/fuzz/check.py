@@ -185,6 +185,7 @@ class Fuzzer:
             self._compare_out(got, wanted, number, fresh)
             if arena.damage():
                 raise Wrong("memory around out was changed")
+        self._out_elsewhere(call, number, like, tensors, wanted)
         overlapping = _over(like, call.tensors[j], shift, self.device)
         if overlapping is None:
             return False
@@ -201,6 +202,21 @@ class Fuzzer:
             self._refuse_shift(call, exact, "out", call.names[j])
             self._compare_out(got, wanted, number, out)
         return True
+
+    def _out_elsewhere(self, call: Call, number: int, like: Tensor, tensors: list[Tensor], wanted: list[Any]) -> None:
+        """Let a result go to memory that begins one element behind an aligned address."""
+        out, arena = placed(like, Layout("off", like.stride(), 1), self.device)
+        arena.watch(out)
+        for _ in range(2):
+            got = self._outcome(call, tensors, Variation(), _as_out(call, number, out, self._results(call, wanted)))
+            if arena.damage():
+                raise Wrong("memory around an out that is not aligned was changed")
+            if not isinstance(got, ArgumentError):
+                self._compare_out(got, wanted, number, out)
+
+    @staticmethod
+    def _results(call: Call, wanted: list[Any]) -> int:
+        return len(wanted) - len(call.written)
 
     def _written_over(self, call: Call, i: int, j: int, shift: int) -> bool:
         """Let a tensor that is overwritten share memory with another one."""
