@@ -227,7 +227,8 @@ COMBINE = Operator(
     (
         Rows("x", None), *(Rows(name, None, optional=True) for name in OPERANDS),
         Argument("quant_scale", None, optional=True), Argument("factor", None, optional=True),
-        InPlaceExact("out", None, over=" ".join(("x", *OPERANDS))), _written("kept"), _written("scale_out"), _written("global_out"),
+        InPlaceExact("out", None, over=" ".join(("x", *OPERANDS))), _written("kept"), _written("scale_out"),
+        _written("global_out"),
     ),
     options="str act, bool slope, bool subtract, str layout, str cyclic, str quant, bool swizzled, float static, "
     "float floor, float alpha",

@@ -262,6 +262,8 @@ def call({names}):
                 scope["last_plain_calls"] = last_with(scope["last_plain_calls"], plan.matches, run, options)
         elif self._lazy(args):
             return self._launch_resolved(args)
+        if used is not args and self._written:
+            return self._run_planned(plan, used, args)  # which writes copies back
         made = plan.run(*addresses, *[args[i] for i in self._number_places])
         self._count_versions(args)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import zlib
@@ -16,8 +17,12 @@ from contracts.fuzz.variations import Variation, variations
 
 def own_calls(only: str = "") -> list[calls.Call]:
     """Return operators and public functions whose name or family is named; all of them if none is."""
-    found = [*calls.operators(), *calls.functions()]
-    return [call for call in found if not only or only in call.name or only == call.family]
+    return [call for call in _all_calls() if not only or only in call.name or only == call.family]
+
+
+@functools.cache
+def _all_calls() -> tuple[calls.Call, ...]:
+    return (*calls.operators(), *calls.functions())
 
 
 def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variation]]:
@@ -29,7 +34,8 @@ def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variatio
 
 def run(
     place: str, seed: int, seconds: float, *, part: int = 0, parts: int = 1, start: int = 0, only: str = "",
-    variation: str = "", part_of_variation: str = "", repeat: int = 1, kinds: str = "own aten", begun: Callable[[int, str], None] | None = None,
+    variation: str = "", part_of_variation: str = "", repeat: int = 1, kinds: str = "own aten",
+    begun: Callable[[int, str], None] | None = None,
 ) -> Iterator[Failure | None]:  # fmt: skip
     """Yield what is wrong with each case, or None.
 
@@ -66,7 +72,8 @@ def run(
         return
     limit = time.monotonic() + seconds * (0.4 if "own" in kinds else 1.0)
     operators = [op for op in harness.operators() if _is_mine(op.name, part, parts)]
-    operators = [op for op in operators if not only or only.removeprefix("aten ").split()[0].rstrip("_") == op.name]
+    named = only.removeprefix("aten ").split()[0].rstrip("_") if only else ""
+    operators = [op for op in operators if named in ("", op.name)]
     random.Random(seed).shuffle(operators)
     for more in range(64):  # rounds: one sample of each operator at a time
         for call, varied, check in aten.cases(place, seed + 1000 * more, operators):

@@ -46,6 +46,11 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
         ", sinks": ("attention", (q, k, v), {"sinks": normal(4), "causal": True, "return_lse": True}),
         ", bhld": (
             "attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), {"layout": "bhld"}),
+        ", long": ("attention", (half(1, 130, 1, 16), half(1, 130, 1, 16), half(1, 130, 1, 16)), {}),
+        ", two": ("multi_scale_", ([normal(5, 24), normal(7)], 2.0), {}),
+        ", two and two": ("multi_copy_", ([normal(5, 24), normal(7)], [normal(5, 24), normal(7)], 2.0), {}),
+        ", clipped": ("multi_clip_norm_", ([normal(5, 24), normal(7)], 0.5), {}),
+        ", limited": ("multi_clip_", ([normal(5, 24), normal(7)], 0.5), {}),
         ", limits": (
             "attention", (q, k, v),
             {"kv_limit": torch.arange(4, 13, dtype=torch.int32),
