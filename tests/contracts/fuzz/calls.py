@@ -18,6 +18,8 @@ from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.declared import Declared
 
 _ROWS = 6
+# Options and `out` that exclude each other; and one that adds to `out`.
+WITHOUT_OUT = {"rms_norm(), residual", "scaled_mm(), quantised", "grouped_wgrad()"}
 # Functions with several results whose `out` is for the first one; those of others have their own names, or none.
 ONE_EACH = {
     "attention": ("out",), "attention_varlen": ("out",), "index_select": ("out",),
@@ -184,7 +186,7 @@ def _captured(name: str, call: Callable[..., Any]) -> tuple[Any, Any]:
 
 def _function(label: str, name: str, family: str, args: Any, kwargs: Any) -> Call:
     function = getattr(rtkernels, name)
-    has_out = "out" in inspect.signature(function).parameters and "out" not in kwargs
+    has_out = "out" in inspect.signature(function).parameters and label not in WITHOUT_OUT
     names = ONE_EACH.get(name, ()) if has_out else ()
     call = _call(label, family, function, args, kwargs, has_out=has_out, out_names=names, function=True)
     tensors = [t.clone() for t in call.tensors]

@@ -42,6 +42,7 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
         ", same matrix": ("grouped_mm", (half(9, 64), half(3, 24, 64)), {"offs": ends}),
         ", rows": (
             "grouped_mm", (codes(9, 64), codes(3, 24, 64), normal(9).abs(), normal(3, 24).abs()), {"offs": ends}),
+        ", overwritten": ("grouped_wgrad", (half(9, 16), half(9, 24)), {"offs": ends, "accumulate": False}),
         ", bias": ("attention", (q, k, v), {"bias": bias}),
         ", sinks": ("attention", (q, k, v), {"sinks": normal(4), "causal": True, "return_lse": True}),
         ", bhld": (
