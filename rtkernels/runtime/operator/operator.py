@@ -338,7 +338,7 @@ def call({names}):
             check_types({names})
             break
     for t in ({"".join(f"{name}, " for name in written)}):  # lazy negatives the dispatcher refuses when all is written
-        if type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()) and not is_dynamo_compiling():
+        if not is_dynamo_compiling() and type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()):
             check_types({names})
     try:
         return overload({names})
