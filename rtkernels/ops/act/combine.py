@@ -16,8 +16,8 @@ from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
-from rtkernels.ops.shared.row_quant import BLOCK, KINDS, quantize_reference
-from rtkernels.runtime.checks import DTYPE_TOKEN, check_same, token
+from rtkernels.ops.shared.row_quant import BLOCK, KINDS, check_results, quantize_reference
+from rtkernels.runtime.checks import DTYPE_TOKEN, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import block_of, divisor, group_threads, row_count, row_stride
@@ -59,7 +59,7 @@ def _result_shape(x: Meta, layout: str) -> tuple[int, ...]:
 
 def _check(x: Meta, *values: Any) -> None:
     operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    _, factor, out, _, _, _, act, _, _, layout, cyclic, quant = rest[:12]
+    scale, factor, out, kept, scale_out, global_out, act, _, _, layout, cyclic, quant, swizzled, static = rest[:14]
     check_option("act", act, _ACTS)
     check_option("layout", layout, LAYOUTS)
     check_option("quant", quant, KINDS)
@@ -83,7 +83,8 @@ def _check(x: Meta, *values: Any) -> None:
         token("factor", factor.dtype, (torch.float32,))
     if quant == "none":
         token("out", out.dtype, (*(narrow or {torch.float32}), torch.float32))
-        check_same("out", tuple(out.shape), shape, "shape", of="the result")
+    given = scale is not None or static != 0
+    check_results(shape, quant, swizzled, given, out, scale_out, global_out, kept)
 
 
 def _row_steps(stride: int, each: int) -> tuple[int, int, int]:
@@ -226,7 +227,8 @@ COMBINE = Operator(
     (
         Rows("x", None), *(Rows(name, None, optional=True) for name in OPERANDS),
         Argument("quant_scale", None, optional=True), Argument("factor", None, optional=True),
-        InPlaceExact("out", None, over=f"x {' '.join(OPERANDS)}"), _written("kept"), _written("scale_out"), _written("global_out"),
+        InPlaceExact("out", None, over=" ".join(("x", *OPERANDS))), _written("kept"), _written("scale_out"),
+        _written("global_out"),
     ),
     options="str act, bool slope, bool subtract, str layout, str cyclic, str quant, bool swizzled, float static, "
     "float floor, float alpha",

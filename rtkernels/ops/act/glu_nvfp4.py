@@ -14,7 +14,7 @@ from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4
 from rtkernels.ops.shared.block_formats import swizzled_bytes
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags
-from rtkernels.ops.shared.row_quant import KINDS, quantize_reference
+from rtkernels.ops.shared.row_quant import KINDS, check_results, quantize_reference
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import block_of, check_same, group_threads, row_count, row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Operator, Rows
@@ -32,7 +32,10 @@ _KERNEL = Kernel(
 )  # fmt: skip
 
 
-def _check(gate, gate_scales, gate_global, up, up_scales, up_global, channel_scale, act, quant) -> None:
+def _check(
+    gate, gate_scales, gate_global, up, up_scales, up_global, channel_scale, quant_scale, out, kept, scale_out,
+    global_out, act, quant, swizzled, static,
+) -> None:  # fmt: skip
     check_option("act", act, _ACTS)
     check_option("quant", quant, KINDS)
     check_same("up", tuple(up.shape), tuple(gate.shape), "shape", of="x")
@@ -48,6 +51,11 @@ def _check(gate, gate_scales, gate_global, up, up_scales, up_global, channel_sca
             raise ArgumentError(f"{name}[2] is {number.dtype} {tuple(number.shape)}; expected one float32 element")
     if channel_scale is not None and channel_scale.dtype not in (torch.float32, torch.bfloat16):
         raise ArgumentError(f"channel_scale has dtype {channel_scale.dtype}; expected float32 or bfloat16")
+    shape = (*gate.shape[:-1], 2 * gate.shape[-1])
+    if channel_scale is not None:
+        check_same("channel_scale", tuple(channel_scale.shape), shape[-1:], "shape", of="a row of the result")
+    given = quant_scale is not None or static != 0
+    check_results(shape, quant, swizzled, given, out, scale_out, global_out, kept)
 
 
 def _swizzled(codes: Any, scales: Any) -> bool:

@@ -17,7 +17,7 @@ from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -145,8 +145,8 @@ def _plan_backward(*values: Any) -> Steps:
 BACKWARD = Operator(
     "attention_bwd",
     (
-        Heads("dout", HALVES), Rows("dlse", (_FLOAT32,), optional=True), *_INPUTS[:3], Heads("out", HALVES),
-        Rows("lse", (_FLOAT32,)), *_INPUTS[3:],
+        Heads("dout", HALVES), Dense("dlse", (_FLOAT32,), optional=True), *_INPUTS[:3], Heads("out", HALVES),
+        Dense("lse", (_FLOAT32,)), *_INPUTS[3:],
     ),
     options=f"{_OPTIONS}, bool need_q, bool need_k, bool need_v, bool need_sinks, bool need_bias",
     results="dq dk dv dsinks dbias",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.ops.attention.problem import Attention, Strides, key_gradients
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, float_halves
@@ -249,13 +249,18 @@ def steps_backward(problem: Attention, device: int) -> Steps:
             )
         )
     wanted = [part for part, letter in ((1, "k"), (2, "v")) if letter in problem.wants]
+    scratch = {"stats": Memory((2, count), torch.float32)}
     if wanted and problem.lkv:
         tiles, pairs = -(-problem.lkv // _GRAD_ROWS), problem.batch * problem.heads_kv
-        for parts in (3,) if config.d_qk + config.d_v <= _APART else wanted:
+        together, to = config.d_qk + config.d_v <= _APART, ("dk", "dv")
+        if together:
+            to, unwanted = key_gradients(problem)
+            scratch |= unwanted
+        for parts in (3,) if together else wanted:
             made.append(
                 Step(
                     _DKV.bind((t, *config, parts), device, tiles * pairs, _THREADS, shared),
-                    *(*tensors, "dk", "dv", *_three(problem.dk), *_three(problem.dv)),
+                    *(*tensors, *to, *_three(problem.dk), *_three(problem.dv)),
                     *(pairs, problem.heads_q, problem.group, tiles, _section(problem, pairs, 1), *sizes, *numbers),
                 )
             )
@@ -280,4 +285,4 @@ def steps_backward(problem: Attention, device: int) -> Steps:
                 *("sinks", "stats", "cu_q", "dsinks", problem.batch, problem.lq, *problem.lse_strides(), count),
             )
         )
-    return Steps(*made, scratch={"stats": Memory((2, count), torch.float32)})
+    return Steps(*made, scratch=scratch)

@@ -38,6 +38,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from rtkernels.runtime.operator.plan import Memory
+
 
 class Strides(NamedTuple):
     """Elements from one sequence, row (token) and head to the next; elements of a head are neighbours.
@@ -122,6 +126,17 @@ class Attention(NamedTuple):
     def lse_strides(self) -> tuple[int, int]:
         """Elements of lse from one sequence to the next (0 of packed ones, whose rows differ) and from head to head."""
         return (0, self.total_q) if self.varlen else (self.heads_q * self.lq, self.lq)
+
+
+def key_gradients(problem: Attention) -> tuple[tuple[str, str], dict[str, Memory]]:
+    """Return where kernels that make both dk and dv write them, and the scratch for one that nobody wants."""
+    p, scratch = problem, {}
+    names = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
+    keys = (p.total_k,) if p.varlen else (p.batch, p.lkv)
+    for name, d in zip(names, (p.d_qk, p.d_v), strict=True):
+        if name.startswith("unwanted"):
+            scratch[name] = Memory((*keys, p.heads_kv, d), torch.bfloat16 if p.token == "bf16" else torch.float16)
+    return names, scratch
 
 
 def dense(rows: int, heads: int, width: int, varlen: bool) -> Strides:

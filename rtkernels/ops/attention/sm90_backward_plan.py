@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from rtkernels.ops.attention.problem import Attention, dense
+from rtkernels.ops.attention.problem import Attention, dense, key_gradients
 from rtkernels.ops.attention.sm90_forward_plan import extras, heads_in_l2, rows_map
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -209,8 +209,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
     if not resident and p.left < 0 and p.right < 0:
         together = 1
     stats, scratch = _statistics(p, device)
-    # The kernel makes both dk and dv, and has no register left for a choice: what nobody wants goes to scratch.
-    made = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
+    made, unwanted = key_gradients(p)  # the kernel has no register left for a choice
     products = Step(
         BACKWARD.bind(
             (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width), resident=resident,
@@ -229,11 +228,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
         sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     steps += _sinks(p, device)
-    scratch["dq_sums"] = Memory((p.heads_q, padded, width), torch.float32)
-    keys = (p.total_k,) if p.varlen else (p.batch, p.lkv)
-    for name, d in zip(made, (p.d_qk, p.d_v), strict=True):
-        if name.startswith("unwanted"):
-            scratch[name] = Memory((*keys, p.heads_kv, d), torch.bfloat16 if p.token == "bf16" else torch.float16)
+    scratch |= unwanted | {"dq_sums": Memory((p.heads_q, padded, width), torch.float32)}
     return Steps(
         *steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries},
         if_not_resident=(lambda: steps_backward(p, device, False)) if resident else None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels.ops.loss.divergence_plan import check, check_bwd, gradient_step, resolve, terms_step, total_step
 from rtkernels.ops.loss.divergence_reference import reference_bwd, reference_each, reference_fwd
-from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 
 
@@ -80,7 +80,7 @@ EACH = Operator(
     plan=_plan_each, reference=reference_each, check=check,
 )  # fmt: skip
 BACKWARD = Operator(
-    "divergence_bwd", (Rows("grad", None), *_INPUTS, Argument("total", None, optional=True)),
+    "divergence_bwd", (Rows("grad", None), *_INPUTS, Dense("total", None, optional=True)),
     options=f"{_OPTIONS}, bool in_target", results="out", outputs=lambda x: (Memory.like(x),),
     plan=_plan_bwd, reference=reference_bwd, check=check_bwd,
 )  # fmt: skip

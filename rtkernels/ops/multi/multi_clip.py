@@ -6,6 +6,8 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
+from rtkernels.runtime.layout import overlaps_itself
+from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.arguments import a_number
 
 
@@ -25,6 +27,10 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     if not a_number("limit", limit) >= 0:
         raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
+    refuse_shared_lists([("tensors", tensors, True)])
+    for i, t in enumerate(tensors):
+        if t.numel() and overlaps_itself(t.shape, t.stride()):
+            raise ArgumentError(f"tensors[{i}] has strides {t.stride()}; expected memory of its own for every element")
     if tensors:
         with torch.no_grad():
             torch._foreach_clamp_min_(tensors, -float(limit))

@@ -38,7 +38,8 @@ ADD_FORWARD = Operator(
 # Writes y into out; the result is the sum, or empty without a residual.
 OUT_FORWARD = InPlaceOperator(
     "layer_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "), InPlaceDense("out", None, over="x residual")),
+    (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "),
+     InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
     reference=into_out(reference.layer_fwd), check=check_inputs, prepare=prepare_out,
 )  # fmt: skip

@@ -11,7 +11,14 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_inputs
 from rtkernels.ops.norm.norm_modulated_plan import KERNELS, plan
 from rtkernels.ops.shared.row_operands import by_rows, check_rows
-from rtkernels.ops.shared.row_quant import KINDS, memory_for, quantize_reference, result_shapes, wanted
+from rtkernels.ops.shared.row_quant import (
+    KINDS,
+    check_results,
+    memory_for,
+    quantize_reference,
+    result_shapes,
+    wanted,
+)
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
@@ -41,8 +48,9 @@ class NormOut(NamedTuple):
 
 def _check(
     x: Meta, residual: Meta | None, gate: Meta | None, bias: Meta | None, weight: Meta | None, norm_bias: Meta | None,
-    scale: Meta | None, shift: Meta | None, channel_scale: Meta | None, residual_out: Meta | None, kept: Meta | None,
-    quant: str,
+    scale: Meta | None, shift: Meta | None, channel_scale: Meta | None, quant_scale: Meta | None, out: Meta,
+    residual_out: Meta | None, kept: Meta | None, scale_out: Meta | None, global_out: Meta | None, quant: str,
+    swizzled: bool, static: float,
 ) -> None:  # fmt: skip
     check_inputs(x, weight, None, residual)
     rows, cols = row_count(x.shape), x.shape[-1]
@@ -59,6 +67,8 @@ def _check(
     for name, meta in (("residual_out", residual_out), ("kept", kept)):
         if meta is not None:
             check_same(name, (meta.dtype, tuple(meta.shape)), (x.dtype, tuple(x.shape)), "dtype and shape")
+    given = quant_scale is not None or static != 0
+    check_results(tuple(x.shape), quant, swizzled, given, out, scale_out, global_out)
 
 
 def _reference(

@@ -38,6 +38,9 @@ def _check(*values: Any) -> None:
             check_same(name, given[name].dtype, h.dtype, "dtype", of="h")
     for name in ("gate", "scale"):
         check_rows(name, given[name], row_count(h.shape), h.shape[-1], of="h")
+    for name in ("bias", "weight", "norm_bias", "channel_scale"):
+        if given[name] is not None:
+            check_same(name, tuple(given[name].shape), tuple(h.shape[-1:]), "shape", of="a row of h")
 
 
 def _plan(*values: Any) -> Steps:

@@ -32,7 +32,8 @@ ADD_FORWARD = Operator(
 # Writes y into out; the result is the sum, or empty without a residual.
 OUT_FORWARD = InPlaceOperator(
     "rms_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset", InPlaceDense("out", None, over="x residual")),
+    (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset",
+     InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
     reference=into_out(reference.rms_fwd), check=check_inputs, prepare=prepare_out,
 )  # fmt: skip

@@ -97,7 +97,8 @@ def _reference(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float,
 
 
 ADD = Operator(
-    "add_in_place", (InPlaceRows("x", over="y"), Rows("y", None, optional=True), Argument("factor", None, optional=True)),
+    "add_in_place",
+    (InPlaceRows("x", over="y"), Rows("y", None, optional=True), Argument("factor", None, optional=True)),
     options="float alpha, float beta", numbers="alpha beta", results="", plan=_plan, reference=_reference, check=_check,
     prepare=_prepare,
 )  # fmt: skip

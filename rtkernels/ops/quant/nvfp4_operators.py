@@ -12,7 +12,7 @@ from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax
 from rtkernels.runtime.layout import check_same, row_count, token
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlaceAligned, InPlaceExact, Meta, Operator, Rows
 
 MX_RULES = ("ocp", "nv")
 CODES = {"mxfp8": (torch.float8_e4m3fn, torch.float8_e5m2), "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
@@ -86,7 +86,7 @@ QUANTIZE = Operator(
     "quantize_blocks",
     (
         Rows("x"), Argument("global_scale", None, optional=True), Dense("channel_scale", None, optional=True),
-        InPlaceExact("out", None), InPlaceExact("scale_out", None), InPlaceExact("global_out", None, optional=True),
+        InPlaceAligned("out", None), InPlaceAligned("scale_out", None), InPlaceExact("global_out", None, optional=True),
     ),
     options="str format, bool swizzled, str scale_rule, str elem_rule, float static",
     results="", plan=plan_quantize, reference=_reference_quantize, check=_check_quantize,

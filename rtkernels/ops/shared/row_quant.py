@@ -16,7 +16,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import overlaps_itself, row_count
+from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import a_number
 
@@ -116,6 +116,37 @@ def result_shapes(
     if want.kind == "block128":
         return tuple(shape), ((*outer, -(-cols // BLOCK)), torch.float32)
     return tuple(shape), ((), torch.float32) if want.kind == "tensor" and want.dynamic else None
+
+
+def check_results(
+    shape: Sequence[int], quant: str, swizzled: bool, given_scale: bool, out: Any, scale_out: Any, global_out: Any,
+    kept: Any = None,
+) -> None:  # fmt: skip
+    """Raise an ArgumentError unless memory that an operator is given for its results has their shapes.
+
+    Args:
+        shape: Of the result before it is quantised.
+        quant: One of ``KINDS``.
+        swizzled: As for ``Quant``.
+        given_scale: The scale of the whole tensor is an argument, not a result.
+        out: Metas of the memory, as the operator has them, or None.
+        scale_out: See `out`.
+        global_out: See `out`.
+        kept: See `out`; the result before it is quantised.
+    """
+    want = Wanted(quant, out.dtype, None, float(given_scale), swizzled, 0.0)
+    codes, scales = result_shapes(want, shape)
+    check_same("out", tuple(out.shape), tuple(codes), "shape", of="the result")
+    if kept is not None:
+        check_same("kept", tuple(kept.shape), tuple(shape), "shape", of="the result")
+    if scales is not None:
+        if scale_out is None:
+            raise ArgumentError(f"scale_out is None; expected {scales[1]} {scales[0]} for quant {quant!r}")
+        check_same("scale_out", tuple(scale_out.shape), tuple(scales[0]), "shape", of="the scales")
+        check_same("scale_out", scale_out.dtype, scales[1], "dtype", of="the scales")
+    if quant == "nvfp4" and not given_scale:
+        if global_out is None or global_out.dtype != torch.float32 or global_out.numel() != 1:
+            raise ArgumentError("global_out is no float32 element; expected one for quant 'nvfp4' without a scale")
 
 
 def memory_for(

@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.layout import is_dense, may_overlap, sharing
+from rtkernels.runtime.layout import extent, is_dense, may_overlap, sharing
 
 
 def refuse_shared(
@@ -56,6 +57,34 @@ def _alike(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
         return False
     same_size = math.prod(a[1]) == math.prod(b[1])
     return (tuple(a[1]), tuple(a[2])) == (tuple(b[1]), tuple(b[2])) or (same_size and is_dense(a) and is_dense(b))
+
+
+def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> None:
+    """Raise an ArgumentError if a tensor of a list that is written shares memory with another one.
+
+    Tensors of the same number in two lists may be the same memory.
+
+    Args:
+        lists: Of each, its name, its tensors, and whether they are written.
+    """
+    where = [(number, i) for number, (_, tensors, _) in enumerate(lists) for i in range(len(tensors))]
+    flat = [t for _, tensors, _ in lists for t in tensors]
+    starts = numpy.array([t.data_ptr() for t in flat], numpy.int64)
+    ends = starts + numpy.array([extent(t)[1] - extent(t)[0] if t.numel() else 0 for t in flat], numpy.int64)
+    order = numpy.argsort(starts, kind="stable")
+    reached = numpy.maximum.accumulate(ends[order])[:-1]
+    if not (reached > starts[order][1:]).any():
+        return  # nearly always
+    order = [int(i) for i in order if starts[i] < ends[i]]
+    for place, i in enumerate(order):
+        for j in order[place + 1 :]:
+            if starts[j] >= ends[i]:
+                break
+            (a, m), (b, n) = where[i], where[j]
+            same = a != b and m == n and (starts[i], ends[i]) == (starts[j], ends[j])
+            if not same and (lists[a][2] or lists[b][2]) and may_overlap(flat[i], flat[j]):
+                first, second = (f"{lists[x][0]}[{y}]" for x, y in sorted(((a, m), (b, n))))
+                raise shared_error(second, first, ())
 
 
 class Guard(NamedTuple):

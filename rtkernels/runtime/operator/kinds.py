@@ -201,6 +201,12 @@ class InPlaceDense(Aligned):
     written = True
 
 
+class InPlaceAligned(Aligned):
+    """One that the operator overwrites; if it is not contiguous at a multiple of 16 bytes, by way of a copy."""
+
+    written = True
+
+
 class InPlaceExact(Exact):
     """One that the operator overwrites, contiguous."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.tables import Tables
+from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import written_code
@@ -147,16 +148,21 @@ def replay({names}):
 
     def _make_plan(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
         given = dict(zip(self.names, args, strict=True))
+        self._refuse_shared(given)
         steps = self._make_steps(table, *(given[option] for option in self._kept))
         outputs = {self._result: self._output(*args)} if self._result else {}
         names = ["table", *(a.name for a in self._scalars)]
         shape = "single" if self._result else "tuple"
         return StepPlan(self.name, names, self._run_names, outputs, shape, steps, table.device)
 
+    def _refuse_shared(self, given: dict[str, Any]) -> None:
+        refuse_shared_lists([(a.name, given[a.name], a.written) for a in self._lists])
+
     def _run_reference(self, *args: Any) -> Any:
         if len(args[0]):
             self._check_numbers(*args)
         self._tables.check(self._listed(*args))
+        self._refuse_shared(dict(zip(self.names, args, strict=True)))
         return self._plain(*args)
 
     def _fake(self, *args: Any) -> Any:

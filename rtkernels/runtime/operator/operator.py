@@ -262,6 +262,8 @@ def call({names}):
                 scope["last_plain_calls"] = last_with(scope["last_plain_calls"], plan.matches, run, options)
         elif self._lazy(args):
             return self._launch_resolved(args)
+        if used is not args and self._written:
+            return self._run_planned(plan, used, args)  # which writes copies back
         made = plan.run(*addresses, *[args[i] for i in self._number_places])
         self._count_versions(args)
         return made
@@ -336,7 +338,7 @@ def call({names}):
             check_types({names})
             break
     for t in ({"".join(f"{name}, " for name in written)}):  # lazy negatives the dispatcher refuses when all is written
-        if type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()) and not is_dynamo_compiling():
+        if not is_dynamo_compiling() and type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()):
             check_types({names})
     try:
         return overload({names})

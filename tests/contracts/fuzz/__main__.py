@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+PASSED_ON = ("device", "seed", "jobs", "only", "variation", "kinds")
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
@@ -37,8 +38,9 @@ def _arguments() -> argparse.Namespace:
 def work(given: argparse.Namespace) -> None:
     """Run one part and print a line for every case that begins, and for every failure."""
     import torch
-    from contracts.fuzz import campaign
     from support.compare import poisoned
+
+    from contracts.fuzz import campaign
 
     def begun(number: int, name: str) -> None:
         print(json.dumps({"at": number, "name": name}), flush=True)
@@ -68,8 +70,8 @@ class Part(threading.Thread):
         while time.monotonic() < end and self.crashes < 50:
             left = f"{max(end - time.monotonic(), 1):.0f}"
             command = [
-                sys.executable, "-m", "tests.contracts.fuzz", "--part", str(self.part), "--start", str(start), "--seconds",
-                left, *(f"--{name}={getattr(self.given, name)}" for name in ("device", "seed", "jobs", "only", "variation", "kinds")),
+                sys.executable, "-m", "tests.contracts.fuzz", f"--part={self.part}", f"--start={start}",
+                f"--seconds={left}", *(f"--{name}={getattr(self.given, name)}" for name in PASSED_ON),
             ]  # fmt: skip
             at = self._follow(command)
             if at is None:

@@ -1,4 +1,4 @@
-"""The fuzzer for aten overloads that ``rtkernels.enable`` takes: samples of torch's OpInfos, varied as calls of ours are.
+"""The fuzzer for aten overloads that ``rtkernels.enable`` takes: samples of torch's OpInfos, varied as calls of ours.
 
 A varied call is compared with the same call on contiguous clones, both on our kernels; where one of them raises, and
 where memory is shared, torch's own kernel says whether that is right. Other values than torch's are not looked for here
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from conformance import harness
 from torch import Tensor
 
 import rtkernels
-from conformance import harness
 from contracts.fuzz.calls import Call, leaves, rebuilt
 from contracts.fuzz.check import Failure, Wrong, _largest, compare, contiguous
 from contracts.fuzz.memory import Arena, dense, fill, layouts, placed

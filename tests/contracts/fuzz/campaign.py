@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterator
 
 from conformance import harness
+
 from contracts.fuzz import aten, calls
 from contracts.fuzz.check import Failure, Fuzzer, rng_of
 from contracts.fuzz.variations import Variation, variations
@@ -15,8 +17,12 @@ from contracts.fuzz.variations import Variation, variations
 
 def own_calls(only: str = "") -> list[calls.Call]:
     """Return operators and public functions whose name or family is named; all of them if none is."""
-    found = [*calls.operators(), *calls.functions()]
-    return [call for call in found if not only or only in call.name or only == call.family]
+    return [call for call in _all_calls() if not only or only in call.name or only == call.family]
+
+
+@functools.cache
+def _all_calls() -> tuple[calls.Call, ...]:
+    return (*calls.operators(), *calls.functions())
 
 
 def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variation]]:
@@ -28,7 +34,8 @@ def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variatio
 
 def run(
     place: str, seed: int, seconds: float, *, part: int = 0, parts: int = 1, start: int = 0, only: str = "",
-    variation: str = "", repeat: int = 1, kinds: str = "own aten", begun: Callable[[int, str], None] | None = None,
+    variation: str = "", part_of_variation: str = "", repeat: int = 1, kinds: str = "own aten",
+    begun: Callable[[int, str], None] | None = None,
 ) -> Iterator[Failure | None]:  # fmt: skip
     """Yield what is wrong with each case, or None.
 
@@ -41,6 +48,7 @@ def run(
         start: Cases before this one were run already.
         only: Calls whose name has this in it.
         variation: Those with this name.
+        part_of_variation: Those whose name has this in it.
         repeat: How often each call is made.
         kinds: ``own``, ``aten`` or both.
         begun: Is told the number and the name of each case before it runs.
@@ -52,7 +60,7 @@ def run(
         fuzzer = Fuzzer(place, repeat)
         for call, varied in cases(mine, seed):
             number += 1
-            if number <= start or (variation and varied.named(call) != variation):
+            if number <= start or not _is_wanted(varied.named(call), variation, part_of_variation):
                 continue
             if time.monotonic() > limit:
                 break
@@ -64,23 +72,25 @@ def run(
         return
     limit = time.monotonic() + seconds * (0.4 if "own" in kinds else 1.0)
     operators = [op for op in harness.operators() if _is_mine(op.name, part, parts)]
-    operators = [op for op in operators if not only or only.removeprefix("aten ").split()[0].rstrip("_") in op.name]
+    named = only.removeprefix("aten ").split()[0].rstrip("_") if only else ""
+    operators = [op for op in operators if named in ("", op.name)]
     random.Random(seed).shuffle(operators)
-    number = yield from _aten(place, seed, operators, limit, number, start, only, variation, begun)
-
-
-def _aten(place, seed, operators, limit, number, start, only, variation, begun):
     for more in range(64):  # rounds: one sample of each operator at a time
         for call, varied, check in aten.cases(place, seed + 1000 * more, operators):
             number += 1
-            if number <= start or (variation and (varied.named(call) != variation or call.name != only)):
+            if number <= start or not _is_wanted(varied.named(call), variation, part_of_variation):
+                continue
+            if variation and call.name != only:
                 continue
             if time.monotonic() > limit:
-                return number
+                return
             if begun:
                 begun(number, f"{call.name} | {varied.named(call)}")
             yield check(call, varied)
-    return number
+
+
+def _is_wanted(name: str, variation: str, part: str) -> bool:
+    return (not variation or name == variation) and part in name
 
 
 def _is_mine(name: str, part: int, parts: int) -> bool:

@@ -158,8 +158,7 @@ class Fuzzer:
 
     def _aliased(self, call: Call, variation: Variation) -> bool:
         target, name, shift = variation.alias
-        plain = [contiguous(t.to(self.device)) for t in call.tensors]
-        wanted = self._outcome(call, plain, Variation(), {})
+        wanted = self._outcome(call, self._fresh(call), Variation(), {})
         if isinstance(wanted, ArgumentError):
             raise Wrong(f"the plain call is refused: {wanted}")
         j = call.names.index(name)
@@ -174,24 +173,25 @@ class Fuzzer:
         like = results[number]
         fresh, arena = placed(like, Layout("as it is", like.stride()), self.device)
         arena.watch(fresh)
-        tensors = [contiguous(t.to(self.device)) for t in call.tensors]
         given = _as_out(call, number, fresh, len(results))
         if given is None:
             return False
         for _ in range(3):  # later calls are replays, which must see what the first one saw
-            got = self._outcome(call, tensors, Variation(), given)
+            got = self._outcome(call, self._fresh(call), Variation(), given)
             if isinstance(got, ArgumentError):
                 raise Wrong(f"out of fresh memory is refused: {got}")
             self._compare_out(got, wanted, number, fresh)
             if arena.damage():
                 raise Wrong("memory around out was changed")
+        self._out_elsewhere(call, number, like, wanted)
         overlapping = _over(like, call.tensors[j], shift, self.device)
         if overlapping is None:
             return False
         out, other, exact = overlapping
-        tensors[j] = other
         given = _as_out(call, number, out, len(results))
         for order in _orders(self.place):
+            tensors = self._fresh(call)
+            tensors[j] = other
             fill(other, call.tensors[j], shared=False)
             got = self._in_order(call, tensors, given, order)
             if isinstance(got, ArgumentError):
@@ -201,6 +201,21 @@ class Fuzzer:
             self._refuse_shift(call, exact, "out", call.names[j])
             self._compare_out(got, wanted, number, out)
         return True
+
+    def _fresh(self, call: Call) -> list[Tensor]:
+        return [contiguous(t.to(self.device)) for t in call.tensors]
+
+    def _out_elsewhere(self, call: Call, number: int, like: Tensor, wanted: list[Any]) -> None:
+        """Let a result go to memory that begins one element behind an aligned address."""
+        out, arena = placed(like, Layout("off", like.stride(), 1), self.device)
+        arena.watch(out)
+        for _ in range(2):
+            given = _as_out(call, number, out, len(wanted) - len(call.written))
+            got = self._outcome(call, self._fresh(call), Variation(), given)
+            if arena.damage():
+                raise Wrong("memory around an out that is not aligned was changed")
+            if not isinstance(got, ArgumentError):
+                self._compare_out(got, wanted, number, out)
 
     def _written_over(self, call: Call, i: int, j: int, shift: int) -> bool:
         """Let a tensor that is overwritten share memory with another one."""

@@ -42,10 +42,16 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
         ", same matrix": ("grouped_mm", (half(9, 64), half(3, 24, 64)), {"offs": ends}),
         ", rows": (
             "grouped_mm", (codes(9, 64), codes(3, 24, 64), normal(9).abs(), normal(3, 24).abs()), {"offs": ends}),
+        ", overwritten": ("grouped_wgrad", (half(9, 16), half(9, 24)), {"offs": ends, "accumulate": False}),
         ", bias": ("attention", (q, k, v), {"bias": bias}),
         ", sinks": ("attention", (q, k, v), {"sinks": normal(4), "causal": True, "return_lse": True}),
         ", bhld": (
             "attention", (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), {"layout": "bhld"}),
+        ", long": ("attention", (half(1, 130, 1, 16), half(1, 130, 1, 16), half(1, 130, 1, 16)), {}),
+        ", two": ("multi_scale_", ([normal(5, 24), normal(7)], 2.0), {}),
+        ", two and two": ("multi_copy_", ([normal(5, 24), normal(7)], [normal(5, 24), normal(7)], 2.0), {}),
+        ", clipped": ("multi_clip_norm_", ([normal(5, 24), normal(7)], 0.5), {}),
+        ", limited": ("multi_clip_", ([normal(5, 24), normal(7)], 0.5), {}),
         ", limits": (
             "attention", (q, k, v),
             {"kv_limit": torch.arange(4, 13, dtype=torch.int32),

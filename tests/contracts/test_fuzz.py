@@ -1,0 +1,118 @@
+"""The fuzzer (``tests/contracts/fuzz``): a seeded part of it here, all of it on a GPU; and defects that it must find.
+
+On the CPU, where references run, it looks for memory that is shared and not refused: that is decided before any launch.
+In the emulator it looks for accesses outside of tensors and for results that depend on layouts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.compare import poisoned
+from support.places import at, emulated
+
+from contracts.fuzz import calls, campaign, planted
+from contracts.fuzz.check import Fuzzer, rng_of
+from contracts.fuzz.variations import Variation, variations
+
+SEED = 1
+FAMILIES = (
+    "act", "attention", "gemm", "index", "layout", "loss", "moe", "multi", "norm", "pointwise", "quant", "reduce",
+    "rope", "router",
+)  # fmt: skip
+
+
+def _family(family: str) -> list[calls.Call]:
+    return [call for call in campaign.own_calls(family) if call.family == family]
+
+
+def _check(place: str, cases: list[tuple[calls.Call, Variation]], repeat: int = 1) -> Fuzzer:
+    fuzzer = Fuzzer(place, repeat)
+    with poisoned():
+        found = [failure for call, variation in cases if (failure := fuzzer.check(call, variation)) is not None]
+    assert not found, "\n".join(" | ".join(failure) for failure in found[:20])
+    return fuzzer
+
+
+def test_every_family_is_fuzzed() -> None:
+    assert {call.family for call in campaign.own_calls()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_memory_is_refused(family: str) -> None:
+    """What is written shares memory with something else: refused, or exactly what an operator says it may be."""
+    cases = []
+    for call in _family(family):
+        rng = rng_of(SEED, call)
+        shared = [v for v in variations(call, rng) if v.alias is not None]
+        cases += [(call, v) for v in rng.sample(shared, min(len(shared), 8))]
+    fuzzer = _check("cpu", cases)
+    assert not cases or fuzzer.refused
+
+
+@emulated
+@pytest.mark.parametrize("family", FAMILIES)
+@at("sm_80", "sm_90")
+def test_layouts_in_the_emulator(family: str, place: str, request: pytest.FixtureRequest) -> None:
+    """With ``--full``, more of it."""
+    full, rng = request.config.getoption("--full"), random.Random(f"{SEED} {family} {place}")
+    found = _family(family)
+    chosen = rng.sample(found, min(len(found), 12 if full else 2))
+    cases = [case for call in chosen for case in campaign.cases([call], SEED)[: 24 if full else 12]]
+    _check(place, cases, repeat=2)
+
+
+@emulated
+@pytest.mark.parametrize("number", range(4))
+@at("sm_80")
+def test_aten_overloads_in_the_emulator(number: int, place: str) -> None:
+    pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
+    found = []
+    for i, failure in enumerate(campaign.run(place, SEED, 600.0, part=number, parts=64, kinds="aten")):
+        found += [] if failure is None else [" | ".join(failure)]
+        if i == 40:
+            break
+    assert not found, "\n".join(found)
+
+
+# ---- defects that it must find --------------------------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("defect", planted.DEFECTS, ids=lambda d: d.name.replace(" ", "_"))
+def test_planted_defects_are_found(defect: planted.Defect) -> None:
+    """In a process of its own, and not without the defect."""
+    if defect.kinds == "aten":
+        pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    for name, found in ((defect.name, True), (f"without {defect.name}", False)):
+        command = [sys.executable, "-m", "contracts.fuzz.planted", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        last = done.stdout.strip().splitlines()[-1]
+        assert last.endswith(": nothing") is not found, last
+
+
+def test_every_planting_applies() -> None:
+    for defect in planted.DEFECTS:
+        planted.edited(defect)
+    assert len({defect.name for defect in planted.DEFECTS}) == len(planted.DEFECTS) >= 15
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_everything_on_the_gpu() -> None:
+    """Two minutes of it; another seed each time a person says so: ``python -m tests.contracts.fuzz --seed N``."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.contracts.fuzz", "--device=cuda", "--seconds=120", "--seed=1", "--jobs=8"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
