@@ -207,6 +207,17 @@ def test_places_beyond_16_bits(place: str) -> None:
 
 @emulated
 @at(*PLACES)
+def test_random_numbers_do_not_repeat(place: str) -> None:
+    """Counters beyond 16 bits, of elements and of fours of them, give numbers that were not there before."""
+    made = result(place, "rng", lambda x: x.uniform_(), torch.empty(4 * 65_536 + 2_048))
+    for shift in (65_536, 2 * 65_536, 4 * 65_536):
+        equal = (made[shift : shift + 2_048] == made[:2_048]).float().mean()
+        assert equal < 0.01, shift
+    assert abs(made.mean() - 0.5) < 5 * (1 / 12 / made.numel()) ** 0.5
+
+
+@emulated
+@at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_infinities_in_sums_of_rows(place: str, dtype: torch.dtype) -> None:
     """They stay in their rows and columns, by a few rows and by many."""
