@@ -42,9 +42,9 @@ def test_first_nan_is_the_extreme(place: str, dtype: torch.dtype) -> None:
         x = torch.randn(x.shape).to(dtype)
         x.select(dim, n // 3).fill_(INF)
         x.select(dim, n // 4).fill_(-INF)
-        for first in {n // 2, n - 2, 1}:
+        for first in (1, n - 2):
             nans = x.clone()
-            for i in {first, n - 1, (first + n) // 2}:
+            for i in (first, n - 1, (first + n) // 2):
                 nans.select(dim, i).fill_(NAN)
             for largest in (True, False):
                 index = result(place, "red", torch.argmax if largest else torch.argmin, nans, dim)
@@ -78,7 +78,7 @@ def test_extremes_of_integers(place: str, dtype: torch.dtype) -> None:
     """The least and the greatest of a dtype are elements like others, alone and beside one another."""
     limits = torch.iinfo(dtype)
     for x, dim in planes():
-        for low, high in ((limits.min, limits.min), (limits.max, limits.max), (limits.min, limits.max)):
+        for low, high in ((limits.min, limits.min), (limits.min, limits.max)):
             ends = torch.full(x.shape, low, dtype=dtype)
             ends.select(dim, x.shape[dim] - 2).fill_(high)
             assert (result(place, "red", torch.amin, ends, dim) == low).all()
