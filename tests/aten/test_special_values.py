@@ -232,7 +232,13 @@ def test_infinities_in_sums_of_rows(place: str, dtype: torch.dtype) -> None:
             lambda x, i, s: x.scatter_add(0, i[:, None].expand(s.shape), s),
             lambda x, i, s: x.clone().index_put_((i,), s, accumulate=True),
         ):
-            compare(place, "idx", function, x, index, source, ours=False, rtol=1e-2, atol=1e-2)
+            want = function(x.double(), index, source.double()).to(dtype)  # torch adds in the dtype, step by step
+            given = [t.to(device_of(place)) for t in (x, index, source)]
+            with taken(place, "idx"):
+                made = function(*given)
+            if columns > 3:  # a sum of short rows is torch's
+                torch.testing.assert_close(made.cpu(), want, rtol=2**-8, atol=0, equal_nan=True)
+            assert torch.equal(made.cpu().isnan(), want.isnan()) and torch.equal(made.cpu() == INF, want == INF)
 
 
 @emulated
