@@ -114,8 +114,8 @@ def _to_copy(
 def _number_to(number: bool | int | float | complex, dtype: torch.dtype | None, device: torch.device | None) -> Any:
     """Return a number that torch wrapped as a tensor, which the dispatcher unwraps for Python, as a tensor again.
 
-    At the CUDA key it is on a CUDA device (``torch.searchsorted(x, 2.5)`` converts such a one), but torch's kernel would
-    be given one on the CPU. In the emulator it is on the CPU, and torch's kernel does it.
+    At the CUDA key it is on a CUDA device (``torch.searchsorted(x, 2.5)`` converts such a one), but torch's kernel
+    would be given one on the CPU. In the emulator it is on the CPU, and torch's kernel does it.
     """
     if emulator.active() is not None:
         return _NUMBER

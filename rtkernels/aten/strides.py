@@ -57,26 +57,6 @@ def broadcast(shape: Ints, stride: Ints, to: Ints) -> Ints:
     )
 
 
-def like_channels_last(shape: Ints, stride: Ints) -> bool:
-    """Return True where torch's operators take a tensor for one of channels last, and give results that format.
-
-    Strides decide, whether or not there are gaps: with one channel or with one row of one column a tensor can be dense
-    in both formats, and in such cases those of the dimensions of size 1 make the difference.
-
-    Args:
-        shape: Of four dimensions (batch, channels, height, width), or of five with a depth; others are not.
-        stride: As torch gives it.
-    """
-    if len(shape) not in (4, 5) or stride[1] == 0:
-        return False
-    least = 0
-    for i in (1, *range(len(shape) - 1, 1, -1), 0):
-        if shape[i] == 0 or stride[i] < least or (i == 0 and least == stride[1]):
-            return False
-        least = stride[i] * max(shape[i], 1)
-    return True
-
-
 def collapse(shape: Ints, strides: list[Ints]) -> tuple[list[int], list[list[int]]]:
     """Return sizes and strides, innermost dimension first, of fewer dimensions with the same elements.
 
@@ -195,6 +175,26 @@ def _square_operand(
         if operand[along] and any(step % vector for j, step in enumerate(operand) if j != along):
             return None
     return tiled
+
+
+def like_channels_last(shape: Ints, stride: Ints) -> bool:
+    """Return True where torch's operators take a tensor for one of channels last, and give results that format.
+
+    Strides decide, whether or not there are gaps: with one channel or with one row of one column a tensor can be dense
+    in both formats, and in such cases those of the dimensions of size 1 make the difference.
+
+    Args:
+        shape: Of four dimensions (batch, channels, height, width), or of five with a depth; others are not.
+        stride: As torch gives it.
+    """
+    if len(shape) not in (4, 5) or stride[1] == 0:
+        return False
+    least = 0
+    for i in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[i] == 0 or stride[i] < least or (i == 0 and least == stride[1]):
+            return False
+        least = stride[i] * max(shape[i], 1)
+    return True
 
 
 def _table(sizes: list[int], steps: list[list[int]], index64: bool) -> list[int]:

@@ -155,8 +155,9 @@ def _plan(
     count = r2 * r1 * r0
     single = r1 == r2 == 1
     dividers = (0, 0) if single else (divisor(r1), divisor(r0))
-    # Strides of all dimensions but the one that is read along: 1 is no multiple of a vector (overlapping windows).
-    others = [step for _, step, *_ in ((*g.kept[:2], *g.reduced) if g.down else (*g.kept, *g.reduced[:2]))]
+    # Vectors go along one dimension: distances in all others must be whole ones, also those of overlapping windows (1).
+    along = (*g.kept[:2], *g.reduced) if g.down else (*g.kept, *g.reduced[:2])
+    others = [step for _, step, *_ in along]
     sm_count, per_sm = device_info(device).sm_count, _PER_SM if bytes_each == 4 else _PER_SM // 2
     if g.down:
         vector = 2 if size == 8 else 8 if size == 2 and monoid != "count" else 4
