@@ -41,12 +41,6 @@ def _check(x: Meta, y: Meta | None, factor: Meta | None, *numbers: Any) -> None:
         token("factor", factor.dtype, (torch.float32,))
         if factor.numel() != 1:
             raise ArgumentError(f"factor has shape {tuple(factor.shape)}; expected one element")
-    if x.numel() == 0 or not x.shape:
-        return
-    step = x.row_stride
-    overlapping = step is not None and step < x.shape[-1] and x.rows > 1
-    if overlapping or any(step == 0 and size > 1 for step, size in zip(x.stride, x.shape, strict=True)):
-        raise ArgumentError("x has overlapping rows; it needs memory of its own for every element")
 
 
 def _prepare(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, beta: float) -> tuple[Any, ...]:

@@ -152,7 +152,7 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
             lambda: scaled_mm(A16, B16, out=ONES(4, 8), out_dtype=torch.half),
             "expected torch.float32, that",
         ),
-        "out over a": (lambda: scaled_mm(A, B, out=A[:, :8]), "out shares memory with a; expected its own"),
+        "out over a": (lambda: scaled_mm(A16, B16, out=A16[:, :8]), "out shares memory with a; expected its own"),
         "accumulate": (
             lambda: scaled_mm(A16, B16, accumulate=True),
             "accumulate is True; expected out, which the result",

@@ -272,7 +272,9 @@ BAD = {
     "scale shape": (lambda: rms_norm(X, quant=Quant(E4M3, torch.ones(2))), "quant.scale is torch.float32 .2,.; expec"),
     "out dtype": (lambda: rms_norm(X, shift=X, out=X.half()), "out has dtype float16; expected float32"),
     "out strides": (lambda: rms_norm(X, shift=X, out=torch.ones(8, 2).t()), "out has strides .* expected a contig"),
-    "out overlaps": (lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]), "out overlaps weig"),
+    "out overlaps": (
+        lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]), "out shares memory with w",
+    ),
     "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None where no scale"),
     "residual_out": (lambda: rms_norm(X, shift=X, residual_out=X), "residual_out is given; expected None without"),
     "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "go without the options of inference"),

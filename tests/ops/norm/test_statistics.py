@@ -185,8 +185,8 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (lambda f: f(X, out=X.half()), "out has dtype float16; expected float32, that of x"),
     "expanded": (lambda f: f(X, out=torch.empty(8).expand(5, 8)), "expected memory of its own for every element"),
     "overlap": (lambda f: f(X[:4], out=X[1:]), "out shares memory with x; expected its own"),
-    "overlap residual": (lambda f: f(X[:4] * 1, residual=X[:4], out=X[1:]), "out overlaps residual"),
-    "overlap weight": (lambda f: f(X[:4] * 1, X[2], out=X[:4]), "out overlaps weight"),
+    "overlap residual": (lambda f: f(X[:4] * 1, residual=X[:4], out=X[1:]), "out shares memory with residual"),
+    "overlap weight": (lambda f: f(X[:4] * 1, X[2], out=X[:4]), "out shares memory with weight"),
     "gradient": (lambda f: f(X, torch.ones(8, requires_grad=True), out=X * 1), "out is given but a tensor needs grad"),
     "both": (lambda f: f(X, rstd=torch.ones(5), out=X), "out goes without rstd"),
 }

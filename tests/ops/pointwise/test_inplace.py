@@ -125,7 +125,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "y dtype": (lambda: add_(X.half(), X), "y has dtype float32; expected one of float16"),
     "y shape": (lambda: add_(X, X[0]), r"y has shape \(8,\); expected \(3, 8\), that of x"),
     "y": (lambda: add_(X, None), "y is None; expected a tensor like x"),
-    "overlap": (lambda: add_(X[:1].expand(3, 8), X), "x has overlapping rows"),
+    "overlap": (lambda: add_(X[:1].expand(3, 8), X), "expected memory of its own for every element"),
     "factor dtype": (lambda: scale_(X, torch.ones((), dtype=torch.float64)), "factor has dtype float64"),
     "factor shape": (lambda: scale_(X, torch.ones(2)), r"factor has shape \(2,\); expected one element"),
     "not a tensor": (lambda: scale_([1.0], 2.0), "expected a torch.Tensor or an array with __dlpack__"),
