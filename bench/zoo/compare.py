@@ -303,7 +303,7 @@ class Before:
             train(model, built)
         except Exception:  # a model that writes to its inputs
             built = built._replace(input_gradients=False)
-        self.built = built
+        self.model, self.built, self._repeats = model, built, None
         self.state = {name: t.detach().clone() for name, t in model.state_dict().items()}
         self.ways: dict[str, Callable[[nn.Module, Built], Step]] = {"train": train, "evaluate": evaluate}
         can = getattr(model, "can_generate", None)
@@ -332,12 +332,32 @@ class Before:
         """Return the largest distance of all ways to call a model, by what is allowed."""
         return max(self.tolerances[way].check(run(model, self.built)) for way, run in self.ways.items())
 
+    def copies_repeat(self) -> bool:
+        """Return True if copies of the unpatched model give its bits: some convolutions depend on addresses."""
+        if self._repeats is None:
+            self._repeats, kept = True, []
+            for size in (1000, 70_000, 3_000_000):
+                kept.append(torch.empty(size))  # other addresses
+                made = train(copy.deepcopy(self.model), self.built)
+                same = (not d for a, b in zip(made, self.steps["train"], strict=True) for d in distances(a, b).values())
+                self._repeats = self._repeats and all(same)
+        return self._repeats
+
+    def check_same(self, got: Step, wanted: Step, what: str) -> None:
+        """Raise Changed if two steps in training differ in a bit; in more than a rounding if copies do."""
+        try:
+            check_equal(got, wanted, what)
+        except Changed:
+            if self.copies_repeat():
+                raise
+            self.tolerances["train"].check(got)
+
     def check_restored(self, model: nn.Module, what: str) -> None:
         """Raise Changed if a model is not what it was, to the bit."""
         state = model.state_dict()
         if list(state) != list(self.state) or not all(_same(state[name], t) for name, t in self.state.items()):
             raise Changed(f"{what}: its state_dict differs")
-        check_equal(train(model, self.built), self.steps["train"], what)
+        self.check_same(train(model, self.built), self.steps["train"], what)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -353,7 +373,7 @@ def _check_copy(model: nn.Module, before: Before, same_bits: bool) -> None:
     other = copy.deepcopy(model)
     copied = train(other, before.built)
     if same_bits:
-        check_equal(copied, wanted, "a deep copy")
+        before.check_same(copied, wanted, "a deep copy")
     else:
         before.tolerances["train"].check(copied)
     with torch.no_grad():
@@ -361,9 +381,9 @@ def _check_copy(model: nn.Module, before: Before, same_bits: bool) -> None:
             if p.is_floating_point():
                 p.mul_(1.5).add_(0.01)
     train(other, before.built)
-    check_equal(train(model, before.built), wanted, "the model whose copy has other weights")
+    before.check_same(train(model, before.built), wanted, "the model whose copy has other weights")
     models.unpatch(other)
-    check_equal(train(model, before.built), wanted, "the model whose copy was unpatched")
+    before.check_same(train(model, before.built), wanted, "the model whose copy was unpatched")
     other.load_state_dict(before.state)
     before.check_restored(other, "an unpatched copy")
 
@@ -377,23 +397,27 @@ def half_of(model: nn.Module, built: Built) -> tuple[nn.Module, Built]:
 
 
 def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> str:
-    """Compare a model in bf16 before and after it is patched, both with fp32; returns what was compared."""
+    """Compare a model in bf16 before and after it is patched; returns what was compared."""
     half, given = half_of(model, built)
+    tolerances = {}
     try:
-        wanted = train(half, given)
-        others = []
-        for number in (21, 22):
-            with rounded(half, given, 2.0**-8, number) as other:
-                others.append(train(half, other))
+        for run in (train, evaluate):
+            others = []
+            for number in (21, 22):
+                with rounded(half, given, 2.0**-8, number) as other:
+                    others.append(run(half, other))
+            tolerances[run] = Tolerance(run(half, given), others, FACTOR_HALF, FLOOR_HALF)
     except Exception:  # many models have no bf16 on the CPU
         return "no bf16"
     models.patch(half, **options)
-    Tolerance(wanted, others, FACTOR_HALF, FLOOR_HALF).check(train(half, given))
+    for run, tolerance in tolerances.items():
+        tolerance.check(run(half, given))
     return "bf16"
 
 
-def _check_fp8(model: nn.Module, built: Built) -> str:
+def _check_fp8(model: nn.Module, before: Before) -> str:
     """Compare a model in fp8 with itself under noise of fp8's size; returns what was compared."""
+    built = before.built
     half, given = half_of(model, built)
     dtype = "bf16"
     try:
@@ -405,7 +429,8 @@ def _check_fp8(model: nn.Module, built: Built) -> str:
     names = [site.name for site in report.sites if site.kind == "fp8" and site.reason is None]
     got = train(half, given)
     models.unpatch(half)
-    check_equal(train(half, given), wanted, "unpatched")
+    if before.copies_repeat():
+        check_equal(train(half, given), wanted, "unpatched")
     others = []
     for number in range(31, 34):
         with like_codes(half, names, number):
@@ -431,11 +456,11 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
         try:
             if name == "fp8" and count:
                 models.unpatch(model)
-                found["dtype"] = _check_fp8(model, before.built)
+                found["dtype"] = _check_fp8(model, before)
                 models.patch(model, **options)
                 _check_copy(model, before, True)
             elif name != "default" and not count and known.get("default") is not None:
-                check_equal(train(model, before.built), known["default"], f"{name}= found nothing, and differs")
+                before.check_same(train(model, before.built), known["default"], f"{name}= found nothing, and differs")
             else:
                 found["worst"] = round(before.check(model), 3)
                 if name == "default":
