@@ -27,12 +27,13 @@ class Known:
     ) -> Recognized | str:
         """Return what ``find(module)`` returns, or the reason of its ``NotRecognized``.
 
-        `more` is what the answer depends on, apart from the module; `by_class` says that it depends on its class alone.
+        `more` is what the answer depends on, apart from the module, and such an answer is not kept for other models;
+        `by_class` says that it depends on the module's class alone.
         """
         self._by_identity = False
         state = None if by_class else self._state(module)
         key = (kind, type(module), _code(type(module)), state, more)
-        answers = self._own if self._by_identity else _answers
+        answers = self._own if self._by_identity or more is not None else _answers
         if key not in answers:
             try:
                 answers[key] = find(module)

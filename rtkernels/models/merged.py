@@ -81,7 +81,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, count, *parameters):
         weights, biases = parameters[:count], parameters[count:]
         flat, rows = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
-        y = flat.new_empty(flat.shape[0], sum(rows))
+        out = x.new_empty(*x.shape[:-1], sum(rows))  # itself and no view: torch lets nobody change such a one in place
+        y = out.view(flat.shape[0], sum(rows))
         whole = adjacent(weights)
         if whole is not None:
             bias = torch.cat(biases) if biases else None
@@ -91,7 +92,7 @@ class _Product(torch.autograd.Function):
                 _multiply(flat, weights[i], biases[i] if biases else None, part)
         ctx.save_for_backward(x, *weights)
         ctx.rows = rows
-        return y.view(*x.shape[:-1], -1)
+        return out
 
     @staticmethod
     @once_differentiable

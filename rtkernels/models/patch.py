@@ -218,8 +218,9 @@ def patch(
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
         elif rope and rope_view.rotates(module):
-            processor = type(module.__dict__.get("processor"))
-            patcher.visit("rope", name, module, rope_view.recognize, processor, by_class=True)
+            processor = module.__dict__.get("processor")
+            more = None if processor is None else type(processor)
+            patcher.visit("rope", name, module, rope_view.recognize, more, by_class=True)
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
     if attention:

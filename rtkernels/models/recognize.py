@@ -41,6 +41,7 @@ from rtkernels.models.proof import Setting, prove, settings_for
 TOLERANCE = 1e-4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
 _EPSILONS = ("variance_epsilon", "eps")
+_OTHER_DIMENSIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _NORM_NAME = re.compile(r"Norm(?!al)")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("gate_up_proj", "down_proj")
@@ -96,6 +97,8 @@ def norm(module: nn.Module) -> Recognized:
     Raises:
         NotRecognized: None of ours.
     """
+    if isinstance(module, _OTHER_DIMENSIONS):
+        raise NotRecognized("it normalises over other dimensions than the last")
     given = {name: p for name, p in module._parameters.items() if p is not None}
     if set(given) not in (set(), {"weight"}, {"weight", "bias"}):
         raise NotRecognized(f"its parameters are {', '.join(given)}; expected weight, weight and bias, or none")

@@ -33,12 +33,10 @@ def is_attention(module: nn.Module) -> bool:
 
 def rotates(module: nn.Module) -> bool:
     """Return True if a module calls a rotation in any way: a function, a method, or in a processor of diffusers."""
-    return any(_names(function) for function in _callers(module))
-
-
-def _callers(module: nn.Module) -> list[Any]:
-    processor = module.__dict__.get("processor")
-    return [inspect.unwrap(type(module).forward), *([] if processor is None else [type(processor).__call__])]
+    if _names(inspect.unwrap(type(module).forward)):
+        return True
+    code = getattr(vars(type(module.__dict__.get("processor"))).get("__call__"), "__code__", None)
+    return code is not None and any(map(_NAME.search, (*code.co_names, *code.co_varnames)))
 
 
 def _names(forward: Callable[..., Any]) -> list[str]:

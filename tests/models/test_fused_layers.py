@@ -75,6 +75,15 @@ def test_weights_that_are_not_adjacent_give_the_same() -> None:
     assert other_loss == pytest.approx(loss, rel=1e-6) and largest_error(others, gradients) <= 1e-5
 
 
+def test_a_merged_product_can_be_changed_in_place() -> None:
+    linears = [nn.Linear(16, n, bias=False) for n in (8, 24)]
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    y, wanted = merged.merged(x, linears), torch.cat([linear(x) for linear in linears], -1) + 1
+    y += 1
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), x)[0] for t in (y, wanted)))
+
+
 def test_frozen_weights_hooks_and_adapters() -> None:
     model = build("qwen3")
     model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)

@@ -215,6 +215,13 @@ class TakesMore(Rms):
         return super().forward(x) * scale
 
 
+class OneGroup(Rms):
+    """As ``nn.GroupNorm(1, width)``, which is a layer norm for inputs of 2 dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, 1, self.weight, None, self.eps)
+
+
 class TensorAttribute(Rms):
     def __init__(self) -> None:
         super().__init__()
@@ -236,8 +243,8 @@ class TwoWeightsNorm(Rms):
 
 
 REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "group": (lambda: nn.GroupNorm(1, WIDTH), "could not be tried for inputs of 3 dimensions"),
-    "batch": (lambda: nn.BatchNorm1d(WIDTH), ""),
+    "group": (lambda: nn.GroupNorm(1, WIDTH), "over other dimensions than the last"),
+    "batch": (lambda: nn.BatchNorm1d(WIDTH), "over other dimensions than the last"),
     "two dimensions": (lambda: nn.LayerNorm((4, WIDTH)), "its weight has more than one dimension"),
     "epsilon of the dtype": (lambda: nn.RMSNorm(WIDTH), "it has no epsilon that is a number"),
     **{
@@ -248,6 +255,7 @@ REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
             OverTwoDimensions: "like rms_norm, but with other results for inputs of 3 dimensions",
             FourDimensions: "like rms_norm, but with other results for inputs of 4 dimensions",
             Groups: "none of our ops",
+            OneGroup: "could not be tried for inputs of 3 dimensions: RuntimeError",
             Residual: "none of our ops",
             InPlace: "it changes its input in place",
             OnlyTraining: "like rms_norm, but with other results in evaluation",
