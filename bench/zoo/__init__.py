@@ -2,8 +2,9 @@
 
     python -m bench zoo [--only CLASS ...] [--kind KIND ...] [--every N] [--jobs N] [--seconds S] [--json FILE]
 
-`build` makes transformers' models, `diffusion` those of diffusers, `compare` patches them, `run` shares them among
-processes, `table` counts.
+`build` makes transformers' models (`small` their configurations, `inputs` what they read), `diffusion` those of
+diffusers; `compare` patches them, `steps` says how far results may be apart, `run` shares classes among processes,
+`table` counts.
 """
 
 from __future__ import annotations

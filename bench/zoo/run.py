@@ -35,7 +35,7 @@ def result_of(
     tell: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return what became of a class, None if it is of another kind."""
-    from bench.zoo import build, compare, diffusion
+    from bench.zoo import build, compare, diffusion, steps
 
     begin = time.perf_counter()
     found: dict[str, Any] = {"class": name, "library": library, "kind": "other"}
@@ -57,7 +57,7 @@ def result_of(
         if kinds and found["kind"] not in kinds:
             return None
         found["reason"] = str(error)[:400]
-    except compare.Changed as error:
+    except steps.Changed as error:
         found["reason"] = str(error)[:400]
     except Exception as error:  # of a model that is not patched yet
         found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

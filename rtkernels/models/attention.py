@@ -84,10 +84,10 @@ def attention_forward(
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths, attention_mask = attention_mask.view(-1) if attention_mask.numel() else None, None
-    queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
+    queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal and attention_mask is None and queries > 1
-    ours = not dropout and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    ours = not dropout and query.dtype in (torch.bfloat16, torch.float16) and _fits(query, key, value)
     own, only_own = _own_function(_class_of(module)), _read_by_own(module, kwargs, s_aux)
     if only_own or not ours:
         if lengths is not None:
@@ -133,6 +133,13 @@ def attention_forward(
     # Heads inside of tokens, as the projections before and behind it have them: no copies.
     heads = (t.transpose(1, 2) for t in (query, key, value))
     return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if heads are as many and as wide as ours takes them."""
+    widths = query.shape[3], value.shape[3]
+    grouped = key.shape[1] == value.shape[1] and query.shape[1] % max(key.shape[1], 1) == 0
+    return grouped and all(width % 8 == 0 and width <= 256 for width in widths)
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

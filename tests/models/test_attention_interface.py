@@ -86,6 +86,16 @@ def test_dropout_is_not_left_out() -> None:
         attention.attention_forward(_of_another_file(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
 
 
+def test_heads_that_ours_does_not_take_go_to_torch() -> None:
+    q, k, v = heads(torch.bfloat16)
+    assert attention._fits(q, k, v) and attention._fits(q, k[:, :1], v[:, :1])
+    assert not attention._fits(q, k[:, :1], v)  # values of all heads, keys of groups
+    assert not attention._fits(q, k, v[..., :12]) and not attention._fits(q[..., :12], k[..., :12], v)
+    made, _ = attention.attention_forward(Attention(), q, k, v[..., :12], None, scaling=0.25)
+    wanted, _ = eager_attention_forward(Attention(), q, k, v[..., :12], CAUSAL, 0.25)
+    assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2)
+
+
 def test_position_bias_has_a_gradient() -> None:
     q, k, v = heads(torch.bfloat16)
     bias = torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)).bfloat16()

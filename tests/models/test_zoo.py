@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("transformers", minversion="5.0")
 
 from bench import meta
-from bench.zoo import build, compare, diffusion, run, table
+from bench.zoo import build, compare, diffusion, run, steps, table
 
 CHEAP = {  # a class and the options that have something to replace in it
     "MiniMaxM2ForCausalLM": ["default", "router"],
@@ -25,7 +25,7 @@ LONGER = {
     "HunYuanMoEV1ForCausalLM": ["default", "fused_layers", "router", "fp8"],
     "T5ForConditionalGeneration": ["default", "attention"],
     "GroupViTModel": ["default", "fp8"],
-    "MobileViTV2ForImageClassification": ["default", "attention", "fp8"],
+    "YolosModel": ["default", "attention", "fp8"],
     "WhisperForConditionalGeneration": ["default", "attention", "fp8"],
     "LlavaForConditionalGeneration": ["default", "fused_layers", "attention"],
     "PatchTSTForRegression": ["default", "fp8"],
@@ -83,24 +83,24 @@ def test_a_change_is_seen(what: str, size: float) -> None:
         return result * (1 + size) if what == "result" else result + (result - result.detach()) * size
 
     model.norm.register_forward_hook(wrong)
-    with pytest.raises(compare.Changed, match=r"result|gradient of"):
+    with pytest.raises(steps.Changed, match=r"result|gradient of"):
         before.check(model)
 
 
 def test_an_error_of_fp8s_size_is_kept_and_a_larger_one_is_not() -> None:
     model = Small()
     built = build.Built(model, {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))}, False)
-    wanted, others = compare.train(model, built), []
+    wanted, others = steps.train(model, built), []
     for number in range(3):
-        with compare.like_codes(model, ["first", "second"], number):
-            others.append(compare.train(model, built))
+        with steps.like_codes(model, ["first", "second"], number):
+            others.append(steps.train(model, built))
     assert not torch.equal(others[0].results["[0]"], wanted.results["[0]"])
-    tolerance = compare.Tolerance(wanted, others[:2], compare.FACTOR_FP8, compare.FLOOR_FP8)
+    tolerance = steps.Tolerance(wanted, others[:2], steps.FACTOR_FP8, steps.FLOOR_FP8)
     assert 0.0 < tolerance.check(others[2]) < 1.0
     with torch.no_grad():
         model.second.weight[:4] *= 1.5
-    with pytest.raises(compare.Changed):
-        tolerance.check(compare.train(model, built))
+    with pytest.raises(steps.Changed):
+        tolerance.check(steps.train(model, built))
 
 
 def test_most_classes_have_a_kind() -> None:
