@@ -48,8 +48,44 @@ def test_keys_and_offsets_of_the_host(key: int, offset: int) -> None:
             out = torch.empty(38)[first : first + 37]
             philox._DRAWN(out, None, "uniform", 0.0, 1.0, key, offset)
             assert torch.equal(out, want)
-            y, mask = philox._DROPPED(torch.ones(38)[first : first + 37], None, 0.25, 4.0, key, offset)
-            assert torch.equal(mask, want < 0.25) and torch.equal(y, mask * 4.0)
+            x = torch.randn(38)[first : first + 37]
+            y, mask = philox._DROPPED(x, None, 0.25, 4.0, key, offset)
+            assert torch.equal(mask, want < 0.25) and torch.equal(y, x * mask * 4.0)
+            assert mask.view(torch.uint8).max() == 1  # a bool has no other bits
+
+
+@emulated
+def test_numbers_behind_16_bits_of_the_counter() -> None:
+    """A counter has four numbers: 65,536 of them are 14 bits of it."""
+    n = 65_536 + 3 * 4 + 1
+    want = torch.tensor(philox_units(n, 5, 0))
+    assert (want[: n - 65_536] != want[65_536:]).all()
+    with rtkernels.emulate("sm_90"):
+        out = torch.empty(n)
+        philox._DRAWN(out, None, "uniform", 0.0, 1.0, 5, 0)
+        assert torch.equal(out, want)
+        _, mask = philox._DROPPED(out, None, 0.25, 4.0, 5, 0)
+        assert torch.equal(mask, want < 0.25)
+
+
+@emulated
+def test_numbers_of_every_kind() -> None:
+    """Worked out in float64 from Philox's own numbers; small ones of an exponential tell its uniform ones apart."""
+    n = 4000
+    units = torch.tensor(philox_units(n, 7, 0), dtype=torch.float64)
+    opened = ((units * 2**23).floor() + 0.5) / 2**23
+    radius, angle = (-2 * opened[0::2].log()).sqrt(), 2 * torch.pi * units[1::2]
+    want = {
+        ("bernoulli", 0.3, 0.0): (units < torch.tensor(0.3)).double(),
+        ("exponential", 2.0, 0.0): -opened.log() / 2,
+        ("normal", 1.0, 0.5): 1 + 0.5 * torch.stack((radius * angle.cos(), radius * angle.sin()), 1).flatten(),
+    }
+    with rtkernels.emulate("sm_90"):
+        for (kind, a, b), numbers in want.items():
+            out = torch.empty(n)
+            philox._DRAWN(out, None, kind, a, b, 7, 0)
+            atol = 2e-6 if kind == "normal" else 0
+            torch.testing.assert_close(out.double(), numbers, rtol=1e-5, atol=atol, msg=lambda m, k=kind: f"{k}: {m}")
 
 
 def test_calls_have_offsets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

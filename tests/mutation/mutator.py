@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from mutation import code
-from mutation.written import EQUIVALENT, WRITTEN
+from mutation.equivalent import EQUIVALENT
+from mutation.written import WRITTEN
 from rtkernels.runtime.build import sources
 
 PER_KERNEL_FILE, PER_HEADER = 5, 3
@@ -185,8 +186,6 @@ def sites(file: str) -> tuple[Mutant, ...]:
         key = _digest(file, edit.kind, *around, edit.new)
         seen[key] += 1
         name = f"{file}:{edit.kind.replace(' ', '_')}:{key}" + (f".{seen[key]}" if seen[key] > 1 else "")
-        if name in EQUIVALENT:
-            continue
         kinds.setdefault(edit.kind, []).append(
             Mutant(file, edit.kind, edit.start, edit.end, edit.new, name, edit.is_statement)
         )
@@ -221,14 +220,19 @@ def written(file: str) -> list[Mutant]:
 
 @cache
 def mutants(file: str) -> tuple[Mutant, ...]:
-    """Return the mutants of a file: the hand-written ones, then as many others as its kind of file gets."""
-    chosen = written(file)
-    wanted = len(chosen) + (PER_KERNEL_FILE if file.endswith(".cu") else PER_HEADER)
+    """Return the mutants of a file: the hand-written ones, then as many others as its kind of file gets.
+
+    One that changes no result keeps its place in the order, so that the others stay; a kernel file gets the next one
+    for it.
+    """
+    chosen, skipped = written(file), []
+    is_kernel = file.endswith(".cu")
+    wanted = len(chosen) + (PER_KERNEL_FILE if is_kernel else PER_HEADER)
     for site in sites(file):
-        if len(chosen) == wanted:
+        if len(chosen) + (0 if is_kernel else len(skipped)) == wanted:
             break
-        if all(site.end <= other.start or other.end <= site.start for other in chosen):
-            chosen.append(site)
+        if all(site.end <= other.start or other.end <= site.start for other in (*chosen, *skipped)):
+            (skipped if site.name in EQUIVALENT else chosen).append(site)
     return tuple(chosen)
 
 

@@ -20,7 +20,8 @@ from support.emulator_harness import needs_compiler
 
 from mutation import mutator
 from mutation.choose import RECORD, SAMPLES
-from mutation.written import EQUIVALENT, WRITTEN
+from mutation.equivalent import EQUIVALENT
+from mutation.written import WRITTEN
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_COMMAND, BY_FAMILIES = 0.80, 0.97

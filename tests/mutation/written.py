@@ -1,4 +1,4 @@
-"""Hand-written mutants, and those of the mutator that change no result."""
+"""Hand-written mutants."""
 
 from __future__ import annotations
 
@@ -72,6 +72,3 @@ WRITTEN = (
     Written("16 bits of a source", "scan/compact.cu", "begin + chosen[i], to", "begin + chosen[i]",
             "(begin & 0xffff) + chosen[i]"),
 )  # fmt: skip
-
-# Name of a mutant -> why no test can kill it.
-EQUIVALENT: dict[str, str] = {}
