@@ -66,6 +66,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "no kernel calls it with anything else, or at all": (
         "common/pipeline.cuh:phase:e280334f", "norm/rms_norm.cu:sign:7bcfa691",
     ),
+    "another barrier of the walk stands between two uses": (
+        "norm/group_rms_norm_gate_bwd.cu:phase:1e47b26f", "norm/rms_norm.cu:phase:625e3e56",
+    ),
     "no data passes between the lanes that meet here": ("attention/attention_sm90_bwd_pass.cu:barrier:f45ceb08.3",),
     "a host shifts by the last five bits as the mutant wants it; a sanitized build sees it": (
         "router/rows.cuh:stride:3ba9a0ed",
