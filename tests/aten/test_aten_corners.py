@@ -71,11 +71,13 @@ CALLS: dict[str, Callable[[], Any]] = {
         [True, True, True]),
     # scans
     "more places than 16 bits": lambda: (torch.ones(70_001).nonzero(), torch.arange(70_001)[torch.arange(70_001) >= 0]),
+    "chosen from more places than 16 bits": lambda: torch.masked_select(torch.arange(70_001), torch.arange(70_001) % 3 == 1),
     "scan of slices": lambda: torch.randint(0, 5, (5003, 3)).float().cumsum(0),
     "scan of large integers": lambda: large(2, 70).cumsum(1),
     # orders
     "sort of large integers": lambda: [tuple(large(n).sort(stable=True)) for n in (40, 300, 5003)],
     "largest of large integers": lambda: large(5003).topk(5),
+    "largest of small integers": lambda: torch.randperm(5003).topk(5),
     "largest of negative numbers": lambda: (-1 - torch.rand(5003)).topk(5),
     "smallest of positive numbers": lambda: (1 + torch.rand(5003)).topk(70, largest=False),
     "among": lambda: torch.isin(torch.arange(300.0), torch.arange(0.0, 290.0, 3.0)),

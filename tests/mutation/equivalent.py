@@ -60,6 +60,15 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "act/glu_fp8_stream.cu:stride:50aee6ca", "index/embedding_sort.cu:shift:51dd8247",
         "quant/hadamard.cuh:stride:37676276", "scan/compact.cu:shift:cb06e14f",
     ),
+    "what would be left out is masked or swapped as a whole": (
+        "pointwise/concat.cu:condition:c83ef454", "pointwise/triangle.cu:index:fda1fd54",
+    ),
+    "no kernel calls it with anything else, or at all": (
+        "common/pipeline.cuh:phase:e280334f", "norm/rms_norm.cu:sign:7bcfa691",
+    ),
+    "another barrier of the walk stands between two uses": (
+        "norm/group_rms_norm_gate_bwd.cu:phase:1e47b26f", "norm/rms_norm.cu:phase:625e3e56",
+    ),
     "no data passes between the lanes that meet here": ("attention/attention_sm90_bwd_pass.cu:barrier:f45ceb08.3",),
     "a host shifts by the last five bits as the mutant wants it; a sanitized build sees it": (
         "router/rows.cuh:stride:3ba9a0ed",

@@ -37,7 +37,7 @@ WRITTEN = (
     Written("fourth chunk of a warp not fetched", "attention/decode.cu",
             "        if (later < end) {", "later < end", "later < end && chunk == mine"),
     Written("first rows of groups not clamped", "gemm/schedule_sm90.cuh",
-            "return min(max(first, 0), all);", "min(max(first, 0), all)", "max(first, 0)"),
+            "return min(max(first, 0), all);", "min(max(first, 0), all)", "first"),
     Written("ends of groups not clamped", "gemm/schedule_sm90.cuh",
             "max(min(ends[g], all) - first_of(g), 0)", "min(ends[g], all)", "ends[g]"),
     Written("numbers repeat after 65,536", "random/random.cu",

@@ -16,6 +16,8 @@ from support.places import at
 from torch import Tensor
 
 import rtkernels
+from rtkernels.runtime import layout
+from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP32, INF = torch.bfloat16, torch.float32, float("inf")
 normal = made(0)
@@ -52,6 +54,7 @@ def few_positive(rows: int, cols: int) -> Tensor:
 # Where, the op, arguments, options. Rows of long ones do not fit into registers, and are more than blocks.
 CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "gelu": ("sm_90", rtkernels.act, (normal(3, 48), "gelu_erf"), {}),
+    "a bias in fp32": ("sm_90", rtkernels.act, (normal(3, 64, dtype=FP32), "silu"), {"add": normal(64, dtype=FP32)}),
     "relu": ("sm_90", rtkernels.act, (normal(3, 48), "relu"), {}),
     "a long row in place": ("sm_90", in_place, (normal(1, 40_000),), {}),
     "many odd rows": ("sm_90", rtkernels.glu, (normal(300, 10),), {}),
@@ -69,13 +72,16 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
         "sm_90", rtkernels.rms_norm_fp8, (normal(3, 2048), with_last(torch.ones(1, 2048), INF)[0].to(BF16)), {}),
     "three of eight are positive": ("sm_90", in_floats(rtkernels.topk), (few_positive(3, 2000), 8), {}),
     "logits that differ in their last bits": (
-        "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(128.0).flip(0).view(2, 64) * 2.0**-23, 4), {}),
+        "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(768.0).flip(0).view(2, 384) * 2.0**-23, 4), {}),
     "groups behind the last row": (
         "sm_90", rtkernels.grouped_mm, (normal(70, 64), normal(3, 32, 64)),
         {"offs": torch.tensor([10, 50, 300], dtype=torch.int32)}),
     "groups that begin behind the last row": (
         "sm_90", rtkernels.grouped_mm, (normal(70, 64), normal(3, 32, 64)),
         {"offs": torch.tensor([10, 90, 300], dtype=torch.int32)}),
+    "groups that begin before the first row": (
+        "sm_90", rtkernels.grouped_mm, (normal(70, 64), normal(3, 32, 64)),
+        {"offs": torch.tensor([-5, 50, 70], dtype=torch.int32)}),
     "gradients of wide rows": (
         "sm_80", lambda *a: gradients(rtkernels.rms_norm, *a), (normal(9, 6144), normal(6144)), {}),
     "gradients of long rows": (
@@ -84,6 +90,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
     "long gates": (
         "sm_90", lambda x, g, w: gradients(lambda *a: rtkernels.group_rms_norm_gate(*a, groups=2), x, g, w),
         (normal(50, 2 * 1027), normal(50, 2 * 1027), normal(2 * 1027)), {}),
+    "rows in registers": ("sm_90", rtkernels.quantize_fp8, (normal(9, 256),), {"granularity": "row"}),
     "smooth rows": ("sm_90", rtkernels.quantize_fp8_smooth, (normal(100, 512), torch.rand(512) + 0.5), {}),
 }  # fmt: skip
 
@@ -93,6 +100,20 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 def test_as_the_reference(place: str, name: str) -> None:
     where, call, args, options = CALLS[name]
     assert_like_reference(where, call, *args, **options)
+
+
+@at("sm_90")
+@pytest.mark.parametrize(
+    "name", ["gradients of long rows", "long softmax", "long gates", "rows in registers", "smooth rows"]
+)
+def test_blocks_walk_on_where_a_grid_cannot_be_larger(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a block has several groups of rows, one after the other: what they share is used by turns."""
+    where, call, args, options = CALLS[name]
+    few = tuple(a[:9] if a.dim() == 2 else a for a in args)
+    monkeypatch.setattr(layout, "GRID_LIMIT", 2)
+    Plans.forget_all()
+    assert_like_reference(where, call, *few, **options)
+    Plans.forget_all()
 
 
 @at("sm_90")
