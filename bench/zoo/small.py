@@ -118,7 +118,10 @@ def _list(name: str, value: list[int], layers: int) -> list[Any]:
         name,
     ):
         return [1] * count
-    if re.search(r"(hidden_sizes|embed_dims?|embed_dim_per_stage|channel_list)$", name) and min(value) >= 16:
+    if (
+        re.search(r"(hidden_sizes|embed_dims?|embed_dim_per_stage|channel_list|conv_dim|tdnn_dim)$", name)
+        and min(value) >= 16
+    ):
         ordered = sorted(set(value))
         sizes = {v: 16 << min(i, 3) for i, v in enumerate(ordered)}
         return [sizes[v] for v in value]
