@@ -19,7 +19,9 @@ from bench.zoo.build import Built, call, outputs_of, seed, with_gradients
 
 ROUNDING, CODES = 2.0**-23, 2.0**-4  # half a unit in the last place of fp32, and of e4m3
 FACTOR, FACTOR_FP8, FACTOR_HALF = 8.0, 4.0, 8.0  # operators differ in more than one rounding
-FLOOR, FLOOR_FP8, FLOOR_HALF = 1e-6, 1e-2, 1e-2  # of a tensor's norm; sums of several terms in another order
+# Of a tensor's norm: sums of several terms in another order. In bf16, torch's own sums over rows are off by 1 % (the
+# gradient of a layer norm's bias on the CPU).
+FLOOR, FLOOR_FP8, FLOOR_HALF = 1e-6, 2e-2, 2e-2
 SMALLEST = 1e-8  # of the largest norm: what is zero but for rounding
 NEW_TOKENS = 5
 
