@@ -160,7 +160,7 @@ def _is_device(value: str | int) -> bool:
 
 
 def _absent_device(parameters: Any, arguments: dict[str, Any]) -> str | None:
-    """Return which argument names a CUDA device that torch does not see."""
+    """Return which argument names a device that torch does not see."""
     for name, value in arguments.items():
         if value is None or "torch.device" not in _kinds(str(parameters[name].annotation)):
             continue
@@ -168,6 +168,8 @@ def _absent_device(parameters: Any, arguments: dict[str, Any]) -> str | None:
         if device.type == "cuda" and (device.index or 0) >= count:
             seen = f"one of the {count} CUDA devices that torch sees" if count else "another: torch sees no CUDA device"
             return f"{name} is {device}; expected {seen}"
+        if device.type not in ("cuda", "cpu", "meta"):
+            return f"{name} is {device}; expected a CUDA device, cpu or meta"
     return None
 
 
