@@ -1,4 +1,4 @@
-# Written by rtkernels/_stub.py from the sources and the tables there.
+# Written by docs/make_stub.py from the sources and the tables there.
 # ruff: noqa
 
 from typing import Literal, overload
@@ -864,16 +864,16 @@ def scaled_mm(
 
 @overload
 def index_select(
-    x: Tensor, indices: Tensor, *, scale: None = None, out: Tensor | None = None
+    x: Tensor, indices: Tensor, *, scale: None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Return the rows ``x[indices]``, and with them the scale of each."""
 @overload
 def index_select(
-    x: Tensor, indices: Tensor, *, scale: Tensor, out: Tensor | None = None
+    x: Tensor, indices: Tensor, *, scale: Tensor, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def index_select(
-    x: Tensor, indices: Tensor, *, scale: Tensor | None = None, out: Tensor | None = None
+    x: Tensor, indices: Tensor, *, scale: Tensor | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

@@ -1,6 +1,6 @@
 """Every public name and the module that has it: ``rtkernels.<name>`` imports that module when it is first used.
 
-``__init__.pyi``, which type checkers and editors read, is written from this table by ``_stub.py``.
+``__init__.pyi``, which type checkers and editors read, is written from this table by ``docs/make_stub.py``.
 """
 
 from __future__ import annotations

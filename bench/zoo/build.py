@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.zoo import small
-from bench.zoo.inputs import MOST_TRIES, Maker, learn
+from bench.zoo.inputs import MAX_TRIES, Maker, learn
 
 LARGEST_PARAMETERS = 40_000_000
 
@@ -231,14 +231,14 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
             continue
         maker = Maker(cls, model.config)
         kept: dict[str, Any] | None = None
-        forms, again = maker.forms(), False
+        forms, learned = maker.forms(), False
         position = 0
-        while tries < MOST_TRIES * (level + 1):
-            if again:  # with other tokens, from the same form on
+        while tries < MAX_TRIES * (level + 1):
+            if learned:  # with other tokens, from the same form on
                 forms = maker.forms()
                 for _ in range(position - 1):
                     next(forms, None)
-                again, position = False, position - 1
+                learned, position = False, position - 1
             inputs = next(forms, None)
             position += 1
             if inputs is None:
@@ -248,7 +248,7 @@ def build(name: str, model_type: str | None = None, changes: dict[str, Any] | No
                 _try(model, inputs)
             except Exception as error:
                 reasons.append(_line(error))
-                again = learn(maker, error)
+                learned = learn(maker, error)
                 continue
             kept = inputs
             break

@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.zoo.small import FIRST_TOKEN, VOCABULARY, WIDTH
 
 BATCH, TOKENS, DECODED, SAMPLES, FRAMES, CHOICES, GRID = 2, 16, 12, 2048, 64, 3, 4
-MOST_TRIES = 28
+MAX_TRIES = 28
 
 
 def find(config: Any, *names: str, prefer: tuple[str, ...] = ()) -> Any:
@@ -303,15 +303,15 @@ class Maker:
 
     def _time(self, past: Tensor) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        ahead = find(self.config, "prediction_length") or 8
+        horizon = find(self.config, "prediction_length") or 8
         features = find(self.config, "num_time_features") or 0
         if self.has("past_time_features"):
             made["past_time_features"] = self.random(*past.shape[:2], features)
-            made["future_time_features"] = self.random(BATCH, ahead, features)
+            made["future_time_features"] = self.random(BATCH, horizon, features)
         if self.has("past_observed_mask"):
             made["past_observed_mask"] = torch.ones_like(past)
         if self.has("future_values"):
-            shape = (BATCH, ahead, *past.shape[2:]) if past.dim() > 2 else (BATCH, ahead)
+            shape = (BATCH, horizon, *past.shape[2:]) if past.dim() > 2 else (BATCH, horizon)
             made["future_values"] = self.random(*shape).abs()
         if self.has("freq"):
             made["freq"] = torch.zeros(BATCH, 1, dtype=torch.long)

@@ -189,11 +189,11 @@ def like_channels_last(shape: Ints, stride: Ints) -> bool:
     """
     if len(shape) not in (4, 5) or stride[1] == 0:
         return False
-    least = 0
+    min_stride = 0
     for i in (1, *range(len(shape) - 1, 1, -1), 0):
-        if shape[i] == 0 or stride[i] < least or (i == 0 and least == stride[1]):
+        if shape[i] == 0 or stride[i] < min_stride or (i == 0 and min_stride == stride[1]):
             return False
-        least = stride[i] * max(shape[i], 1)
+        min_stride = stride[i] * max(shape[i], 1)
     return True
 
 

@@ -180,7 +180,7 @@ def _with_causal(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) 
     """Return a mask that has the causal one in it, which is only made if there is no other."""
     if mask is not None or not causal:
         return mask
-    queries, keys = (torch.arange(t.shape[2], device=t.device) for t in (query, key))
+    queries, keys = (torch.arange(t.shape[2], dtype=torch.int64, device=t.device) for t in (query, key))
     return (queries[:, None] >= keys)[None, None]
 
 

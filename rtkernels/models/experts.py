@@ -128,7 +128,8 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
     if getattr(getattr(module, "config", None), "_experts_implementation", "eager") not in _ON_CPU:
         theirs = inspect.unwrap(theirs)
     ours = replace.forward_of("experts", type(module), **dict(kind.options))
-    chosen = torch.rand(11, experts, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :count]
+    drawn = torch.rand(11, experts, generator=torch.Generator().manual_seed(5), dtype=torch.float32, device="cpu")
+    chosen = drawn.argsort(-1)[:, :count]
     settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
     for dtype, training in settings:
         fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}

@@ -110,7 +110,7 @@ class _Loss:
         if kwargs:
             raise NotRecognized(f"its loss has options that ours has not: {', '.join(kwargs)}")
         self.called = True
-        return torch.zeros((), requires_grad=True)
+        return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 def takes_labels(model: nn.Module) -> bool:
@@ -126,12 +126,13 @@ def check_loss(model: nn.Module, head: nn.Module, weight: Tensor) -> None:
         NotRecognized: It raises, computes logits, or does not call its loss function.
     """
     forward, loss = inspect.unwrap(type(model).forward), _Loss()
-    ids = torch.ones(_SHAPE, dtype=torch.long)
+    ids = torch.ones(_SHAPE, dtype=torch.int64, device="cpu")
     name = getattr(model, "main_input_name", "input_ids")
     taken = inspect.signature(forward).parameters
-    given = {name: ids if name == "input_ids" else torch.zeros(*_SHAPE, 4), "labels": ids}
+    plain = {"dtype": torch.float32, "device": "cpu"}
+    given = {name: ids if name == "input_ids" else torch.zeros(*_SHAPE, 4, **plain), "labels": ids}
     given |= {"return_dict": True} if "return_dict" in taken else {}
-    twin = _stubbed(model, head, weight, torch.zeros(*_SHAPE, weight.shape[1]))
+    twin = _stubbed(model, head, weight, torch.zeros(*_SHAPE, weight.shape[1], **plain))
     twin.__dict__ |= {"_loss_function": loss, "training": True}
     try:
         forward(twin, **given)

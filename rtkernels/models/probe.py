@@ -76,14 +76,15 @@ def probing() -> Iterator[None]:
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return normal numbers that are the same at every call."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def rows_of_scales(*shape: int, seed: int = 0, low: float = 1e-2, high: float = 2e2) -> Tensor:
     """Return normal numbers whose rows (last dimension) have scales from `low` to `high`; the first row is 0."""
     x = normal(*shape, seed=seed)
     count = x[..., 0].numel()
-    scales = torch.logspace(0, 1, count, base=high / low) * low
+    scales = torch.logspace(0, 1, count, base=high / low, dtype=torch.float32, device="cpu") * low
     scales[0] = 0.0
     return x * scales.view(*x.shape[:-1], 1)
 
@@ -101,7 +102,7 @@ class LinearMap(nn.Module):
         self.down = nn.Parameter(normal(width, 6, seed=seed, dtype=dtype) * width**-0.5)
         self.up = nn.Parameter(normal(6, out, seed=seed + 1, dtype=dtype) * 6**-0.5)
         self.offset = nn.Parameter(normal(out, seed=seed + 2, dtype=dtype) * 0.1)
-        self.__dict__["weight"] = torch.zeros((), dtype=dtype).expand(out, width)
+        self.__dict__["weight"] = torch.zeros((), dtype=dtype, device="cpu").expand(out, width)
         self.__dict__["bias"] = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _fresh(buffer: Tensor, sizes: dict[int, int]) -> Tensor:
     shape = [sizes.get(size, size) for size in buffer.shape]
     if buffer.is_floating_point() and buffer.numel() <= 1 << 22:
         return normal(*shape, seed=7).to(buffer.dtype)
-    return torch.zeros(shape, dtype=buffer.dtype)
+    return torch.zeros(shape, dtype=buffer.dtype, device="cpu")
 
 
 def check_plain(module: nn.Module, projections: Sequence[str] = ()) -> None:

@@ -121,7 +121,7 @@ def norm(module: nn.Module) -> Recognized:
     for offset in (0.0, 1.0) if given else (0.0,):
         options = (("eps", eps_name), ("offset", offset))
         candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
-    scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]])
+    scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]], dtype=torch.float32, device="cpu")
     settings = [
         *settings_for(width, 1e6),
         Setting(lambda w: Trial("for numbers as small as its epsilon", (normal(4, w) * scales,)), (width,)),

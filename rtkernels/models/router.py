@@ -74,12 +74,13 @@ def recognize(module: nn.Module) -> Recognized:
         raise NotRecognized("its forward takes more than the hidden states")
     experts, width = module.weight.shape
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_TOKENS, width, generator=generator) * 4
-    parameters = {"weight": torch.randn(experts, width, generator=generator) * width**-0.5}
+    drawn = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(_TOKENS, width, **drawn) * 4
+    parameters = {"weight": torch.randn(experts, width, **drawn) * width**-0.5}
     if module._parameters.get("bias") is not None:
-        parameters["bias"] = torch.randn(experts, generator=generator)
+        parameters["bias"] = torch.randn(experts, **drawn)
     correction = module._buffers.get(_CORRECTION)
-    buffers = {} if correction is None else {_CORRECTION: torch.rand(experts, generator=generator)}
+    buffers = {} if correction is None else {_CORRECTION: torch.rand(experts, **drawn)}
     if set(module._buffers) - set(buffers):
         raise NotRecognized("it has buffers that are not known here")
 
@@ -120,8 +121,9 @@ def _flattens(module: nn.Module, kind: Recognized, parameters: dict[str, Tensor]
 
     def dense(forward: Callable[..., Any], twin: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         made = dict(zip(dict(kind.options)["numbers"].order, forward(twin, x), strict=True))
-        probs = torch.zeros(made["probs"].shape[0], experts, dtype=made["probs"].dtype)
-        return made["logits"], probs.scatter(1, made["indices"], made["probs"])
+        given = made["probs"]
+        probs = torch.zeros(given.shape[0], experts, dtype=given.dtype, device=given.device)
+        return made["logits"], probs.scatter(1, made["indices"], given)
 
     flat = Trial("for inputs of 2 dimensions", (normal(_TOKENS, width) * 4,), tolerance=TOLERANCE)
     high = Trial("for inputs of 3 dimensions", (normal(3, 5, width) * 4,), tolerance=TOLERANCE)
@@ -184,7 +186,8 @@ def _scorings(module: nn.Module, corrected: bool) -> Iterator[Scoring]:
 
 def _dense(probs: Tensor, indices: Tensor, experts: int) -> Tensor:
     """Return probabilities by expert: the order of the chosen ones is nobody's business."""
-    return torch.zeros(probs.shape[0], experts).scatter_(1, indices, probs.float())
+    zeros = torch.zeros(probs.shape[0], experts, dtype=torch.float32, device=probs.device)
+    return zeros.scatter_(1, indices, probs.float())
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, products: str) -> Tensor:

@@ -16,6 +16,7 @@ from rtkernels.runtime.checks import DTYPE_TOKEN as DTYPE_TOKEN
 from rtkernels.runtime.checks import FLOAT_DTYPES as FLOAT_DTYPES
 from rtkernels.runtime.checks import check_same as check_same
 from rtkernels.runtime.checks import token as token
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 TYPES = [(t,) for t in WIDTH]  # variants of a kernel whose only template argument is a type
@@ -236,9 +237,11 @@ def in_shape(t: Tensor, *shape: int) -> Tensor:
     """Return a fresh result of a Function in another shape: not a view, which nobody may change in place.
 
     Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
-    layers give.
+    layers give. Dynamo traces no question about views, and what it would give here costs nothing in a graph.
     """
-    return t if t.shape == shape and not t._is_view() else _UNSAFE_VIEW(t, shape)
+    if not is_dynamo_compiling() and t.shape == shape and not t._is_view():
+        return t
+    return _UNSAFE_VIEW(t, shape)
 
 
 def nothing(like: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def _inputs(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _angles(x: Tensor) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(64 * 16, dtype=torch.float32, device="cpu").view(64, 16) / 100
+    angles = torch.arange(64 * 16, dtype=torch.float32, device="cpu").view(64, 16) * 0.01
     return angles.cos(), angles.sin()
 
 

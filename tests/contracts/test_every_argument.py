@@ -160,6 +160,21 @@ def test_booleans_are_not_other_integers(value: int, place: str) -> None:
             assert rtkernels.quantize_nvfp4(x, swizzled=one)[1].shape == (512,)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", torch.device("cuda", 99), "hpu"])
+def test_devices_that_are_not_there(device: str | torch.device) -> None:
+    with pytest.raises(ArgumentError, match=f"device is {device}; expected"):
+        rtkernels.rope_table(4, 8, device=device)
+
+
+def test_errors_of_a_device_that_is_there_stay() -> None:
+    @explained
+    def failing(device: torch.device | str | None = None) -> Tensor:
+        raise RuntimeError("the device is broken")
+
+    with pytest.raises(RuntimeError, match="the device is broken"):
+        failing("cpu")
+
+
 def test_errors_that_no_argument_explains_stay() -> None:
     @explained
     def failing(x: Tensor, eps: float = 1.0) -> Tensor:

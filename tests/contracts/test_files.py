@@ -53,7 +53,6 @@ ALLOWED = {
     "calibration.py": dict.fromkeys(("save", "load", "checkpoint_key"), "the caller's path"),
     "models/fp8_checkpoint.py": {"export_fp8": "the caller's folder", "_loaded": "the caller's folder"},
     "aten/enable.py": {"__init__": "the caller's path", "__call__": "the caller's path"},
-    "_public.py": {"write_stub": "for developers, from the command line"},
     "__main__.py": {"main": "os.devnull"},
 }
 

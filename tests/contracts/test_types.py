@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -20,10 +21,13 @@ import torch
 
 import rtkernels
 from contracts.types import calls
-from rtkernels import ArgumentError, _public, _stub
+from rtkernels import ArgumentError, _public
 
 FOLDER = Path(__file__).parent / "types"
 ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("make_stub", ROOT / "docs" / "make_stub.py")
+make_stub = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(make_stub)
 FUNCTIONS = sorted(name for name in _public.OPS if inspect.isfunction(getattr(rtkernels, name)))
 # Options whose words cannot be read from an error of the plainest call, and why.
 NOT_COMPARED = {
@@ -35,7 +39,7 @@ NOT_COMPARED = {
 
 def test_the_stub_is_written_from_the_sources() -> None:
     written = (ROOT / "rtkernels" / "__init__.pyi").read_text(encoding="utf-8")
-    assert written == _stub.stub(), "python -m rtkernels._stub writes it anew"
+    assert written == make_stub.stub(), "python docs/make_stub.py writes it anew"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def _fits(case: dict[str, str], arguments: dict[str, Any]) -> bool:
     for name, wanted in case.items():
         value = arguments.get(name)
         given = value is not None and value is not False
-        if wanted == _stub.ABSENT:
+        if wanted == make_stub.ABSENT:
             if given:
                 return False
         elif wanted.startswith('Literal["'):
@@ -94,17 +98,17 @@ def _spelled(result: Any) -> str:
     return f"list[{_spelled(result[0])}]" if isinstance(result, list) else type(result).__name__
 
 
-@pytest.mark.parametrize("name", _stub.RESULTS)
+@pytest.mark.parametrize("name", make_stub.RESULTS)
 def test_every_case_of_a_function_is_called_and_right(name: str, recorded: dict[str, Any]) -> None:
     """The first case that fits a call, as a checker chooses it, declares what came; each case is the first of one."""
-    cases = _stub.RESULTS[name]
+    cases = make_stub.RESULTS[name]
     reached = set()
     for arguments, result in recorded[name]:
         first = next(i for i, (case, _) in enumerate([*cases, ({}, "")]) if _fits(case, arguments))
         assert first < len(cases), f"{name}({', '.join(arguments)}) fits no case"
         assert _spelled(result) in cases[first][1].split(" | "), f"case {cases[first]}"
         reached.add(first)
-    open_ended = {i for i, (case, _) in enumerate(cases) if case in ({}, _stub._NVFP4)}
+    open_ended = {i for i, (case, _) in enumerate(cases) if case in ({}, make_stub._NVFP4)}
     assert reached | open_ended == set(range(len(cases))), [cases[i] for i in set(range(len(cases))) - reached]
 
 
@@ -112,14 +116,14 @@ def _options() -> list[tuple[str, str]]:
     found = []
     for name in FUNCTIONS:
         for p in inspect.signature(getattr(rtkernels, name)).parameters.values():
-            if "str" in str(p.annotation) and p.name != "quant" and (name, p.name) not in _stub.NO_WORDS:
+            if "str" in str(p.annotation) and p.name != "quant" and (name, p.name) not in make_stub.NO_WORDS:
                 found.append((name, p.name))
     return found
 
 
 @pytest.mark.parametrize(("name", "option"), _options())
 def test_options_are_the_words_that_errors_name(name: str, option: str, recorded: dict[str, Any]) -> None:
-    words = _stub.words(name, option)
+    words = make_stub.words(name, option)
     parameter = inspect.signature(getattr(rtkernels, name)).parameters[option]
     assert parameter.default in (None, inspect.Parameter.empty, *words)
     if (name, option) in NOT_COMPARED:

@@ -63,12 +63,13 @@ def _wgrad(given: dict[str, Any]) -> Described:
     return grouped_mm_plan.describe_wgrad(*metas, *options, given["backend"])
 
 
+# By what public functions wrap: a wrapper may be added to a function before or after it is imported here.
 _DESCRIBED: dict[Callable[..., Any], Callable[[dict[str, Any]], Described]] = {
-    scaled_mm: lambda given: _dense(given, False),
-    gated_mm: lambda given: _dense(given, True),
-    grouped_mm: _grouped,
-    grouped_mm_masked: _grouped,
-    grouped_wgrad: _wgrad,
+    inspect.unwrap(scaled_mm): lambda given: _dense(given, False),
+    inspect.unwrap(gated_mm): lambda given: _dense(given, True),
+    inspect.unwrap(grouped_mm): _grouped,
+    inspect.unwrap(grouped_mm_masked): _grouped,
+    inspect.unwrap(grouped_wgrad): _wgrad,
 }
 
 
@@ -86,7 +87,8 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     Returns:
         An ``Explanation``: backend, tile, backends that were passed over and the reason, and the product as plain data.
     """
-    if not callable(function) or function not in _DESCRIBED:
+    described = _DESCRIBED.get(inspect.unwrap(function)) if callable(function) else None
+    if described is None:
         names = ", ".join(each.__name__ for each in _DESCRIBED)
         raise ArgumentError(f"function is {getattr(function, '__name__', function)!r}; expected one of {names}")
     bound = inspect.signature(function).bind(*args, **kwargs)
@@ -94,7 +96,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     given = bound.arguments
     if given["backend"] == "torch":
         raise ArgumentError("backend is 'torch', whose choice of kernels torch makes")
-    product = _DESCRIBED[function](given).product
+    product = described(given).product
     first = args[0] if args else given.get("a", given.get("dy"))
     if target is not None:
         chosen = targets.parse(target)

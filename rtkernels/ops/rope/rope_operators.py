@@ -268,9 +268,6 @@ def _by_copy(q: Tensor, k: Tensor | None, layout: str, *rest: Any) -> None:
 
 
 def _check_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> None:
-    for name, meta in (("x", q), ("k", k)):
-        if meta is not None and any(n > 1 and step == 0 for n, step in zip(meta.shape, meta.stride, strict=True)):
-            raise ArgumentError(f"{name} has strides {meta.stride}; expected no expanded dimension with in_place")
     _check(q, k, layout, layout, *values)
 
 

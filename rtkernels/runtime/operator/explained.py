@@ -86,7 +86,7 @@ def _explain(function: str, parameters: Any, error: Exception, arguments: dict[s
     if isinstance(error, ArgumentError):
         if renamed := _renamed(error, arguments):
             raise ArgumentError(renamed) from error
-    elif problem := _out_of_range(error, arguments):
+    elif problem := _absent_device(parameters, arguments) or _out_of_range(error, arguments):
         raise ArgumentError(f"{function}: {problem}") from error
 
 
@@ -157,6 +157,20 @@ def _is_device(value: str | int) -> bool:
     except (RuntimeError, ValueError, TypeError):
         return False
     return True
+
+
+def _absent_device(parameters: Any, arguments: dict[str, Any]) -> str | None:
+    """Return which argument names a device that torch does not see."""
+    for name, value in arguments.items():
+        if value is None or "torch.device" not in _kinds(str(parameters[name].annotation)):
+            continue
+        device, count = torch.device(value), torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= count:
+            seen = f"one of the {count} CUDA devices that torch sees" if count else "another: torch sees no CUDA device"
+            return f"{name} is {device}; expected {seen}"
+        if device.type not in ("cuda", "cpu", "meta"):
+            return f"{name} is {device}; expected a CUDA device, cpu or meta"
+    return None
 
 
 def _split(text: str) -> list[str]:

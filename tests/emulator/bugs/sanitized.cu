@@ -6,7 +6,8 @@ namespace rtk {
 
 __global__ void local_overflow(float* y, i64 n) {
     float local[8];
-    float* p = local;
+    float* volatile hidden = local;  // or the compiler knows the object's size, and UBSan says it before AddressSanitizer
+    float* p = hidden;
     for (i64 i = 0; i < n; ++i) *p++ = static_cast<float>(i);
     y[threadIdx.x] = local[threadIdx.x % 8];
 }

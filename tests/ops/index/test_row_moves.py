@@ -361,7 +361,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "scatter out dtype": (lambda: scatter_add(X[:2], I2, out=X.double()), "out has dtype float64"),
     "scatter out strides": (
         lambda: scatter_add(X[:2], I2, out=torch.ones(1, 8).expand(3, 8)),
-        r"out has strides \(0, 1\); expected unit-stride rows that do not overlap",
+        r"out has strides \(0, 1\) for shape \(3, 8\); expected memory of its own for every element",
     ),
     "scatter rows of out": (lambda: scatter_add(X[:2], I2, 5, out=X.clone()), "rows is 5; expected 4, the rows of out"),
     "scatter out and grad": (lambda: scatter_add(LEAF, I2, out=X), "out is given and a tensor requires grad"),

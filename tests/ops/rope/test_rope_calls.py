@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "expanded": (
         lambda: rope(X[:1].expand(2, 6, 4, 16), T, T, in_place=True),
-        "x has strides .*; expected no expanded dimension with in_place",
+        "x has strides .*; expected memory of its own for every element",
     ),
     "not a tensor": (lambda: rope([1.0, 2.0], T, T), "expected a torch.Tensor or an array with __dlpack__"),
     "mla pos": (lambda: mla_rope(X, X, torch.ones(2, 6, 1, 18), T, T), "k_pos has 18 elements; expected at most 16"),

@@ -15,7 +15,7 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
-from rtkernels.errors import RtkError
+from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.ops.router import router_gemm as module
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
@@ -413,7 +413,7 @@ def test_terms_and_their_products() -> None:
 
 def test_tensor_maps_come_first_and_are_not_packed() -> None:
     assert [kind for _, kind in kernels.FWD.args[:4]] == ["tmap", "tmap", "tmap", "ptr"]
-    with pytest.raises(KeyError):
+    with pytest.raises(ArgumentError, match=r"kernel x: tensor maps .* come before all other arguments"):
         Kernel("x.cu", "x", template="T", args="n:i64 x:tmap", variants=[], max_registers=1)
 
 

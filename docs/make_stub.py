@@ -1,4 +1,4 @@
-"""``__init__.pyi``, which type checkers and editors read: ``python -m rtkernels._stub`` writes it.
+"""Write ``rtkernels/__init__.pyi``, which type checkers and editors read: ``python docs/make_stub.py``.
 
 Most names are imported there from their modules. A function is written out if what it returns depends on its arguments
 (`RESULTS`), or if options of it are one of a few words (`WORDS`); its parameters are those of its source.
@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from rtkernels._public import MODULES, NAMES, OPS
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rtkernels._public import MODULES, NAMES, OPS  # noqa: E402
 
 # ---- results that depend on arguments -------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class _Module:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        path = Path(__file__).parent.joinpath(*name.split(".")).with_suffix(".py")
+        path = ROOT.joinpath("rtkernels", *name.split(".")).with_suffix(".py")
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self.origin: dict[str, str] = {}
         for node in ast.walk(self.tree):
@@ -258,14 +262,14 @@ def stub() -> str:
         else:
             functions += ["", *found[0]]
             imports |= found[1]
-    lines = ["# Written by rtkernels/_stub.py from the sources and the tables there.", "# ruff: noqa"]
+    lines = ["# Written by docs/make_stub.py from the sources and the tables there.", "# ruff: noqa"]
     lines += ["", "from typing import Literal, overload", "", *sorted(imports), "", "__version__: str", *functions]
     return "\n".join([*lines, ""])
 
 
 def write() -> None:
     """Write ``__init__.pyi`` anew."""
-    Path(__file__).with_name("__init__.pyi").write_text(stub(), encoding="utf-8")
+    (ROOT / "rtkernels" / "__init__.pyi").write_text(stub(), encoding="utf-8")
 
 
 if __name__ == "__main__":
