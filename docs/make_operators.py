@@ -252,7 +252,8 @@ again.
 of torch's samples agree on the GPU, and over FlagGems' core shapes the geometric mean of torch's time over ours is 1.05
 or more, host included ([measured](#measured)). Where torch launches one kernel that reads memory at full speed, ours
 is no faster, so that most plain pointwise operators are not in the set; `include="ew"` and the like take them all the
-same.
+same. `clone` is not in the set either: models call it so often that the host's time of an override is more than the
+time that the device saves.
 
 Under `torch.compile` the backends `eager` and `aot_eager` call aten operators, and ours with them; `inductor` writes
 its own kernels, so that ours run only where it calls an aten operator. `rtkernels.pointwise(name, expression)` gives an

@@ -279,6 +279,8 @@ def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> l
     """Return three numbers for operands and four scalars as the kernel wants them; None: one does not fit the dtype."""
     values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
     if plan.is_float:
+        if not all(fits(value, plan.common) for value in scalars):
+            return None
         if plan.rounds and any(numbers):
             values[:3] = (rounded(value, plan.common) for value in values[:3])
         if plan.inverts:
@@ -292,6 +294,11 @@ def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> l
         if value and (isinstance(value, float) or not low <= value <= high):
             return None
     return [int(value) for value in values]
+
+
+def fits(value: Number, dtype: torch.dtype) -> bool:
+    """Return False for a number that torch refuses to convert to a floating dtype: a finite one beyond its largest."""
+    return type(value) is not complex and (math.isinf(value) or not abs(value) > torch.finfo(dtype).max)
 
 
 def _reciprocal(value: Number) -> float:

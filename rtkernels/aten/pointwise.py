@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import rounded, run
+from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
 
@@ -123,6 +123,8 @@ _THRESHOLD = functor("Threshold", 1, dtypes=NUMBERS)
 
 def _threshold(self: Tensor, threshold: Any, value: Any, *, out: Any = None):
     if self.dtype in FLOATS:
+        if not fits(threshold, self.dtype):
+            return _OPTION  # torch raises
         threshold = rounded(threshold, self.dtype)  # with which elements are compared
     return run(_THRESHOLD, (self,), (threshold, value), out=out)
 
@@ -299,12 +301,17 @@ def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
             return NotHandled("integers to a float")
         return run(_POW, (self, exponent), out=out) if exponent > 0 else _NEGATIVE
     if exponent not in _ROOTS and self.dtype in FLOATS:
+        if not fits(exponent, self.dtype):
+            return _OPTION  # torch raises
         exponent = rounded(exponent, self.dtype)  # as torch does, but for these
     made = _ROOTS.get(exponent) or _POWERS.get(exponent)
     return run(_POW_NUMBER, (self,), (exponent,), out=out) if made is None else run(made, (self,), out=out)
 
 
 def _pow(self: Any, exponent: Any, *, out: Any = None) -> Any:
+    if type(self) is int and exponent.dtype in INTEGERS:
+        low, high = torch.iinfo(exponent.dtype).min, torch.iinfo(exponent.dtype).max
+        self = (self - low) % (high - low + 1) + low  # as torch converts it
     return run(_POW, (self, exponent), out=out)
 
 

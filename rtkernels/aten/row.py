@@ -126,10 +126,11 @@ def _rms_norm_backward(
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
         return refused or _DTYPE
+    if output_mask[1] and weight is None:
+        return _OPTION  # torch raises
     over = len(normalized_shape)
     dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
-    wanted = output_mask[1] and weight is not None
-    return dx, row_norm.PARAMETERS(grad_out, x, None, rstd, over, False)[0] if wanted else None
+    return dx, row_norm.PARAMETERS(grad_out, x, None, rstd, over, False)[0] if output_mask[1] else None
 
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import copy_into, meta_of, output_strides, rounded, run
+from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
 from rtkernels.aten.table import NotHandled, Overload
@@ -27,10 +27,17 @@ def rows() -> Iterator[Overload]:
 _CLAMP = functor("Clamp", 3, dtypes=NUMBERS)
 
 
+def _is_bound(limit: Any, dtype: torch.dtype) -> bool:
+    """Return False for NaN, which torch ignores in `clamp` and not in `clamp_min`, and for what it cannot convert."""
+    return isinstance(limit, Tensor) or limit is None or (limit == limit and fits(limit, dtype))
+
+
 def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -> Any:
     if isinstance(min, bool) or isinstance(max, bool):
         return _BOOL
     if min is None and max is None:
+        return _OPTION
+    if not all(_is_bound(limit, torch.float32) for limit in (min, max)):
         return _OPTION
     if max is None:
         return run(MAXIMUM, (self, min), out=out)
@@ -91,6 +98,8 @@ def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any
     ):
         return _OPTION
     if self.dtype == vec1.dtype == vec2.dtype and self.dtype in FLOATS:
+        if not fits(beta, self.dtype) or not fits(alpha, self.dtype):
+            return _OPTION  # torch raises
         beta, alpha = rounded(beta, self.dtype), rounded(alpha, self.dtype)
     return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
 
@@ -118,6 +127,8 @@ def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> 
             return _OPTION
     elif isinstance(value, float) and not self.is_floating_point():
         return _OPTION
+    elif self.is_floating_point() and not fits(value, self.dtype):
+        return _OPTION  # torch raises
     elif self.dtype == torch.bool:
         value = bool(value)
     if out is None:

@@ -140,8 +140,13 @@ def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], k
         _number_call.call = None
 
 
-@functools.cache
 def _number_operator() -> Callable[[], None]:
+    with _defining:  # once: the dispatcher refuses a second definition, and a cache alone lets two threads through
+        return _defined_number_operator()
+
+
+@functools.cache
+def _defined_number_operator() -> Callable[[], None]:
     library = torch.library.Library("prims", "FRAGMENT")
     library.define("rtkernels_numbers() -> ()")
 
@@ -154,4 +159,5 @@ def _number_operator() -> Callable[[], None]:
     return torch.ops.prims.rtkernels_numbers.default._op
 
 
+_defining = threading.Lock()
 _libraries: list[Any] = []  # which last as long as they are referred to

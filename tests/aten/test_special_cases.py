@@ -9,6 +9,7 @@ from support.places import emulated
 
 import rtkernels
 from rtkernels.aten import row
+from rtkernels.aten.table import NotHandled
 
 INF, NAN = float("inf"), float("nan")
 
@@ -50,6 +51,48 @@ def test_numbers_that_do_not_fit() -> None:
     _same(lambda: torch.pow(-1, torch.arange(4, dtype=torch.uint8)), "pow")
     _same(lambda: torch.remainder(-1, torch.tensor([True, True])), "remainder")
     _same(lambda: torch.add(torch.tensor(1, dtype=torch.int8), 1000), "add")
+    rtkernels.aten.reset()
+    _same(lambda: torch.pow(300, torch.arange(-2, 5, dtype=torch.int8)), "pow")
+    assert not any(row["torch"] for row in rtkernels.report(as_rows=True))  # its kernels for CUDA may refuse 300
+
+
+@emulated
+def test_numbers_that_torch_cannot_convert() -> None:
+    """Finite ones beyond the largest of a dtype: torch raises where it converts a number, not where it promotes."""
+    half = torch.tensor([0.5, 2.0], dtype=torch.float16)
+    mask = torch.tensor([True, False])
+    for number in (1e30, -1e30, 65510.0, INF, -INF, 65504.0):
+        _same(lambda n=number: torch.pow(half, n), "pow")
+        _same(lambda n=number: half.masked_fill(mask, n), "masked_fill")
+        _same(lambda n=number: half.clone().fill_(n), "fill")
+        _same(lambda n=number: torch.nn.functional.threshold(half, n, 1.0), "threshold")
+        _same(lambda n=number: torch.addr(torch.ones(2, 2).half(), half, half, beta=n), "addr")
+        _same(lambda n=number: half > n, "gt")
+    for number in (1e39, -1e39):
+        _same(lambda n=number: torch.add(half, half, alpha=n), "add")
+        _same(lambda n=number: half.clamp(n), "clamp")
+
+
+@emulated
+def test_bounds_that_are_nan() -> None:
+    """torch ignores a single one in `clamp` on CUDA, and fills with NaN in others: it has these calls."""
+    x = torch.randn(8)
+    for function in (
+        lambda: x.clamp(NAN), lambda: x.clamp(max=NAN), lambda: x.clamp(NAN, 1.0), lambda: x.clamp_min(NAN),
+        lambda: torch.clamp(x, NAN, out=torch.empty(8)),
+    ):  # fmt: skip
+        rtkernels.aten.reset()
+        _same(function, ["clamp", "clamp_min", "clamp_max"])
+        assert not any(row["ours"] for row in rtkernels.report(as_rows=True))
+
+
+@emulated
+def test_gradient_of_a_weight_that_is_absent() -> None:
+    x, rstd = torch.randn(5, 33), torch.rand(5, 1)
+    with rtkernels.emulate("sm_80"):
+        assert isinstance(row._rms_norm_backward(x, x, [33], rstd, None, [True, True]), NotHandled)
+        dx, dw = row._rms_norm_backward(x, x, [33], rstd, None, [True, False])
+    assert dx.shape == x.shape and dw is None
 
 
 @emulated

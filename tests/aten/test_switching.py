@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from rtkernels.aten import table
 from rtkernels.aten.measured import DEFAULT
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import ArgumentError, NotWarmError
+from rtkernels.runtime import torch_private
 
 
 def _sin(self):
@@ -306,9 +309,15 @@ def test_switching_while_threads_call(toy) -> None:
     assert not rtkernels.aten.enabled()
 
 
-def test_overrides_that_are_off(toy) -> None:
+def test_overrides_that_are_off(toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another thread runs, they stay with the dispatcher and give every call to torch; then they go."""
     enable = importlib.import_module("rtkernels.aten.enable")  # the package has a function of that name
+    before = sys._current_frames().keys() - {threading.get_ident()}  # a distributed run has threads of its own
+
+    def frames() -> dict:
+        return {ident: frame for ident, frame in sys._current_frames().items() if ident not in before}
+
+    monkeypatch.setattr(enable, "sys", types.SimpleNamespace(_current_frames=frames))
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -323,6 +332,31 @@ def test_overrides_that_are_off(toy) -> None:
     with rtkernels.use("mul"):
         assert ("sin", "CPU") not in enable._registered
     assert not enable._registered
+
+
+def test_first_numbers_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator inside of which numbers become tensors is defined once, whoever needs it first."""
+    defined: list[int] = []
+
+    class SlowLibrary:
+        def __init__(self, *args) -> None:
+            time.sleep(0.02)
+
+        def define(self, schema: str) -> None:
+            defined.append(threading.get_ident())
+
+        def impl(self, *args) -> None:
+            pass
+
+    torch_private.with_numbers_as_tensors(torch.abs, (torch.ones(2),), {})  # torch has it from here on
+    torch_private._defined_number_operator.cache_clear()
+    monkeypatch.setattr(torch.library, "Library", SlowLibrary)
+    threads = [threading.Thread(target=torch_private._number_operator) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(defined) == 1
 
 
 def test_switching_off_inside_of_a_call(toy) -> None:

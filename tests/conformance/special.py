@@ -202,10 +202,11 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
 def _magnitude(call: Call) -> torch.Tensor | None:
     """Return the largest finite operand at each place, as sums that cancel are no more exact than that."""
     floats = [t.double().abs().nan_to_num(0, 0, 0) for t in harness.tensors(tuple(call)) if t.is_floating_point()]
+    floats = [t for t in floats if t.numel()]
     try:
         return torch.stack(torch.broadcast_tensors(*floats)).amax(0) if floats else None
     except RuntimeError:
-        return max(t.max() for t in floats if t.numel())
+        return max(t.max() for t in floats)
 
 
 def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) -> str:
