@@ -6,7 +6,6 @@ In the emulator it looks for accesses outside of tensors and for results that de
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.compare import poisoned
+from support.interpreter import environment, run_python
 from support.places import at, emulated
 
 from contracts.fuzz import calls, campaign, planted
@@ -91,10 +91,11 @@ def test_planted_defects_are_found(defect: planted.Defect) -> None:
     if defect.kinds == "aten":
         pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
     tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
     for name, found in ((defect.name, True), (f"without {defect.name}", False)):
         command = [sys.executable, "-m", "contracts.fuzz.planted", name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        done = subprocess.run(
+            command, env=environment(tests.parent, tests), capture_output=True, text=True, timeout=900, check=False
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         last = done.stdout.strip().splitlines()[-1]
         assert last.endswith(": nothing") is not found, last
@@ -104,6 +105,24 @@ def test_every_planting_applies() -> None:
     for defect in planted.DEFECTS:
         planted.edited(defect)
     assert len({defect.name for defect in planted.DEFECTS}) == len(planted.DEFECTS) >= 15
+
+
+# ---- machines that lack something -----------------------------------------------------------------------------------
+
+
+def test_calls_of_ours_need_no_opinfos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``expecttest`` is missing only aten overloads are left out; what a person put on the path stays on it."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    code = """
+import sys
+assert "/elsewhere" in sys.path
+sys.modules["expecttest"] = None
+from contracts.fuzz import campaign, planted
+print(next(campaign.run("cpu", 0, 60.0, only="softmax", part_of_variation="out", kinds="own")))
+"""
+    done = run_python("-c", code, env=environment(tests.parent, tests))
+    assert done.stdout == "None\n", done.stderr
 
 
 # ---- all of it ------------------------------------------------------------------------------------------------------

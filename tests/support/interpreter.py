@@ -66,6 +66,12 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 _count = 0
 
 
+def environment(*folders: object, **more: str) -> dict[str, str]:
+    """Return the environment of a child that imports from folders first, then from where this process was told to."""
+    path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
 def _start_server() -> subprocess.Popen[str]:
     env = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHONPATH", "RTKERNELS_"))}
     server = subprocess.Popen([sys.executable, "-c", _SERVER], env=env, text=True, stdin=subprocess.PIPE)

@@ -8,9 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 
-from conformance import harness
-
-from contracts.fuzz import aten, calls
+from contracts.fuzz import calls
 from contracts.fuzz.check import Failure, Fuzzer, rng_of
 from contracts.fuzz.variations import Variation, variations
 
@@ -70,6 +68,10 @@ def run(
         number = 1 << 20  # aten's cases begin here, however many there were
     if "aten" not in kinds or place == "cpu":
         return
+    from conformance import harness  # torch's OpInfos need a package that calls of ours do not need
+
+    from contracts.fuzz import aten
+
     limit = time.monotonic() + seconds * (0.4 if "own" in kinds else 1.0)
     operators = [op for op in harness.operators() if _is_mine(op.name, part, parts)]
     named = only.removeprefix("aten ").split()[0].rstrip("_") if only else ""

@@ -22,7 +22,7 @@ from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map
+from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map, tiled_map
 
 router_gemm = rtkernels.router_gemm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -514,3 +514,12 @@ def test_tensor_map_that_the_driver_refuses() -> None:
     with pytest.raises(RtkError, match=r"cuTensorMapEncodeTiled failed with status \d+ for bf16 \[64, 64\]"):
         matrix_map(memory.data_ptr() + 2, "bf16", 64, 64, 64, 64, 64)
     assert matrix_map(memory.data_ptr(), "bf16", 64, 64, 64, 64, 64).address % 64 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", [(0,), (128, 0), (0, 128), (128, 0, 16384)])
+def test_tensor_map_of_an_expanded_dimension(strides: tuple[int, ...]) -> None:
+    """0 is a multiple of 16: ``box_strides`` and the emulator rely on a driver that says so too."""
+    memory = torch.zeros(256, 64, dtype=BF16, device="cuda")
+    sizes, box = (64, 128, 4, 2)[: len(strides) + 1], (64, 64, 1, 1)[: len(strides) + 1]
+    assert tiled_map(memory.data_ptr(), "bf16", sizes, strides, box).address % 64 == 0
