@@ -45,12 +45,15 @@ def choose(args: argparse.Namespace) -> int:
     from mutation import choose as chooser
     from mutation.plugin import results
 
-    found = list(results(args.results))
+    there = chooser.collected()
+    found = [result for result in results(args.results) if result["test"] in there]
     tests = chooser.read(found)
     chosen, seconds = chooser.choose(tests, args.per_mutant)
     reached = {name for result in found for name in (*result["killed"], *result["survived"])}
     print(f"{len(tests)} tests judged, {len(chosen)} chosen, {seconds:.0f} s")
-    print(chooser.write(tests, chosen, reached))
+    counts = chooser.write(tests, chosen, reached)
+    judged = sum(counts.values()) - counts["never_reached"]
+    print(", ".join(f"{key} {count} ({count / judged:.1%})" for key, count in counts.items()))
     return 0
 
 
@@ -64,7 +67,7 @@ def replay(args: argparse.Namespace) -> int:
     from mutation import replay as replayer
 
     os.chdir(TESTS.parent)
-    chosen = replayer.drawn(args.seed, args.count)
+    chosen = replayer.drawn(args.seed, args.count, args.cheap)
     options = ["-q", "-s", "-p", "mutation.replay", "-pno:cacheprovider", "-pno:faulthandler", "-pno:xdist", "--full"]
     return int(pytest.main([*options, f"--replayed={json.dumps(chosen)}", *dict.fromkeys(chosen.values())]))
 
@@ -84,12 +87,13 @@ def main() -> int:
     command.add_argument("only", nargs="*", help="files or folders of tests")
     command.set_defaults(do=run)
     command = commands.add_parser("choose", help=choose.__doc__)
-    command.add_argument("--per-mutant", type=float, default=5.0, metavar="SECONDS", help="that a kill may cost")
+    command.add_argument("--per-mutant", type=float, default=0.8, metavar="SECONDS", help="that a kill may cost")
     command.add_argument("results", type=Path, nargs="+")
     command.set_defaults(do=choose)
     command = commands.add_parser("replay", help=replay.__doc__)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--count", type=int, default=3)
+    command.add_argument("--cheap", action="store_true", help="only tests that take less than a second")
     command.set_defaults(do=replay)
     command = commands.add_parser("show", help=show.__doc__)
     command.add_argument("words", nargs="*")

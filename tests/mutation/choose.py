@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,19 @@ class Judged:
     kernels: dict[str, float]
     always: bool  # a run of the whole suite takes it anyway
     killed: set[str] = field(default_factory=set)
+
+
+def collected() -> set[str]:
+    """Return the node ids of all tests that there are now.
+
+    Raises:
+        RuntimeError: A file of tests cannot be imported.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "--whole", "-pno:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=SAMPLES.parents[1], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"tests cannot be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return {line for line in done.stdout.splitlines() if "::" in line}
 
 
 def read(results: Iterable[dict[str, Any]]) -> dict[str, Judged]:
@@ -99,8 +114,9 @@ def write(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dic
     SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
     in_command = set(chosen) | {name for name, test in tests.items() if test.always}
     killers: list[str] = []
+    prices: list[float] = []
     place: dict[str, int] = {}
-    record: dict[str, Any] = {"tests": killers, "command": {}, "family": {}, "survived": []}
+    record: dict[str, Any] = {"tests": killers, "seconds": prices, "command": {}, "family": {}, "survived": []}
     ordered = sorted(tests.values(), key=lambda test: (cost(test, set()), test.name))
     for mutant in sorted(mutator.all_mutants()):
         found = [test for test in ordered if mutant in test.killed]
@@ -112,6 +128,7 @@ def write(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dic
         if name not in place:
             place[name] = len(killers)
             killers.append(name)
+            prices.append(round(cost(found[0], set()), 2))
         record["command" if name in in_command else "family"][mutant] = place[name]
     record["never_reached"] = sorted(set(record["survived"]) - reached)
     RECORD.write_text(json.dumps(record, indent=0) + "\n")

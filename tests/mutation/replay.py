@@ -18,12 +18,17 @@ from mutation.choose import RECORD
 from mutation.processes import apart
 
 _LIMIT = 120.0
+_CHEAP = 0.6  # seconds with the compilation of all kernels
 
 
-def drawn(seed: int, count: int) -> dict[str, str]:
-    """Return some mutants that the README's command kills, and the test that does."""
+def drawn(seed: int, count: int, cheap: bool) -> dict[str, str]:
+    """Return some mutants that the README's command kills, and the test that does; if `cheap`, in less than a second."""
     record = json.loads(RECORD.read_text())
-    known = sorted(name for name in record["command"] if name in mutator.all_mutants())
+    seconds = record["seconds"]
+    known = sorted(
+        name for name, test in record["command"].items()
+        if name in mutator.all_mutants() and (not cheap or seconds[test] < _CHEAP)
+    )  # fmt: skip
     chosen = random.Random(seed).sample(known, min(count, len(known)))
     return {name: record["tests"][record["command"][name]] for name in chosen}
 
