@@ -41,6 +41,86 @@ DIFFERENCES = [
         "tests/aten/test_special_cases.py::test_one_rounding",
     ),
     (
+        "`addcmul`, `addr`",
+        "A product that overflows is infinite also where the sum would not be.",
+        "torch's compiler chooses which product and sum are rounded as one, from version to version.",
+        "tests/aten/test_meant_to_differ.py::test_products_overflow_before_they_are_added",
+    ),
+    (
+        "`_fused_rms_norm`",
+        "In a row with an infinity finite elements become 0; torch has NaN for rows whose length is no multiple of 4.",
+        "Sums of squares here, in torch two ways of computing a variance.",
+        "tests/aten/test_special_cases.py::test_rms_norm_of_infinities",
+    ),
+    (
+        "`_weight_norm_interface`",
+        "Weights whose norm overflows are 0; torch has NaN where the product with the magnitude overflows as well.",
+        "A row is scaled by one factor, without a division for each element.",
+        "tests/aten/test_meant_to_differ.py::test_weights_beyond_a_norm",
+    ),
+    (
+        "`sum`, `mean`, `cumsum`, `prod`, `var`, `std`, `linalg_vector_norm`, `native_group_norm`, `index_add`, "
+        "`scatter_add`, `embedding_dense_backward`",
+        "Where a part of a sum or product overflows (or underflows to 0) although the whole does not, or the other way "
+        "round, infinities and NaN may differ. An infinity or NaN among the elements gives the same as torch.",
+        "Another order of additions, which is always the same.",
+        "tests/aten/test_special_values.py::test_infinities_in_sums",
+    ),
+    (
+        "`cumsum`",
+        "bfloat16 and float16: finite where torch's running sum overflows and comes back.",
+        "Sums are fp32 and rounded once; torch rounds every step.",
+        "tests/aten/test_scan.py::test_running",
+    ),
+    (
+        "`cumsum`",
+        "A leading -0.0 becomes 0.0.",
+        "Sums begin at 0.0, as torch's do for more than one dimension.",
+        "tests/aten/test_meant_to_differ.py::test_sums_begin_at_zero",
+    ),
+    (
+        "`var_mean.correction`, `std_mean.correction`",
+        "The mean of elements with an infinity is infinite or NaN; `mean` gives the infinity.",
+        "A mean is updated by differences; which it is depends on the order, in torch as well.",
+        "tests/aten/test_meant_to_differ.py::test_means_beside_variances_of_infinities",
+    ),
+    (
+        "`amax`, `amin`, `max`, `min`, `linalg_vector_norm`",
+        "Without `dim` in `max` and `min`: of zeros of both signs the maximum is 0.0, the minimum -0.0.",
+        "torch's depends on the order in which threads meet them.",
+        "tests/aten/test_meant_to_differ.py::test_extremes_of_zeros_have_a_sign",
+    ),
+    (
+        "`sort`, `topk`, `_unique2`",
+        "NaN with a set sign bit are last, as all NaN are.",
+        "torch's radix sorts put them first or last by the length of a row.",
+        "tests/aten/test_meant_to_differ.py::test_nan_of_either_sign_is_last",
+    ),
+    (
+        "`sort`, `topk`",
+        "Equal elements keep their order, also without `stable`.",
+        "torch leaves it open.",
+        "tests/aten/test_sort.py::test_stable_sort",
+    ),
+    (
+        "`_unique2`",
+        "Of zeros of both signs the first one is kept, with its sign.",
+        "torch leaves it open: its sort is not stable for all sizes.",
+        "tests/aten/test_special_values_sort.py::test_unique",
+    ),
+    (
+        "`index_add`, `scatter_add`, `_index_put_impl_`",
+        "bfloat16 and float16: sums are fp32, rounded once, and the same each time.",
+        "torch adds with atomics in the dtype of the tensor, and loses small numbers beside large sums.",
+        "tests/aten/test_rows_by_index.py::test_sums_of_any_layout",
+    ),
+    (
+        "`slice_scatter`, `select_scatter`",
+        "`storage_offset` of the result is 0; values and strides are torch's.",
+        "torch copies the memory before the first element, too.",
+        "tests/aten/test_meant_to_differ.py::test_scattered_slices_have_memory_of_their_own",
+    ),
+    (
         "all",
         "`torch.library` registrations of the overloads that were taken stay while other threads run, switched off: "
         "a call then takes some microseconds longer than before `enable()`.",

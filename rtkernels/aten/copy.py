@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import emulator
 from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
 from rtkernels.aten.strides import MAX_DIMS, arrange, like_channels_last, overlaps_itself
@@ -100,7 +99,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Any:
     if not isinstance(self, Tensor):
-        return _number_to(self, dtype, device)
+        return _NUMBER
     if device is not None and torch.device(device) != self.device:
         return _DEVICE
     if pin_memory or (layout is not None and layout != torch.strided):
@@ -109,21 +108,6 @@ def _to_copy(
     if dtype != self.dtype and (dtype not in TOKENS or self.dtype not in TOKENS):
         return NotHandled(str(dtype if dtype not in TOKENS else self.dtype).removeprefix("torch."))
     return copy_into(_like(self, dtype, memory_format), self)
-
-
-def _number_to(number: bool | int | float | complex, dtype: torch.dtype | None, device: torch.device | None) -> Any:
-    """Return a number that torch wrapped as a tensor, which the dispatcher unwraps for Python, as a tensor again.
-
-    At the CUDA key it is on a CUDA device (``torch.searchsorted(x, 2.5)`` converts such a one), but torch's kernel
-    would be given one on the CPU. In the emulator it is on the CPU, and torch's kernel does it.
-    """
-    if emulator.active() is not None:
-        return _NUMBER
-    dtype = dtype or _NUMBER_DTYPES[type(number)]
-    return torch.scalar_tensor(number, dtype=dtype, device="cuda" if device is None else device)
-
-
-_NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def _repeat(self: Tensor, repeats: Sequence[int]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides
 
 from rtkernels.aten.functors import ABSENT, COPY, FLOATS, KERNELS, TOKENS, Functor
 from rtkernels.aten.strides import arrange, broadcast, overlaps_itself
@@ -28,6 +27,7 @@ from rtkernels.runtime.operator.written import written_code
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what a copy moves
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, bytes past a multiple of 16
 Number = bool | int | float
+_NUMBER = (), (), torch.float32, 0
 
 _SHAPES = NotHandled("shapes that do not broadcast")
 _DEVICES = NotHandled("several devices")
@@ -116,7 +116,10 @@ def _build(
             return OVERLAP
         plan.stride = out[1]
     else:
-        plan.stride = output_strides(shape, [meta for meta in tensors if meta[3] >= 0])
+        counted = metas if functor.numbers_count else tensors
+        plan.stride = output_strides(
+            shape, [meta if isinstance(meta, tuple) and meta[3] >= 0 else _NUMBER for meta in counted]
+        )
     plan.launch = None
     if 0 in shape:
         return plan
@@ -144,13 +147,28 @@ _PLANS = Plans(_build)
 
 
 def output_strides(shape: tuple[int, ...], metas: Sequence[Meta]) -> tuple[int, ...]:
-    """Return the strides that torch gives the result of operands: those of a permuted dense tensor."""
-    expanded = [
-        torch.empty_strided(meta[0], meta[1], dtype=meta[2], device="meta").expand(shape) for meta in metas
-    ]  # fmt: skip
-    if not expanded or not shape:
+    """Return the strides that torch gives the result of operands, numbers among them: those of a permuted dense tensor.
+
+    Operands of one shape that all have one format give it to the result, where they are dense in several formats
+    (those with one channel, or one pixel) the first of these. For others torch's iterator says so itself, for tensors
+    without memory, where it leaves out that shorter way.
+    """
+    if not metas or not shape:
         return torch.empty(shape, dtype=torch.float32, device="meta").stride()
-    return tuple(compute_elementwise_output_strides(*expanded))
+    given = [torch.empty_strided(meta[0], meta[1], dtype=torch.float32, device="meta") for meta in metas]
+    if all(tensor.shape == shape for tensor in given):
+        for is_format in _FORMATS if len(shape) == 4 else _FORMATS[:1]:
+            if all(tensor.is_contiguous(memory_format=is_format) for tensor in given):
+                return torch.empty(shape, device="meta", memory_format=is_format).stride()
+        stride = given[0].stride()
+        if all(tensor.stride() == stride for tensor in given) and torch.empty_like(given[0]).stride() == stride:
+            return stride
+    made = _ITERATED[len(given)](*given)
+    return made.stride() if made.shape == torch.Size(shape) else torch.empty_like(made.expand(shape)).stride()
+
+
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+_ITERATED = {1: torch.neg, 2: torch.add, 3: torch.addcmul}  # operators of so many operands that count alike
 
 
 def _range(dtype: torch.dtype) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rtkernels import emulator
-from rtkernels.aten import table
+from rtkernels.aten import table, wrapped
 from rtkernels.aten.override import CODE_FILE, Override, Record
 from rtkernels.aten.table import Overload
 from rtkernels.errors import ArgumentError, UnsupportedDeviceError
@@ -41,7 +41,7 @@ _lock = threading.RLock()
 _choices: list[_Choice] = []  # the last one is in force
 _in_force: _Choice | None = None
 _libraries: list[torch.library.Library] = []
-_registered: dict[tuple[str, str], Override] = {}  # by overload and key; some may be switched off
+_registered: dict[tuple[str, str], Override | wrapped.Guard] = {}  # by overload and key; some may be switched off
 _native: dict[tuple[str, str], Any] = {}  # torch's kernels, by overload and key
 
 
@@ -180,10 +180,12 @@ def _apply() -> None:
     wanted = _choices[-1] if _choices else None
     if wanted is _in_force or (wanted is not None and wanted.same(_in_force)):
         return
-    rows = {} if wanted is None else {
+    rows: dict[tuple[str, str], Overload | None] = {} if wanted is None else {
         (name, key): row for key in wanted.keys for name, row in wanted.rows.items()
         if _native_kernel(name, key) is not None
     }  # fmt: skip
+    for key in {key for name, key in rows if name in wrapped.CONVERSIONS}:
+        rows |= {(name, key): None for name in wrapped.CALLS if _native_kernel(name, key) is not None}
     _in_force = wanted
     for place, override in _registered.items():
         if place not in rows:
@@ -201,14 +203,14 @@ def _apply() -> None:
         raise
 
 
-def _register(rows: dict[tuple[str, str], Overload]) -> None:
+def _register(rows: dict[tuple[str, str], Overload | None]) -> None:
     if not rows:
         return
     _libraries.append(torch.library.Library("aten", "IMPL"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
         for (name, key), row in rows.items():
-            override = Override(row, key, _native[name, key])
+            override = wrapped.Guard(name) if row is None else Override(row, key, _native[name, key])
             _libraries[-1].impl(name, override.call, key)
             _registered[name, key] = override
 

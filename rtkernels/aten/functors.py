@@ -52,6 +52,7 @@ class Functor:
         by_number: The functor in the place of this one where the second operand is a number and the dtype a float.
         reciprocal: `by_number` gets the reciprocal of the number.
         rounds_numbers: Numbers are rounded to the promoted dtype before they are used, as torch does in comparisons.
+        numbers_count: Numbers are operands for torch, of no dimensions, when it chooses the strides of the result.
         unit: Source; the built-in functors are in ``pointwise/pointwise.cu``.
     """
 
@@ -62,6 +63,7 @@ class Functor:
     result: torch.dtype | None = None
     own: int = 0
     rounds_numbers: bool = False
+    numbers_count: bool = True
     by_number: str = ""
     reciprocal: bool = False
     kernels: Any = None  # of a user's unit

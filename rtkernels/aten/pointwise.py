@@ -190,8 +190,8 @@ for _name, _camel in (("bitwise_left_shift", "ShiftLeft"), ("bitwise_right_shift
         _name, functor(_camel, 2, dtypes=INTEGERS),
         "Tensor Tensor_Scalar Scalar_Tensor _Tensor _Tensor_Scalar Tensor_out",
     )  # fmt: skip
-MAXIMUM = functor("Maximum", 2, rounds_numbers=True)
-MINIMUM = functor("Minimum", 2, rounds_numbers=True)
+MAXIMUM = functor("Maximum", 2, rounds_numbers=True, numbers_count=False)  # those of clamp
+MINIMUM = functor("Minimum", 2, rounds_numbers=True, numbers_count=False)
 for _name, _made in (("maximum", MAXIMUM), ("minimum", MINIMUM)):
     _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
     _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)

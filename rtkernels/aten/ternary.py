@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides,
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
 from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.runtime.launch.memory import dense_strides
 
 _ROWS: list[Overload] = []
 _add_row = row_adder(_ROWS)
@@ -24,7 +26,7 @@ def rows() -> Iterator[Overload]:
     yield from _ROWS
 
 
-_CLAMP = functor("Clamp", 3, dtypes=NUMBERS)
+_CLAMP = functor("Clamp", 3, dtypes=NUMBERS, numbers_count=False)
 
 
 def _is_bound(limit: Any, dtype: torch.dtype) -> bool:
@@ -132,13 +134,20 @@ def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> 
     elif self.dtype == torch.bool:
         value = bool(value)
     if out is None:
-        # Where self is the larger one, or both are, torch keeps its strides; the mask does not count.
         try:
             shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
         except RuntimeError:
             return _OPTION
-        out = self.new_empty_strided(shape, output_strides(shape, [meta_of(self)]))
+        dense = output_strides(shape, [meta_of(self)]) if _filled_keeps_strides() else dense_strides(shape)
+        out = self.new_empty_strided(shape, dense)
     return run(_MASKED_FILL, (self, mask, value), out=out)
+
+
+@cache
+def _filled_keeps_strides() -> bool:
+    """Return whether this torch keeps strides of self (those of the mask never count): one function on all devices."""
+    x = torch.ones(2, 3).t()
+    return torch.masked_fill(x, x > 0, 0.0).stride() == x.stride()
 
 
 def _castable(source: torch.dtype, to: torch.dtype) -> bool:

@@ -80,6 +80,32 @@ def test_strides_are_torchs(name: str) -> None:
             torch.testing.assert_close(a, b)
 
 
+_POINTWISE = {
+    "one": torch.neg, "two": lambda x: x + x, "three": lambda x: x.addcmul(x, x), "number": lambda x: x * 2.0,
+    "clamp": lambda x: x.clamp(0, 1), "bound": lambda x: x.clamp(min=0), "power": lambda x: x.pow(3.5),
+    "broadcast": lambda x: x + x[:1], "where": lambda x: torch.where(x > 0, x, x),
+    "filled": lambda x: x.masked_fill(x > 0, 1.0), "0-d": lambda x: x + torch.tensor(1.0),
+    "two formats": lambda x: x + x.clone(memory_format=torch.contiguous_format),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("name", _POINTWISE)
+def test_strides_of_pointwise_results_are_torchs(name: str) -> None:
+    """Also of tensors that are dense in two formats, where it matters whether all operands have one shape."""
+    given = [torch.randn(shape).to(memory_format=LAST) for shape in (
+        (2, 1, 4, 5), (1, 1, 5, 5), (2, 3, 1, 1), (1, 3, 1, 1), (2, 3, 4, 5), (1, 1, 1, 1), (2, 1, 1, 5),
+    )]  # fmt: skip
+    given += [torch.randn(4, 3, 5).permute(2, 0, 1), torch.randn(4, 3, 5, 2).permute(1, 0, 3, 2)]
+    given += [torch.randn(5, 8)[:, ::2], torch.randn(3, 1).expand(3, 4), torch.randn(2, 3, 8, 5)[:, :, ::2]]
+    wanted = [_POINTWISE[name](x) for x in given]
+    with taken("sm_80", "ew"):
+        found = [_POINTWISE[name](x) for x in given]
+    for x, got, want in zip(given, found, wanted, strict=True):
+        assert got.stride() == want.stride(), (x.shape, x.stride())
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
 def test_like_channels_last_is_what_torch_suggests() -> None:
     """Beside ``cat`` of one tensor, whose result has the suggested format; where both formats are the same, none."""
     generator = torch.Generator().manual_seed(0)

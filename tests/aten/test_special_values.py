@@ -268,22 +268,26 @@ def test_versions_rise_by_one(place: str) -> None:
 
 @emulated
 @at(*PLACES)
-def test_searchsorted_of_a_number(place: str) -> None:
-    """Torch wraps the number as a tensor of the device, which is converted."""
-    for dtype in (torch.float32, torch.int64):
-        x = torch.arange(9).to(dtype)
-        for number in (2, 2.5, True, -1.0):
-            compare(place, "copy", lambda x, n=number: torch.searchsorted(x, n), x, ours=False)
-            compare(place, "copy", lambda x, n=number: torch.bucketize(n, x), x, ours=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+def test_searchsorted_of_a_number(place: str, dtype: torch.dtype) -> None:
+    """Torch wraps the number as a tensor of the device and converts it, which no override may see there."""
+    x = torch.arange(9).to(dtype)
+    order = torch.arange(9, device=device_of(place))
+    for number in (2, 2.5, True, -1.0, 300, 1 / 3, torch.nan, torch.inf):
+        compare(place, "copy", lambda x, n=number: torch.searchsorted(x, n), x, ours=False)
+        compare(place, "copy", lambda x, n=number: torch.searchsorted(x, n, side="right", sorter=order), x, ours=False)
+        compare(place, "copy", lambda x, n=number: torch.bucketize(n, x, out_int32=True, right=True), x, ours=False)
+        out = torch.empty((), dtype=torch.int64, device=device_of(place))
+        compare(place, "copy", lambda x, n=number, out=out: torch.searchsorted(x, n, out=out).clone(), x, ours=False)
 
 
-def test_a_number_of_the_device_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a conversion of a wrapped number gets at the CUDA key: on a CPU it would end in an internal assertion."""
-    from rtkernels.aten import copy
-
-    made = []
-    monkeypatch.setattr(copy.torch, "scalar_tensor", lambda *args, **how: made.append((args, how)))
-    copy._to_copy(2.5, dtype=torch.float32)
-    copy._to_copy(2)
-    assert made[0] == ((2.5,), {"dtype": torch.float32, "device": "cuda"})
-    assert made[1] == ((2,), {"dtype": torch.int64, "device": "cuda"})
+@emulated
+@pytest.mark.parametrize("name", ["_to_copy", "copy_", "add.Tensor"])
+def test_conversions_see_no_wrapped_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would wrap comes as a tensor wherever conversions are taken: an override of them gets no number."""
+    seen: list[object] = []
+    search = torch.searchsorted
+    with taken("sm_80", name):
+        monkeypatch.setattr(torch, "searchsorted", lambda *args, **how: seen.append(args[1]) or search(*args, **how))
+        torch.ops.aten.searchsorted.Scalar(torch.arange(9.0), 2.5)
+    assert [isinstance(value, torch.Tensor) for value in seen] == ([] if name == "add.Tensor" else [True])

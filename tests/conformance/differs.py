@@ -17,13 +17,21 @@ DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
 # as `torch.ops.aten.rand`, none as `torch.rand`.
 VERSIONS = frozenset({"isclose", "rand", "randn", "randperm"})
 # Statistics of rows with infinities are infinite or NaN, by the order of additions.
-STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
+STATISTICS = frozenset({
+    "native_layer_norm", "native_group_norm", "var_mean.correction", "std_mean.correction",
+})  # fmt: skip
 # Which of equal elements an index names; the elements are compared.
 TIES = frozenset({"topk"})
 # The sign of a zero that a sum, an extreme or a product of many elements gives depends on their order.
 SIGN_OF_ZERO: frozenset[str] = frozenset()
 # Large numbers: intermediate results overflow in one order of additions and not in another.
-CALM: frozenset[str] = frozenset()
+CALM = frozenset({
+    "addcmul", "addcmul_", "addcmul.out", "addr", "prod", "prod.dim_int", "_softmax_backward_data",
+    "_log_softmax_backward_data", "_weight_norm_interface", "_weight_norm_interface_backward", "native_group_norm",
+    "native_group_norm_backward",
+})  # fmt: skip
+# Infinities: torch's kernels differ among each other, by the length of a row.
+PLAIN = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
 
 # ---- tolerances -----------------------------------------------------------------------------------------------------
 
