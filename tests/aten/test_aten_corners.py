@@ -38,6 +38,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     # pointwise
     "eight inputs side by side": lambda: torch.cat([torch.arange(7 + i) for i in range(8)]),
     "eight long inputs": lambda: torch.cat([torch.full((3, 1200), float(i)) for i in range(8)], 1),
+    "rows side by side": lambda: [torch.cat([torch.randn(3, n), torch.randn(3, 12)], 1) for n in (8, 5)],
     "64-bit sums": lambda: large(70) + large(70),
     "floor of negative quotients": lambda: torch.div(torch.arange(-9, 9), torch.tensor(4), rounding_mode="floor"),
     "shifts by the width": lambda: torch.bitwise_left_shift(
@@ -46,6 +47,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "glu of several blocks": lambda: aten.glu_backward(torch.randn(3, 4096), torch.randn(3, 8192), 1),
     "upper triangles": lambda: torch.triu(torch.randn(2, 9, 64), 3),
     "lower triangles": lambda: torch.tril(torch.randn(2, 9, 64), -3),
+    "triangles of every second matrix": lambda: torch.tril(torch.randn(3, 4, 9, 8)[:, ::2]),
     # reductions
     "the first of several NaN": lambda: torch.tensor([[1.0, NAN, 2.0, NAN] * 9, [0.0] * 35 + [NAN]]).argmax(1),
     "the first of several NaN in columns": lambda: torch.tensor([1.0, NAN, 2.0, NAN] * 9).view(12, 3).argmax(0),
@@ -69,7 +71,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "gradients of a group norm": lambda: aten.native_group_norm_backward(
         torch.randn(2, 6, 8, 8), torch.randn(2, 6, 8, 8), torch.zeros(2, 3), torch.ones(2, 3), torch.randn(6), 2, 6, 64, 3,
         [True, True, True]),
+    "groups of channels": lambda: functional.group_norm(torch.randn(2, 6, 8, 8), 3, torch.randn(6), torch.randn(6)),
     # scans
+    "repeats": lambda: torch.repeat_interleave(torch.arange(5), torch.tensor([1, 2, 0, 3, 4])),
     "more places than 16 bits": lambda: (torch.ones(70_001).nonzero(), torch.arange(70_001)[torch.arange(70_001) >= 0]),
     "chosen from more places than 16 bits": lambda: torch.masked_select(torch.arange(70_001), torch.arange(70_001) % 3 == 1),
     "scan of slices": lambda: torch.randint(0, 5, (5003, 3)).float().cumsum(0),

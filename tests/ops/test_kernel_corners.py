@@ -73,6 +73,8 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
     "three of eight are positive": ("sm_90", in_floats(rtkernels.topk), (few_positive(3, 2000), 8), {}),
     "logits that differ in their last bits": (
         "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(768.0).flip(0).view(2, 384) * 2.0**-23, 4), {}),
+    "few logits that differ in their last bits": (
+        "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(200.0).flip(0).view(2, 100) * 2.0**-23, 4), {}),
     "groups behind the last row": (
         "sm_90", rtkernels.grouped_mm, (normal(70, 64), normal(3, 32, 64)),
         {"offs": torch.tensor([10, 50, 300], dtype=torch.int32)}),
