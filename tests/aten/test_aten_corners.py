@@ -56,7 +56,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "variance of one infinity": lambda: torch.tensor([[INF], [1.0], [-INF]]).var(1, correction=0),
     "deviation of an infinity": lambda: torch.tensor([[INF, 1.0], [1.0, 2.0]]).std(0),
     "smallest integers": lambda: torch.tensor([[5, -(2**63), 2**63 - 1, 0] * 9]).amin(1),
-    "smallest integers in columns": lambda: torch.tensor([[5], [-(2**63)], [2**63 - 1]]).expand(3, 40).contiguous().amin(0),
+    "smallest integers in columns": lambda: (
+        torch.tensor([[5], [-(2**63)], [2**63 - 1]]).expand(3, 40).contiguous().amin(0)),
     "index of the smallest integer": lambda: tuple(torch.tensor([[5, -(2**63), 2**63 - 1, 0] * 9]).min(1)),
     "large integers": lambda: (large(6, 70).amax(1), large(6, 70).sum(1), large(70, 6).amax(0)),
     "three dimensions stay": lambda: torch.randn(3, 4, 5, 6, 7).sum((1, 3)),
@@ -67,6 +68,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "norms of columns": lambda: torch.linalg.vector_norm(torch.randn(65, 40), 1, 0),
     "the first is the largest": lambda: torch.arange(640, 0, -1).view(10, 64).to(torch.bfloat16).argmax(1),
     "infinitely far": lambda: torch.allclose(torch.tensor([1.0, 2.0]), torch.tensor([1.0, INF])),
+    "loss of a few": lambda: aten.nll_loss_forward(torch.randn(7, 5), torch.arange(7) % 5, None, 0, -100),
     "loss of each": lambda: aten.nll_loss_forward(torch.randn(700, 5), torch.arange(700) % 5, None, 0, -100),
     "gradients of a group norm": lambda: aten.native_group_norm_backward(
         torch.randn(2, 6, 8, 8), torch.randn(2, 6, 8, 8), torch.zeros(2, 3), torch.ones(2, 3), torch.randn(6), 2, 6, 64, 3,
@@ -75,7 +77,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     # scans
     "repeats": lambda: torch.repeat_interleave(torch.arange(5), torch.tensor([1, 2, 0, 3, 4])),
     "more places than 16 bits": lambda: (torch.ones(70_001).nonzero(), torch.arange(70_001)[torch.arange(70_001) >= 0]),
-    "chosen from more places than 16 bits": lambda: torch.masked_select(torch.arange(70_001), torch.arange(70_001) % 3 == 1),
+    "chosen from more places than 16 bits": lambda: (
+        torch.masked_select(torch.arange(70_001), torch.arange(70_001) % 3 == 1)),
     "scan of slices": lambda: torch.randint(0, 5, (5003, 3)).float().cumsum(0),
     "scan of large integers": lambda: large(2, 70).cumsum(1),
     # orders
@@ -86,10 +89,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     "smallest of positive numbers": lambda: (1 + torch.rand(5003)).topk(70, largest=False),
     "among": lambda: torch.isin(torch.arange(300.0), torch.arange(0.0, 290.0, 3.0)),
     "not among large integers": lambda: torch.isin(torch.arange(300) * BIG, torch.arange(70) * 3 * BIG, invert=True),
-    "bytes by index": lambda: torch.arange(210, dtype=torch.uint8).view(7, 30).gather(1, torch.arange(112).view(7, 16) % 30),
+    "bytes by index": lambda: (
+        torch.arange(210, dtype=torch.uint8).view(7, 30).gather(1, torch.arange(112).view(7, 16) % 30)),
     # windows
     "copies with a scale of their own": lambda: aten.upsample_nearest2d(torch.randn(1, 2, 3, 3), [10, 7], 2.0, 2.0),
-    "gradients of fewer copies": lambda: aten.upsample_nearest2d_backward(torch.randn(1, 2, 4, 3), [4, 3], [1, 2, 10, 9]),
+    "gradients of fewer copies": lambda: (
+        aten.upsample_nearest2d_backward(torch.randn(1, 2, 4, 3), [4, 3], [1, 2, 10, 9])),
 }  # fmt: skip
 
 

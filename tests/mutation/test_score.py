@@ -131,8 +131,8 @@ def test_samples_are_tests() -> None:
 def is_whole(config: pytest.Config) -> bool:
     """Return whether a run is part 0 of the whole suite, and nobody named tests to run or to leave out."""
     option = config.option
-    roots = {ROOT, ROOT / "tests"}
-    named = [arg for arg in config.args if (config.invocation_params.dir / arg.partition("::")[0]).resolve() not in roots]
+    where = config.invocation_params.dir
+    named = {(where / arg.partition("::")[0]).resolve() for arg in config.args} - {ROOT, ROOT / "tests"}
     left_out = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "last_failed", "stepwise")
     return not named and not option.part and option.sample <= 1 and not any(getattr(option, o, None) for o in left_out)
 
