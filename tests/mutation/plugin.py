@@ -30,7 +30,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from mutation import mutator, schemata
-from mutation.processes import apart
+from mutation.processes import apart, fork
 from rtkernels.emulator import _build
 
 FOLDERS = tuple(f"tests/{name}" for name in ("ops", "aten", "conformance", "nn", "optim", "contracts"))
@@ -125,7 +125,7 @@ class Runner:
         gc.freeze()
         workers = []
         for worker in range(self.jobs):
-            if pid := os.fork():
+            if pid := fork():
                 workers.append(pid)
                 continue
             code = 1

@@ -8,14 +8,22 @@ import pickle
 import select
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
+
+
+def fork() -> int:
+    """Fork; that other threads exist, which the child has not, is known: it runs tests, and ends by ``os._exit``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        return os.fork()
 
 
 def apart(work: Callable[[], Any], limit: float) -> Any:
     """Return what a function returns in a process of its own, or "crashed" or "hung"."""
     read, write = os.pipe()
-    if not (pid := os.fork()):
+    if not (pid := fork()):
         with contextlib.suppress(BaseException):
             os.setpgid(0, 0)
             os.close(read)

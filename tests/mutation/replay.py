@@ -22,7 +22,7 @@ _CHEAP = 0.6  # seconds with the compilation of all kernels
 
 
 def drawn(seed: int, count: int, cheap: bool) -> dict[str, str]:
-    """Return some mutants that the README's command kills, and the test that does; if `cheap`, in less than a second."""
+    """Return some mutants that the README's command kills, and the test that does; if `cheap`, in little time."""
     record = json.loads(RECORD.read_text())
     seconds = record["seconds"]
     known = sorted(

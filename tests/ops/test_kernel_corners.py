@@ -37,7 +37,7 @@ def gradients(call: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
 
 def in_floats(call: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     """Return a call whose integers come as floats, which are exact here."""
-    return lambda *args: [t.float() for t in call(*args) if t is not None]
+    return lambda *args, **options: [t.float() for t in call(*args, **options) if t is not None]
 
 
 def with_last(x: Tensor, value: float) -> Tensor:
@@ -62,6 +62,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
         "sm_90", rtkernels.glu_smooth_fp8, (normal(3, 256), torch.tensor([0.0, 1e-40] + 126 * [1.0])), {}),
     "lists of wide matrices": ("sm_90", rtkernels.transpose, ([normal(70, 150) for _ in range(3)],), {}),
     "long mxfp8": ("sm_90", rtkernels.dequantize_mxfp8, rtkernels.quantize_mxfp8(normal(3, 4096)), {}),
+    "codes of mxfp8": ("sm_90", rtkernels.quantize_mxfp8, (normal(5, 64),), {}),
     "rows of a block and a part, mxfp8": (
         "sm_90", rtkernels.dequantize_mxfp8, rtkernels.quantize_mxfp8(normal(5, 40)), {}),
     "rows of blocks and a part, nvfp4": (
@@ -75,6 +76,12 @@ CALLS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
     "three of eight are positive": ("sm_90", in_floats(rtkernels.topk), (few_positive(3, 2000), 8), {}),
     "logits that differ in their last bits": (
         "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(768.0).flip(0).view(2, 384) * 2.0**-23, 4), {}),
+    "many of logits that differ in their last bits": (
+        "sm_90", in_floats(rtkernels.topk_router), (1 + torch.arange(200.0).flip(0).view(2, 100) * 2.0**-23, 40),
+        {"score_first": False}),
+    "heads with a part that is not turned": (
+        "sm_90", rtkernels.qkv_split, (normal(3, 4 * 72), 2, 1),
+        {"rope": (normal(3, 32, dtype=FP32), normal(3, 32, dtype=FP32))}),
     "groups behind the last row": (
         "sm_90", rtkernels.grouped_mm, (normal(70, 64), normal(3, 32, 64)),
         {"offs": torch.tensor([10, 50, 300], dtype=torch.int32)}),

@@ -110,6 +110,38 @@ def test_a_scale_for_blocks(place: str) -> None:
         check("int8", device, "block")
 
 
+@at("sm_80", "sm_90")
+@pytest.mark.parametrize("code", [INT8, E4M3])
+def test_a_query_that_sees_one_key_gives_its_value(code: torch.dtype, place: str) -> None:
+    """Then nothing is rounded but the result: sums of weights and the scale of every column show."""
+    if place == "sm_80" and code == E4M3:
+        pytest.skip("fp8 values are for sm_90")
+    q, k, v = (random(1, 64, 1, 64, seed=i) for i in range(3))
+    v = v * (1 + torch.arange(64)).to(BF16)
+    with running_on(place), poisoned():
+        qc, qs, kc, ks, _ = quantize_qk(q, k, smooth_k=False)
+        values, scale_v = quantize_v(v, dtype=code)
+        out = attention_quantized(qc, kc, values, qs, ks, scale_v, causal=True, out_dtype=BF16)
+    want = decoded_values(values, scale_v, 64)[0, 0]
+    assert ((out[0, 0].double() - want).abs() <= 2.0**-8 * want.abs()).all()
+
+
+@at("sm_80", "sm_90")
+def test_the_next_sequence_may_be_infinite(place: str) -> None:
+    """A tile of values reaches into it; what is not seen is not multiplied."""
+    x = random(1, 40, 1, 64)
+    v = random(40, 1, 64, seed=2)
+    ends = torch.tensor([0, 15, 40], dtype=torch.int32)
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 25, "max_seqlen_k": 25}
+    with running_on(place), poisoned():
+        qc, qs, kc, ks, _ = quantize_qk(x, x, smooth_k=False)
+        given = qc[0], kc[0], v, qs[0], ks[0]
+        want = attention_quantized(*given, **options)
+        v[15:] = math.inf
+        got = attention_quantized(*given, **options)
+    assert torch.equal(got[:15], want[:15]) and want.isfinite().all()
+
+
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
     q = random(1, 5, 2, 16)

@@ -228,6 +228,9 @@ def test_quantised_results(quantized: str, gate: str | None, large: bool, monkey
     random = generator()
     left = cases.operand("bf16", m, k, random)
     right = cases.operand("bf16", n * (2 if gate else 1), k, random)
+    if quantized == "row":  # one of small numbers
+        left.tensor[3] *= 2.0**-9
+        left.values[3] *= 2.0**-9
     exact = left.values @ right.values.T
     if gate:
         exact = FLOAT_ACTS[gate](exact[:, :n]) * exact[:, n:]

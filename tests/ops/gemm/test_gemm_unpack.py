@@ -44,7 +44,6 @@ def test_products_of_codes(place: str, case: str) -> None:
         cases.plain(unpack_plan, a, b, m, n, k, device=device, **options)
 
 
-@pytest.mark.slow
 @at("sm_90", "cuda")
 def test_groups_of_rows(place: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -47,7 +47,7 @@ def test_reference_is_the_definition():
 
 
 @at(*DEVICE_CODE)
-@pytest.mark.parametrize("cols", [64, 36, 1032])
+@pytest.mark.parametrize("cols", [64, 36, 1032, 8])
 def test_rows_on_the_device(cols: int, place: str):
     index = routed(13, 5, 3, 4)
     smooth, count = numbers(5, cols, seed=2).abs() + 0.1, len(index.slots)
