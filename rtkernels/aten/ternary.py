@@ -31,7 +31,9 @@ _CLAMP = functor("Clamp", 3, dtypes=NUMBERS, numbers_count=False)
 
 def _is_bound(limit: Any, dtype: torch.dtype) -> bool:
     """Return False for NaN, which torch ignores in `clamp` and not in `clamp_min`, and for what it cannot convert."""
-    return isinstance(limit, Tensor) or limit is None or (limit == limit and fits(limit, dtype))
+    if isinstance(limit, Tensor) or limit is None:
+        return True
+    return limit == limit and fits(limit, dtype if dtype in FLOATS else torch.float32)
 
 
 def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -> Any:
@@ -39,7 +41,7 @@ def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -
         return _BOOL
     if min is None and max is None:
         return _OPTION
-    if not all(_is_bound(limit, torch.float32) for limit in (min, max)):
+    if not all(_is_bound(limit, self.dtype) for limit in (min, max)):
         return _OPTION
     if max is None:
         return run(MAXIMUM, (self, min), out=out)

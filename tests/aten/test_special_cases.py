@@ -68,6 +68,7 @@ def test_numbers_that_torch_cannot_convert() -> None:
         _same(lambda n=number: torch.nn.functional.threshold(half, n, 1.0), "threshold")
         _same(lambda n=number: torch.addr(torch.ones(2, 2).half(), half, half, beta=n), "addr")
         _same(lambda n=number: half > n, "gt")
+        _same(lambda n=number: half.clamp(max=n), "clamp")
     for number in (1e39, -1e39):
         _same(lambda n=number: torch.add(half, half, alpha=n), "add")
         _same(lambda n=number: half.clamp(n), "clamp")
