@@ -85,6 +85,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "sort of large integers": lambda: [tuple(large(n).sort(stable=True)) for n in (40, 300, 5003)],
     "largest of large integers": lambda: large(5003).topk(5),
     "largest of small integers": lambda: (torch.arange(5003) * 7 % 5003).topk(5),
+    "largest of negative integers": lambda: (-1 - torch.arange(5003) * 7 % 5003).topk(5),
     "largest of negative numbers": lambda: (-1 - torch.rand(5003)).topk(5),
     "smallest of positive numbers": lambda: (1 + torch.rand(5003)).topk(70, largest=False),
     "among": lambda: torch.isin(torch.arange(300.0), torch.arange(0.0, 290.0, 3.0)),

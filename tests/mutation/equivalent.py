@@ -17,7 +17,14 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "loss/row_cluster.cuh:condition:c14abdc1", "loss/row_in_registers.cuh:tail:058509d1",
         "multi/multi_reduce.cu:condition:9f70bddf", "quant/quantize_fp8_generic.cu:tail:583c9472",
         "reduce/group_norm.cu:tail:375f48d0", "rope/mla_rope.cu:condition:a8af3f2a",
-        "router/rms_norm_router.cu:condition:f558f843",
+        "router/rms_norm_router.cu:condition:f558f843", "attention/attention_quantize.cu:condition:f3dfa9c2",
+        "attention/lightning_sm90.cu:condition:6918fafe",
+    ),
+    "the other side of the condition holds where the bound was": (
+        "norm/norm_fp8_single_read.cu:bound:7e132ef4",
+    ),
+    "its only caller has one load, whose offset is 0": (
+        "common/row_elements.cuh:sign:498feaba",
     ),
     "the value is replaced before it is read, or multiplied by 0": (
         "act/glu_nvfp4.cu:initial:55187507", "loss/cross_entropy.cu:initial:cd7a73b3",

@@ -25,6 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 DENSE = {
     "62 keys more than queries": ((1, 70, 132, 1, 1, 64), BF16, {"causal": True}),
+    "a cap nearby": ((1, 20, 40, 1, 1, 64), BF16, {"softcap": 2.0}),
     "a cap far away": ((1, 20, 40, 1, 1, 64), BF16, {"softcap": 1e6}),
     "padded heads": ((1, 17, 33, 2, 2, 88), BF16, {}),
     "bias of heads": ((2, 9, 20, 2, 2, 64), BF16, {"bias": test_attention.normal(2, 2, 9, 20, seed=9)}),

@@ -384,9 +384,14 @@ def test_backward_softcap_and_sinks() -> None:
 
 
 def test_backward_lengths_and_packed_sequences() -> None:
-    check_backward(*qkv(2, 9, 140, 1, 1, 64), {"lengths": torch.tensor([130, 7], dtype=torch.int32)}, right=0)
-    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 73], [0, 50, 60, 130]))
-    packed = random(73, 2, 64), random(130, 1, 64, seed=1), random(130, 1, 64, seed=2)
+    lengths = torch.tensor([130, 7], dtype=torch.int32)
+    q, k, v = qkv(2, 9, 140, 1, 1, 64)
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+    check_backward(q, k, v, {"lengths": lengths}, right=0)
+    # The statistics of the last one lie elsewhere than those of the fourth of four padded sequences.
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 70, 70, 130, 133], [0, 50, 60, 130, 140]))
+    packed = random(133, 2, 64), random(140, 1, 64, seed=1), random(140, 1, 64, seed=2)
     sinks = random(2, dtype=torch.float32)
     with fresh_memory(0x3F):  # rows of scratch between sequences, which nobody writes, look like numbers
         check_backward(*packed, {"cu_q": cu_q, "cu_k": cu_k, "sinks": sinks}, lq=70, lkv=70, right=0)
