@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rtkernels.models.probe import NotRecognized, Recognized
-from rtkernels.models.recognize import apply_rope, autocasts, rope
+from rtkernels.models.recognize import apply_rope, autocasts, positional, rope
 
 _NAME = re.compile(r"apply\w*(rotary|rope)")
 _views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
@@ -92,26 +92,42 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
     form, partial, mixed, tokens_first = forms[0], *(name in forms for name in ("partial", "mixed", "tokens first"))
     factor = 2 if form == "half tables" else 1
 
-    def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
-        rotary = factor * cos.shape[-1]
-        unsqueeze_dim = kwargs.get("unsqueeze_dim", 1)
-        fits = (
-            q.dim() == 4
-            and not args
-            and all(name == "unsqueeze_dim" for name in kwargs)
-            and (unsqueeze_dim == 1 or (tokens_first and unsqueeze_dim == 2))
-            and cos.dim() == 3
-            and not (cos.requires_grad or sin.requires_grad)
-            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and (mixed or autocasts(q))))
-            and (rotary == q.shape[-1] or (partial and rotary < q.shape[-1]))
-        )
-        if not fits:
-            return original(q, k, cos, sin, *args, **kwargs)
-        if unsqueeze_dim == 2:
+    names = positional(original)[:4]
+    default = inspect.signature(original).parameters.get("unsqueeze_dim")
+    usual = 1 if default is None else default.default
+
+    def apply_rotary_pos_emb(*args, **kwargs):
+        # Called as the original may be: tensors with or without names, and in forms that only the original has.
+        given = dict(zip(names, args))  # noqa: B905: the original takes fewer, and more
+        given.update((name, value) for name, value in kwargs.items() if name in names)
+        more = {name: value for name, value in kwargs.items() if name not in names}
+        if not _fits(args, given, more):
+            return original(*args, **kwargs)
+        q, k, cos, sin = [given[name] for name in names]
+        if more.get("unsqueeze_dim", usual) == 2:
             return apply_rope(q, k, cos, sin, form, layout="bshd")
         if q.stride(1) < q.stride(2):  # views of [batch, tokens, heads, size]: the results lie in memory as they do
             q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, form, layout="bshd")
             return q.transpose(1, 2), k.transpose(1, 2)
         return apply_rope(q, k, cos, sin, form)
+
+    def _fits(args, given, more) -> bool:
+        if len(args) > 4 or len(given) != 4:
+            return False
+        q, k, cos, sin = [given[name] for name in names]
+        if not all(isinstance(t, torch.Tensor) for t in (q, k, cos, sin)):
+            return False
+        rotary = factor * cos.shape[-1]
+        dim = more.get("unsqueeze_dim", usual)
+        return (
+            q.dim() == 4
+            and k.dim() == 4
+            and all(name == "unsqueeze_dim" for name in more)
+            and (dim == 1 or (tokens_first and dim == 2))
+            and cos.dim() == 3
+            and not (cos.requires_grad or sin.requires_grad)
+            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and (mixed or autocasts(q))))
+            and (rotary == q.shape[-1] or (partial and rotary < q.shape[-1]))
+        )
 
     return apply_rotary_pos_emb

@@ -584,6 +584,22 @@ class Attention(nn.Module):
         return apply_rotary_true(q, k, cos, sin)
 
 
+def apply_rotary_of_one_too(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    q = _turned(q, cos, sin, unsqueeze_dim)
+    return q if k is None else (q, _turned(k, cos, sin, unsqueeze_dim))
+
+
+class AllForms(Attention):
+    """Calls a rotation in each form that it has: of one tensor, with names, with a number."""
+
+    def forward(self, q, k, cos, sin):
+        one = apply_rotary_of_one_too(q, cos=cos, sin=sin)
+        named = apply_rotary_of_one_too(k=k, q=q, sin=sin, cos=cos)
+        placed = apply_rotary_of_one_too(q, k, cos, sin, 1)
+        first = apply_rotary_of_one_too(q.transpose(1, 2), cos=cos, sin=sin, unsqueeze_dim=2)
+        return one, *named, *placed, *apply_rotary_of_one_too(q, None, cos, sin=sin), first
+
+
 class OnlyQ(Attention):
     def forward(self, q, k, cos, sin):
         return apply_rotary_only_q(q, k, cos, sin)
@@ -640,6 +656,18 @@ def test_rotation() -> None:
     torch.testing.assert_close(*grads)  # learned tables go to the model's own rotation
     half = [t.detach().bfloat16() for t in (q, k)]
     assert module(*half, *(t.detach() for t in tables))[0].dtype == torch.float32  # as the model's own
+
+
+def test_rotation_is_called_in_every_form() -> None:
+    module = AllForms()
+    q, k = (torch.randn(2, 3, 5, 16) for _ in range(2))
+    angles = torch.randn(2, 5, 8).repeat(1, 1, 2)
+    wanted = module(q, k, angles.cos(), angles.sin())
+    assert patched(module).replaced["rope"] == 1
+    for got, value in zip(module(q, k, angles.cos(), angles.sin()), wanted, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="apply_rotary_of_one_too"):  # the original's error
+        type(module).forward.__globals__["apply_rotary_of_one_too"](q, k, angles, angles, 1, 2)
 
 
 REFUSED_ROTATIONS = {
