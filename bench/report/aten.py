@@ -30,7 +30,8 @@ HALF = 0.5  # the same, of one case: never taken
 NEVER = 1 << 62
 # Faster on core shapes, and all the same not in the default set: in models they are called so often on so little that
 # the host's time of an override, which counts where a model waits for its host, is more than what the device saves
-# (T5 in bfloat16 calls `clone` 195 times a step, which saves the device 0.8 ms and costs the host more than 2 ms).
+# (T5 in bfloat16: of 249 calls a step that were taken 195 are `clone`, which saves the device 0.8 ms; the host's time
+# of the step rose by 25 ms with all of them, that of T5 in float32 by 2.6 ms).
 SLOWER_IN_MODELS = frozenset({"clone"})
 
 

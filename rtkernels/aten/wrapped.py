@@ -1,8 +1,8 @@
 """Operators of torch that make a tensor of a number on the device, marked as a number, and then convert it.
 
 Where a conversion has an override, torch turns such a tensor into a Python number for it, which is an internal error
-for all but CPU tensors. So while conversions are taken, these operators get the number as a plain tensor of the dtype that
-torch would convert it to.
+for all but CPU tensors. So while conversions are taken, these operators get the number as a plain tensor of the dtype
+that torch would convert it to.
 """
 
 from __future__ import annotations
