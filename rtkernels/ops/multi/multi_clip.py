@@ -9,6 +9,7 @@ from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.torch_private import refuse_lazy
 
 
 def multi_clip_(tensors: Tensors, limit: float) -> None:
@@ -29,6 +30,7 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
     refuse_shared_lists([("tensors", tensors, True)])
     for i, t in enumerate(tensors):
+        refuse_lazy(f"tensors[{i}]", t)  # torch would, in words of its dispatcher
         if t.numel() and overlaps_itself(t.shape, t.stride()):
             raise ArgumentError(f"tensors[{i}] has strides {t.stride()}; expected memory of its own for every element")
     if tensors:

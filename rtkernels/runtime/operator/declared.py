@@ -319,7 +319,10 @@ def run_and_keep({names}):
             args = list(args)
             for name, how in plan.converted.items():
                 i = self.names.index(name)
-                args[i] = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+                made = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+                # Plans count on memory that torch has just given (``dense_as``); one that needed no change is the
+                # caller's, which may begin anywhere.
+                args[i] = made.clone() if made.data_ptr() & 15 else made
             args = tuple(args)
         return plan, args
 

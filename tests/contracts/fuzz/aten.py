@@ -53,7 +53,10 @@ def family_of(op: Any) -> str:
 
 def calls(op: Any, rng: random.Random, device: str, samples: int) -> Iterator[Call]:
     """Yield an OpInfo with some of its samples: dtypes, forms and sizes at random."""
-    dtypes = [dtype for dtype in _DTYPES if dtype in op.supported_dtypes(device)]
+    supported = op.supported_dtypes(device)
+    dtypes = [dtype for dtype in _DTYPES if dtype in supported] or sorted(supported, key=str)
+    if not dtypes:  # as torch's OpInfos say of some operators on devices they have none for
+        return
     forms = [op.op] + [op.inplace_variant] * (op.inplace_variant is not None)
     for _ in range(samples):
         dtype = rng.choice(dtypes)

@@ -169,7 +169,8 @@ def _captured(name: str, call: Callable[..., Any]) -> tuple[Any, Any]:
     function, seen = getattr(rtkernels, name), []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append((args, kwargs))
+        copies = iter([t.detach().clone() for _, t in leaves((args, kwargs), "") if isinstance(t, Tensor)])
+        seen.append((rebuilt(args, copies), rebuilt(kwargs, copies)))  # as they are before the call writes to them
         return function(*args, **kwargs)
 
     counts = test_dynamic_rows.COUNTS
@@ -190,10 +191,12 @@ def _function(label: str, name: str, family: str, args: Any, kwargs: Any) -> Cal
     names = ONE_EACH.get(name, ()) if has_out else ()
     call = _call(label, family, function, args, kwargs, has_out=has_out, out_names=names, function=True)
     tensors = [t.clone() for t in call.tensors]
+    versions = [t._version for t in tensors]
     with torch.no_grad():
         call.run(tensors)
+    # By versions, too: what is written may have been there before.
     changed = [not torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors, call.tensors, strict=True)]
-    call.written = {i for i, different in enumerate(changed) if different}
+    call.written = {i for i, t in enumerate(tensors) if changed[i] or t._version != versions[i]}
     return call
 
 

@@ -117,7 +117,8 @@ def sizes_of(call: Call) -> list[tuple[int, int]]:
     """Return sizes that may be changed, with other ones.
 
     A size is changed wherever tensors have it. What integers refer to is left alone, and so are sizes of integer
-    tensors that are ordered (offsets), and those that other arguments name.
+    tensors that are ordered (offsets) or no two of which are equal (places that rows go to: repeated ones would be a
+    race), and those that other arguments name.
     """
     found = {n for t in call.tensors for n in t.shape if n > 1}
     least = 0
@@ -127,10 +128,16 @@ def sizes_of(call: Call) -> list[tuple[int, int]]:
         if t.numel():
             least = max(least, int(t.max()) + 1)
             found -= {int(t.max())}
-        if t.dim() <= 1:
+        if t.dim() <= 1 or _are_places(t):
             found -= set(t.shape)
     found -= call.numbers
     return [(old, new) for old in sorted(found) for new in SIZES if new != old and new >= least]
+
+
+def _are_places(t: Tensor) -> bool:
+    """Return True if no two integers are equal, but for negative ones, which stand for nothing."""
+    given = t[t >= 0]
+    return given.numel() > 1 and given.unique().numel() == given.numel()
 
 
 def resized(t: Tensor, old: int, new: int) -> Tensor:
