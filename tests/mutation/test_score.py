@@ -43,8 +43,11 @@ def of_now(key: str) -> set[str]:
 
 
 def shares() -> tuple[float, float]:
-    """Return which part of the judged mutants the README's command kills, and which runs of families."""
-    command, family, survived = (len(of_now(key)) for key in ("command", "family", "survived"))
+    """Return which part of the judged mutants the README's command kills, and which runs of families.
+
+    As they were judged: an edit of a kernel since then may have removed some, which says nothing about tests.
+    """
+    command, family, survived = (len(record()[key]) for key in ("command", "family", "survived"))
     judged = command + family + survived
     return command / judged, (command + family) / judged
 
@@ -113,7 +116,7 @@ def gone_samples(chosen: dict[str, list[str]]) -> list[str]:
         text = path.read_text() if path.is_file() else ""
         for name in names:
             function = re.sub(r"\[.*", "", name, flags=re.DOTALL).rpartition("::")[2]
-            if f"def {function}(" not in text:
+            if not re.search(rf"^\s*(?:def {function}\(|{function} = )", text, re.MULTILINE):
                 gone.append(f"{file}::{name}")
     return gone
 
@@ -170,7 +173,7 @@ def test_a_recorded_test_kills_a_recorded_mutant(request: pytest.FixtureRequest)
 
 @needs_compiler
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_recorded_tests_kill_recorded_mutants(seed: int) -> None:
     """Any of them."""
     replay(zlib.crc32(RECORD.read_bytes()) + seed, 3)
