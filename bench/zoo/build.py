@@ -155,7 +155,15 @@ def with_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
 def call(model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Return the result of a forward with fixed random numbers."""
     seed(1)
-    return model(**inputs)
+    return model(**unshared(inputs))
+
+
+def unshared(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs that a model may write to; leaves of a graph as they are."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+        for name, value in inputs.items()
+    }
 
 
 def _try(model: nn.Module, inputs: dict[str, Any]) -> Any:

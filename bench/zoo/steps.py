@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.zoo.build import Built, call, outputs_of, seed, with_gradients
+from bench.zoo.build import Built, call, outputs_of, seed, unshared, with_gradients
 
 ROUNDING, CODES = 2.0**-23, 2.0**-4  # half a unit in the last place of fp32, and of e4m3
 FACTOR, FACTOR_FP8, FACTOR_HALF = 8.0, 4.0, 8.0  # operators differ in more than one rounding
@@ -115,7 +115,7 @@ def generate(model: nn.Module, built: Built) -> Step:
     """Return the tokens that a model chooses greedily."""
     model.eval()
     left_out = ("labels", "decoder_input_ids", "start_positions", "end_positions")
-    inputs = {name: value for name, value in built.inputs.items() if name not in left_out}
+    inputs = unshared({name: value for name, value in built.inputs.items() if name not in left_out})
     with kept_state(model):
         seed(3)
         found = model.generate(

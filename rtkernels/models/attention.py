@@ -30,6 +30,7 @@ from rtkernels.models.recognize import NotRecognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 NAME = "rtkernels"
+WHOLE = "rtkernels_masked"  # the same with masks that are always made, for models that need them: see _needs_masks
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
 # Hashes of the forwards of models that use attention_mask for nothing but a causal mask, and whether they choose by the
@@ -59,6 +60,13 @@ def attention_mask(**options: Any) -> Tensor | None:
             return (offset + 1).to(torch.int32).reshape(1).repeat(batch).view(batch, 1, 1, 1)
         return torch.full((batch, 1, 1, 1), offset + 1, dtype=torch.int32, device=options.get("device"))
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
+
+
+def whole_mask(**options: Any) -> Tensor | None:
+    """Return a mask as for torch's attention, also where it is causal and nothing else."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**options, "allow_is_causal_skip": False})
 
 
 def _is_unpadded(mask: Tensor) -> bool:
@@ -246,22 +254,37 @@ def _constants(code: CodeType) -> Iterator[tuple[set[str], set[Any]]]:
 
 
 @cache
+def _names_and_constants(cls: type[nn.Module]) -> tuple[tuple[set[str], set[Any]], ...]:
+    """Return what the methods of a class of transformers and the functions of its file read, each by itself."""
+    if not cls.__module__.startswith("transformers.models."):
+        return ()
+    functions = [getattr(cls, method, None) for method in dir(cls) if method != "__init__"]
+    functions += [f for f in getattr(inspect.unwrap(cls.forward), "__globals__", {}).values() if inspect.isfunction(f)]
+    found: list[tuple[set[str], set[Any]]] = []
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if code is not None and code.co_filename.endswith(f"{cls.__module__.rpartition('.')[2]}.py"):
+            found += _constants(code)
+    return tuple(found)
+
+
 def _asks(cls: type[nn.Module], name: str) -> bool:
     """Return True if a class's code, or a function of its file, asks whether the attention has this name.
 
     Sparse attention does: it puts its choice of keys into the mask for the names it knows, and hands it to others.
     """
-    if not cls.__module__.startswith("transformers.models."):
-        return False
-    functions = [getattr(cls, method, None) for method in dir(cls) if method != "__init__"]
-    functions += [f for f in getattr(inspect.unwrap(cls.forward), "__globals__", {}).values() if inspect.isfunction(f)]
-    for function in functions:
-        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-        if code is None or not code.co_filename.endswith(f"{cls.__module__.rpartition('.')[2]}.py"):
-            continue
-        if any("_attn_implementation" in names and name in constants for names, constants in _constants(code)):
-            return True
-    return False
+    return any("_attn_implementation" in names and name in given for names, given in _names_and_constants(cls))
+
+
+def _needs_masks(module: nn.Module, name: str) -> bool:
+    """Return True if a module needs masks that are causal and nothing else, which are otherwise left out.
+
+    Its code reads the mask, and asks transformers not to leave it out (an indexer of sparse attention); or the model
+    was eager, which has all masks, and the module says that it is not causal: without a mask it would not be.
+    """
+    if any("allow_is_causal_skip" in given for _, given in _names_and_constants(_class_of(module))):
+        return True
+    return name == "eager" and getattr(module, "is_causal", None) is False
 
 
 def _uses_interface(model: nn.Module) -> bool:
@@ -310,6 +333,13 @@ def replace_attention(model: nn.Module) -> None:
             raise NotRecognized(f"{who} does something else where the attention is not called {name}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(WHOLE, attention_forward)
+    AttentionMaskInterface.register(WHOLE, whole_mask)
+    masked = [
+        module.config
+        for module in model.modules()
+        if id(getattr(module, "config", None)) in names and _needs_masks(module, names[id(module.config)][1] or before)
+    ]
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:  # one of its parts accepts no other
@@ -320,6 +350,7 @@ def replace_attention(model: nn.Module) -> None:
     for part in parts:
         if not _uses_interface(part) and id(part.config) not in ours:
             _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
+    _give_back((config, WHOLE) for config in masked if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
     model.__dict__[_HOOK] = [
         module.register_forward_pre_hook(_before, with_kwargs=True)

@@ -155,3 +155,35 @@ def test_parts_keep_what_they_had() -> None:
         models.unpatch(model)
         assert {id(c): name for c, name in attention._names_of(model).values()} == before
         assert torch.equal(model(pixel_values=pixels).logits, wanted)
+
+
+def _prism() -> nn.Module:
+    """Return a text model that is eager, whose modules are not causal, and whose mask is."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.VideoPrismTextConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+    torch.manual_seed(0)
+    return transformers.models.videoprism.modeling_videoprism.VideoPrismTextModel(config).eval()
+
+
+def test_a_causal_mask_of_modules_that_are_not_causal() -> None:
+    pytest.importorskip("transformers.models.videoprism")
+    model, given = _prism(), tokens(2, 9) % 64
+    options = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+    with torch.no_grad():
+        wanted = model(**options).last_hidden_state
+        assert models.patch(model, attention=True).replaced["attention"] == 1
+        assert torch.allclose(model(**options).last_hidden_state, wanted, rtol=0, atol=1e-4)
+        models.unpatch(model)
+        assert torch.equal(model(**options).last_hidden_state, wanted)
+
+
+def test_code_that_reads_masks_gets_them() -> None:
+    modelling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    assert attention._needs_masks(object.__new__(modelling.Qwen4ExpTextModel), "sdpa")
+    model = build("llama")
+    assert not any(attention._needs_masks(module, "sdpa") for module in model.modules())
+    options = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4, "kv_offset": 0}
+    mask = attention.whole_mask(**options, device=torch.device("cpu"), dtype=torch.float32)
+    assert mask is not None and mask.dtype == torch.bool and mask.shape == (2, 1, 1, 5)
