@@ -117,7 +117,8 @@ def sizes_of(call: Call) -> list[tuple[int, int]]:
     """Return sizes that may be changed, with other ones.
 
     A size is changed wherever tensors have it. What integers refer to is left alone, and so are sizes of integer
-    tensors that are ordered (offsets), and those that other arguments name.
+    tensors that are ordered (offsets), those that other arguments name, and those of places to write to: two writes to
+    one place give either value.
     """
     found = {n for t in call.tensors for n in t.shape if n > 1}
     least = 0
@@ -127,7 +128,7 @@ def sizes_of(call: Call) -> list[tuple[int, int]]:
         if t.numel():
             least = max(least, int(t.max()) + 1)
             found -= {int(t.max())}
-        if t.dim() <= 1:
+        if t.dim() <= 1 or call.written:
             found -= set(t.shape)
     found -= call.numbers
     return [(old, new) for old in sorted(found) for new in SIZES if new != old and new >= least]
