@@ -49,6 +49,15 @@ def _inputs(rows: int = 64, cols: int = 256) -> tuple[torch.Tensor, torch.Tensor
 # ---- without a GPU --------------------------------------------------------------------------------------------------
 
 
+def test_a_grid_of_no_blocks_is_no_launch() -> None:
+    """The driver refuses one: plans leave it out, for every kernel."""
+    for device in (-1, 0):
+        launches = [column_sum._KERNEL.bind(("fp32",), device, grid, 32) for grid in (0, (3, 0), (1, 1, 0))]
+        steps = plan_module.Steps(*(plan_module.Step(launch, "x") for launch in launches))
+        assert steps.steps == ()
+        launches[0](0, 0)
+
+
 def test_fallback_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*args):
         raise ToolkitError("CuPy is missing")

@@ -79,6 +79,8 @@ def _check(
                 f"cos has shape {tuple(cos.shape)}; expected [positions, angles], angles an even number up to half of "
                 f"{k.shape[-1]}"
             )
+        if not cos.shape[0] and k.numel():
+            raise ArgumentError(f"cos has shape {tuple(cos.shape)}; expected one position or more")
         if slots is not None and positions is None:
             raise ArgumentError("positions is None; expected them where slots and cos are given")
 

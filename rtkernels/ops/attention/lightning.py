@@ -30,7 +30,7 @@ from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Dense, InPlaceExact, InPlaceOperator, Meta, Operator
+from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceOperator, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -123,7 +123,7 @@ FORWARD = Operator(
     "lightning_attention_fwd",
     (
         Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("decay", (_FLOAT32,)),
-        Dense("initial_state", (_FLOAT32,), optional=True), Dense("cu_seqlens", None, optional=True),
+        Aligned("initial_state", (_FLOAT32,), optional=True), Dense("cu_seqlens", None, optional=True),
     ),
     options="float scale, bool wants_state",
     results="out final_state",
@@ -192,7 +192,7 @@ def _plan_backward(
 
 BACKWARD = Operator(
     "lightning_attention_bwd",
-    (Heads("dout", HALVES), Dense("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
+    (Heads("dout", HALVES), Aligned("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
     options="float scale, bool wants_state, bool need_q, bool need_k, bool need_v, bool need_initial_state",
     results="dq dk dv dinitial_state", outputs=_backward_outputs, plan=_plan_backward, reference=reference.backward,
     check=_check_backward, plans_empty=True,
@@ -272,7 +272,7 @@ ONE = InPlaceOperator(
     "lightning_attention_step_",
     (
         Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("decay", (_FLOAT32,)),
-        InPlaceExact("state", (_FLOAT32,)),
+        InPlaceVectors("state", (_FLOAT32,)),
     ),
     options="float scale",
     results="out",
@@ -295,7 +295,8 @@ def lightning_attention_step(
         k: As q.
         v: The same with a width of its own.
         decay: [heads], any float type.
-        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the token.
+        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the
+            token. By way of a copy if its address is no multiple of 16 bytes.
         scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
         out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
 

@@ -63,6 +63,8 @@ def _check(
             raise ArgumentError(
                 f"cos has shape {tuple(cos.shape)}; expected [positions, pairs], at most {dim // 2} pairs of a head"
             )
+        if not cos.shape[0] and qkv.numel():
+            raise ArgumentError(f"cos has shape {tuple(cos.shape)}; expected one position or more")
     if pos is not None and (pos.dtype != torch.int32 or pos.numel() not in (1, qkv.shape[0] if qkv.dim() == 3 else 1)):
         raise ArgumentError(f"pos is {pos.dtype} {tuple(pos.shape)}; expected int32, one or as many as sequences")
     lead = tuple(qkv.shape[:-1])

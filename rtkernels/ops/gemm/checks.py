@@ -248,14 +248,25 @@ def check_vector(name: str, meta: Meta | None, n: int) -> str | None:
     return TOKENS[meta.dtype]
 
 
-def check_result(name: str, meta: Meta, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> Matrix:
-    """Return a result that the caller gave (or a residual) as it lies: rows with unit stride, evenly spaced."""
+def check_result(
+    name: str, meta: Meta, shape: Sequence[int], dtypes: Sequence[torch.dtype], *, grouped: bool = False
+) -> Matrix:
+    """Return a result that the caller gave (or a residual) as it lies: rows with unit stride, evenly spaced.
+
+    Args:
+        name: For messages.
+        meta: What came.
+        shape: What it must have.
+        dtypes: One of them.
+        grouped: The first of three dimensions is that of groups, which may lie anywhere; else it is one of rows, all
+            of which are evenly spaced.
+    """
     if tuple(meta.shape) != tuple(shape):
         raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {tuple(shape)}, that of the result")
     if meta.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ArgumentError(f"{name} has dtype {str(meta.dtype).removeprefix('torch.')}; expected one of {wanted}")
-    stacked = len(shape) == 3
+    stacked = grouped and len(shape) == 3
     found = lies(meta.shape, meta.stride, stacked and collapsed(meta.shape[:-1], meta.stride[:-1]) is None)
     if found is None or (found[0] and meta.shape[-1] != 1):
         raise ArgumentError(f"{name} has strides {tuple(meta.stride)}; expected unit-stride rows, evenly spaced")

@@ -92,7 +92,7 @@ def describe(
     m, n, k = left.rows, right.rows, left.k
     shape = (*a.shape[:-1], n)
     if out is not None:
-        dtype, result = out.dtype, checks.check_result("out", out, shape, checks.OUTPUTS)
+        dtype, result = out.dtype, checks.check_result("out", out, shape, checks.OUTPUTS, grouped=True)
     else:
         dtype = checks.result_dtype(a, b, scale_a is not None or scale_b is not None, packed, out_dtype)
         if dtype not in checks.OUTPUTS:
@@ -144,7 +144,7 @@ def describe_wgrad(
     if depth and align % depth:
         raise ArgumentError(f"align is {align}; expected a multiple of {depth}, the rows that share a scale")
     shape = (count, left.rows, right.rows)
-    result = checks.check_result("out", out, shape, checks.FLOATS)
+    result = checks.check_result("out", out, shape, checks.FLOATS, grouped=True)
     product = Product(
         left.rows, right.rows, left.k, left.matrix, right.matrix, result, scales_a, scales_b, accumulate=accumulate,
         sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, depth), groups=Groups("depth", count, align),

@@ -19,6 +19,11 @@ from rtkernels.runtime.build import nvrtc
 
 Launch = Callable[..., None]
 
+
+def no_blocks(*_: Any) -> None:
+    """A launch of no blocks: nothing happens."""
+
+
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201

@@ -124,7 +124,7 @@ class Kernel:
         Args:
             variant: Template arguments.
             device: CUDA ordinal, or -1 for the host emulator.
-            grid: Blocks in x, or in up to three dimensions; every one at least 1.
+            grid: Blocks in x, or in up to three dimensions. None at all, of empty tensors, is no launch: ``no_blocks``.
             block: Threads per block.
             shared: Dynamic shared memory in bytes.
             overlap: The kernel may start before the previous one of its stream has ended. It must call
@@ -138,6 +138,8 @@ class Kernel:
         """
         dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
         dims += (1,) * (3 - len(dims))
+        if 0 in dims:  # which the driver refuses
+            return driver.no_blocks
         if device < 0:
             from rtkernels import emulator
 

@@ -211,3 +211,13 @@ class InPlaceExact(Exact):
     """One that the operator overwrites, contiguous."""
 
     written = True
+
+
+class InPlaceVectors(InPlaceExact):
+    """One that the operator overwrites, contiguous; if its address is no multiple of 16, by way of a copy."""
+
+    def fits(self, meta: Meta) -> bool:
+        return meta.misaligned == 0
+
+    def copied(self, t: Tensor) -> Tensor:
+        return t.clone(memory_format=torch.contiguous_format)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ResidencyError
-from rtkernels.runtime.launch.driver import Launch
+from rtkernels.runtime.launch.driver import Launch, no_blocks
 from rtkernels.runtime.launch.memory import (
     allocator,
     dense_strides,
@@ -130,7 +130,7 @@ class Steps:
     """What a declared operator's ``plan`` returns: launches, one after the other, and the memory they share.
 
     Args:
-        steps: May be none: the results are then left as they were made.
+        steps: May be none: the results are then left as they were made. Those without blocks are left out.
         scratch: Memory that lives as long as the call, by name.
         zeros: How many int32 zeros an argument of this name gets, cleared for this call.
         kept: Tensors that a plan uses in every call, by name.
@@ -153,7 +153,8 @@ class Steps:
         if_not_resident: Callable[[], Steps] | None = None, kept: Mapping[str, Tensor] | None = None,
         before: Callable[[], None] | None = None, after: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.steps, self.scratch, self.zeros = steps, dict(scratch or {}), dict(zeros or {})
+        self.steps = tuple(step for step in steps if step.launch is not no_blocks)
+        self.scratch, self.zeros = dict(scratch or {}), dict(zeros or {})
         self.converted, self.instead, self.if_not_resident = converted, instead, if_not_resident
         self.kept_zeros, self.kept, self.before, self.after = dict(kept_zeros or {}), dict(kept or {}), before, after
 

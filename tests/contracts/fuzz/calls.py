@@ -42,6 +42,7 @@ class Call:
         has_out: Takes ``out=``.
         out_names: Names of the arguments that results go to, in their order; none if ``out`` is a tuple for several.
         numbers: Integers among the other arguments, which sizes may belong to.
+        words: Strings among them, such as names of layouts.
         function: It is a public function, which may be differentiable.
     """
 
@@ -54,6 +55,7 @@ class Call:
     has_out: bool = False
     out_names: tuple[str, ...] = ()
     numbers: frozenset[int] = frozenset()
+    words: frozenset[str] = frozenset()
     function: bool = False
 
 
@@ -100,7 +102,9 @@ def _call(name: str, family: str, callee: Callable[..., Any], args: Any, kwargs:
         return callee(*again[0], **again[1], **outputs)
 
     numbers = frozenset(value for _, value in found if type(value) is int)
-    return Call(name, family, [key for key, _ in given], [t.detach() for _, t in given], run, numbers=numbers, **more)
+    words = frozenset(value for _, value in found if isinstance(value, str))
+    more |= {"numbers": numbers, "words": words}
+    return Call(name, family, [key for key, _ in given], [t.detach() for _, t in given], run, **more)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

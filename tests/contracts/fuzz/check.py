@@ -15,6 +15,7 @@ from contracts.fuzz.calls import Call, results_of
 from contracts.fuzz.memory import Arena, Layout, as_bytes, dense, fill, layouts, placed, span
 from contracts.fuzz.variations import Variation, is_index, resized
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.ops.gemm.backend import NoBackendError
 
 # Largest difference, of the largest magnitude of a result, where a layout leads to another kernel: sums in another
 # order in fp32, then one rounding to the dtype either way. Codes of 8 bits may differ by one step.
@@ -22,8 +23,8 @@ TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10,
     torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2,
 }  # fmt: skip
-# Torch gives these for what it cannot do on any layout; they name no argument of ours.
-_REFUSED = (ArgumentError,)
+# What says in words that a call cannot be done: an argument will not do, or the kernel that was asked for.
+_REFUSED = (ArgumentError, NoBackendError)
 # Functions that read a tensor as a whole before they write over it: a shift of memory changes nothing.
 COPY_FIRST = {"index_select", "scatter_add", "index_select_into", "scatter_add_into", "add_", "add_in_place"}
 
@@ -92,6 +93,8 @@ class Fuzzer:
                 tensors.append(tensors[variation.same[0]])
                 continue
             t, arena = placed(value, _layout(value, chosen.get(i)), self.device)
+            if is_other_matrix(call, i, t):
+                return False
             tensors.append(t)
             watched[i] = arena, t
         clones = [contiguous(t) for t in tensors]
@@ -102,21 +105,21 @@ class Fuzzer:
         got = None
         for i in range(self.repeat if not call.written else 1):
             got = self._outcome(call, tensors, variation, {})
-            if isinstance(got, ArgumentError):
+            if isinstance(got, _REFUSED):
                 break
-            if isinstance(wanted, ArgumentError):
+            if isinstance(wanted, _REFUSED):
                 raise Wrong(f"contiguous tensors are refused ({wanted}), these are not")
             compare(got, wanted, f"call {i + 1}" if i else "", _largest(clones))
-        if isinstance(got, ArgumentError):
+        if isinstance(got, _REFUSED):
             for i in call.written:
                 if not same_bits(tensors[i], given[i]):
                     raise Wrong(f"{call.names[i]} was changed although it was refused: {got}")
         if not call.written or not any(tensors[i].is_neg() for i in call.written):
             self._check_damage([arena for arena, _ in watched.values()])
-        return not isinstance(got, ArgumentError)
+        return not isinstance(got, _REFUSED)
 
     def _outcome(self, call: Call, tensors: list[Tensor], variation: Variation, more: dict[str, Any]) -> Any:
-        """Return the results of a call, with gradients and with what it overwrote; or the ArgumentError it raised."""
+        """Return the results of a call, with gradients and with what it overwrote; or the refusal it raised."""
         if variation.grads:
             return self._gradients(call, tensors, variation)
         try:
@@ -159,7 +162,7 @@ class Fuzzer:
     def _aliased(self, call: Call, variation: Variation) -> bool:
         target, name, shift = variation.alias
         wanted = self._outcome(call, self._fresh(call), Variation(), {})
-        if isinstance(wanted, ArgumentError):
+        if isinstance(wanted, _REFUSED):
             raise Wrong(f"the plain call is refused: {wanted}")
         j = call.names.index(name)
         if target.startswith("out["):
@@ -178,7 +181,7 @@ class Fuzzer:
             return False
         for _ in range(3):  # later calls are replays, which must see what the first one saw
             got = self._outcome(call, self._fresh(call), Variation(), given)
-            if isinstance(got, ArgumentError):
+            if isinstance(got, _REFUSED):
                 raise Wrong(f"out of fresh memory is refused: {got}")
             self._compare_out(got, wanted, number, fresh)
             if arena.damage():
@@ -194,7 +197,7 @@ class Fuzzer:
             tensors[j] = other
             fill(other, call.tensors[j], shared=False)
             got = self._in_order(call, tensors, given, order)
-            if isinstance(got, ArgumentError):
+            if isinstance(got, _REFUSED):
                 if not same_bits(other, call.tensors[j].to(self.device)):
                     raise Wrong(f"{call.names[j]} was changed although out was refused: {got}")
                 return False
@@ -214,7 +217,7 @@ class Fuzzer:
             got = self._outcome(call, self._fresh(call), Variation(), given)
             if arena.damage():
                 raise Wrong("memory around an out that is not aligned was changed")
-            if not isinstance(got, ArgumentError):
+            if not isinstance(got, _REFUSED):
                 self._compare_out(got, wanted, number, out)
 
     def _written_over(self, call: Call, i: int, j: int, shift: int) -> bool:
@@ -232,13 +235,13 @@ class Fuzzer:
             before = [contiguous(t) for t in tensors]
             wanted = self._outcome(call, clones, Variation(), {})
             got = self._in_order(call, tensors, {}, order)
-            if isinstance(got, ArgumentError):
+            if isinstance(got, _REFUSED):
                 for name, t, was in zip(call.names, tensors, before, strict=True):
                     if not same_bits(t, was):
                         raise Wrong(f"{name} was changed although it was refused: {got}")
                 return False
             self._refuse_shift(call, exact, call.names[i], call.names[j])
-            if isinstance(wanted, ArgumentError):
+            if isinstance(wanted, _REFUSED):
                 raise Wrong(f"apart they are refused ({wanted}), together not")
             if j in call.written:
                 raise Wrong(f"{call.names[i]} and {call.names[j]} are both written, share memory, and are not refused")
@@ -298,6 +301,16 @@ def _over(a: Tensor, b: Tensor, shift: int, device: str) -> tuple[Tensor, Tensor
 def contiguous(t: Tensor) -> Tensor:
     """Return a contiguous copy in fresh memory."""
     return t.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def is_other_matrix(call: Call, i: int, t: Tensor) -> bool:
+    """Return True for a square ``b`` of a product whose strides say that it came as [k, n]: a contiguous one is [n, k].
+
+    Not where the call says which it is.
+    """
+    square = t.dim() > 1 and t.shape[-1] == t.shape[-2] > 1
+    told = bool({"nk", "kn"} & call.words)
+    return call.family == "gemm" and call.names[i] == "b" and square and not told and t.stride(-1) != 1
 
 
 def _layout(t: Tensor, name: str | None) -> Layout | None:

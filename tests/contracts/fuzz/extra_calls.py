@@ -32,7 +32,7 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
             "scaled_mm", (half(9, 64), half(24, 64)), {"add": normal(9, 24), "out_dtype": torch.float32}),
         ", add, mma": (
             "scaled_mm", (half(9, 64), half(24, 64)), {"add": half(9, 24), "backend": "mma"}),
-        ", add, large": ("scaled_mm", (half(129, 136), half(136, 136)), {"add": half(129, 136)}),
+        ", add, large": ("scaled_mm", (half(129, 136), half(136, 136)), {"add": half(129, 136), "b_layout": "nk"}),
         ", add, skinny": (
             "scaled_mm", (half(2, 64), half(24, 64)), {"add": half(2, 24), "backend": "skinny"}),
         ", kn": ("scaled_mm", (half(9, 64), half(64, 24)), {"b_layout": "kn"}),

@@ -128,7 +128,7 @@ def sizes_of(call: Call) -> list[tuple[int, int]]:
         if t.numel():
             least = max(least, int(t.max()) + 1)
             found -= {int(t.max())}
-        if t.dim() <= 1 or _are_places(t):
+        if t.dim() <= 1 or call.written or _are_places(t):
             found -= set(t.shape)
     found -= call.numbers
     return [(old, new) for old in sorted(found) for new in SIZES if new != old and new >= least]

@@ -139,6 +139,9 @@ BAD = {
     "no scale": bad("k_scale is given; expected None", k_scale=torch.ones(())),
     "half of the angles": bad("cos and sin go together", cos=torch.ones(4, 4)),
     "angles": bad("cos has shape", cos=torch.ones(4, 32), sin=torch.ones(4, 32)),
+    "no positions": bad(
+        r"cos has shape \(0, 4\); expected one position or more", cos=torch.ones(0, 4), sin=torch.ones(0, 4)
+    ),
     "gradient": bad(
         "append_kv_cache is not differentiable", k=torch.zeros(2, 3, 2, 16, dtype=BF16, requires_grad=True)
     ),
@@ -153,14 +156,14 @@ def test_places_beyond_a_cache_in_debug_mode(monkeypatch: pytest.MonkeyPatch) ->
     cos = torch.ones(8, 4)
     calls = {
         "seqlens puts 3 tokens at positions 0 to 8; expected 0 to 7": lambda n: append_kv_cache(
-            k, k, cache, cache, torch.tensor([0, 5 + n], dtype=torch.int32)
+            k, k, cache, cache.clone(), torch.tensor([0, 5 + n], dtype=torch.int32)
         ),
         "seqlens puts 3 tokens at positions 5 to 8; expected 0 to 7": lambda n: append_kv_cache(
-            k, k, pages, pages, torch.tensor([5, 5 + n], dtype=torch.int32), page_table=table
+            k, k, pages, pages.clone(), torch.tensor([5, 5 + n], dtype=torch.int32), page_table=table
         ),
-        "slots has 11 to 16; expected": lambda n: append_kv_cache(k, k, pages, pages, slots=places + (10 + n)),
+        "slots has 11 to 16; expected": lambda n: append_kv_cache(k, k, pages, pages.clone(), slots=places + (10 + n)),
         "positions has 3 to 8; expected 0 to 7, rows of cos": lambda n: append_kv_cache(
-            k, k, pages, pages, slots=places, positions=places + (2 + n), cos=cos, sin=cos
+            k, k, pages, pages.clone(), slots=places, positions=places + (2 + n), cos=cos, sin=cos
         ),
         "seqlens has 9 to 9; expected 0 to 8, keys of the cache": lambda n: attention_decode(
             k[:, :1], cache, cache, torch.tensor([8 + n, 8 + n], dtype=torch.int32)

@@ -166,6 +166,40 @@ def test_empty(place: str) -> None:
         out, final = lightning_attention(q, q, q, rates(2, device), initial_state=state, return_state=True)
         assert out.shape == (2, 0, 2, 16)
         torch.testing.assert_close(final, state)
+        for shape in ((2, 3, 0, 16), (0, 3, 2, 16)):
+            q = random(*shape, device=device).requires_grad_()
+            out, final = lightning_attention(q, q, q, rates(shape[2], device), return_state=True)
+            (grad,) = torch.autograd.grad((out, final), q, (out, final))
+            assert out.shape == grad.shape == shape and final.shape == (shape[0], shape[2], 16, 16)
+
+
+def behind(t: Tensor) -> Tensor:
+    """A contiguous copy whose address is no multiple of 16."""
+    memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return memory[1:].view(t.shape).copy_(t)
+
+
+@at("sm_80", "cuda")
+def test_states_at_any_address(place: str) -> None:
+    """Kernels read and write states in vectors of 16 bytes; later calls are replays."""
+    with running_on(place) as device:
+        q, decay = random(1, 2, 16, device=device), rates(2, device)
+        state = random(1, 2, 16, 16, seed=4, dtype=torch.float32, device=device)
+        other = behind(state)
+        for given in (state, other, state, other):
+            results = lightning_attention_step(q, q, q, decay, given)
+        assert_equal_bits(state, other)
+        assert results.isfinite().all() and other.data_ptr() % 16
+        rows = random(1, 65, 1, 16, device=device)
+        states = random(1, 1, 16, 16, seed=4, dtype=torch.float32, device=device)
+        made = []
+        with short_segments():
+            for move in (lambda t: t, behind):
+                x, s = rows.clone().requires_grad_(), move(states).requires_grad_()
+                out, final = lightning_attention(x, x, x, rates(1, device), initial_state=s, return_state=True)
+                grads = torch.autograd.grad((out, final), (x, s), (out.detach(), move(final.detach())))
+                made.append((out.detach(), final.detach(), *grads))
+        assert_equal_bits(*made)
 
 
 @at("cpu", "sm_80", "cuda")

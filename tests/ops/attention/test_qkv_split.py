@@ -172,6 +172,10 @@ BAD = {
     "norm": (lambda: qkv_split(QKV, 4, 1, q_norm=torch.ones(8)), r"q_norm has shape \(8,\); expected \(16,\)"),
     "rope": (lambda: qkv_split(QKV, 4, 1, rope=COS), "rope is a Tensor; expected .cos, sin."),
     "pairs": (lambda: qkv_split(QKV, 4, 1, rope=rope_table(4, 24)), r"rope\[0\] has shape \(4, 12\); expected"),
+    "no positions": (
+        lambda: qkv_split(QKV, 4, 1, rope=(COS[:0, :8], SIN[:0, :8])),
+        r"rope\[0\] has shape \(0, 8\); expected one position or more",
+    ),
     "one cache": (lambda: qkv_split(QKV, 4, 1, k_cache=CACHE), "k_cache and v_cache go together"),
     "cache": (lambda: qkv_split(QKV, 4, 1, k_cache=CACHE[..., 1:], v_cache=CACHE), "k_cache has dtype and shape"),
     "pos": (lambda: qkv_split(QKV, 4, 1, pos=torch.ones(1)), "pos is torch.float32 .1,.; expected int32"),

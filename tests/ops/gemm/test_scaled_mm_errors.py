@@ -56,6 +56,10 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
             r"b has strides \(256, 2\); expected 1 along k, or say b_layout='nk'",
         ),
         "b_layout": (lambda: scaled_mm(A16, B16, b_layout="t"), "b_layout is 't'; expected 'auto', 'nk' or 'kn'"),
+        "rows of out": (
+            lambda: scaled_mm(A16.view(2, 2, 256), B16, out=torch.zeros(2, 4, 8).bfloat16()[:, :2]),
+            r"out has strides \(32, 8, 1\); expected unit-stride rows, evenly spaced",
+        ),
         "recipe": (lambda: scaled_mm(A8, B8, recipe="rows"), "recipe is 'rows'; expected one of auto, none, tensor"),
         "scales of none": (
             lambda: scaled_mm(A8, B8, ONES(4), recipe="none"),
