@@ -6,12 +6,14 @@ In the emulator it looks for accesses outside of tensors and for results that de
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.compare import poisoned
 from support.interpreter import environment, run_python
 from support.places import at, emulated
@@ -80,6 +82,68 @@ def test_aten_overloads_in_the_emulator(number: int, place: str) -> None:
         if i == 40:
             break
     assert not found, "\n".join(found)
+
+
+# ---- what it takes a call for ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_known() -> None:
+    """Also what already held the results when the fuzzer looked: otherwise a write counts as damage, or as none."""
+    written = {call.name: {call.names[i] for i in call.written} for call in campaign.own_calls() if call.function}
+    assert all(names for name, names in written.items() if name.partition("(")[0].endswith("_"))
+    assert written["append_kv_cache()"] == {"k_cache", "v_cache"}
+    assert written["quantize_fp8_shard_()"] == {"q", "scale"}
+    assert written["multi_copy_()"] == {"outputs[0]"}
+
+
+def test_places_of_rows_are_not_repeated() -> None:
+    """Two rows that go to one place are a race, whose end differs from one GPU to the next."""
+    found = [call for call in _family("moe") if "rows" in call.names and call.name.startswith("moe_permute_fwd")]
+    assert found
+    for call in found:
+        tokens = call.tensors[call.names.index("rows")].shape[0]
+        assert all(v.sizes is None or v.sizes[0] != tokens for v in variations(call, rng_of(SEED, call)))
+
+
+def test_what_torch_leaves_undefined() -> None:
+    """A result with the strides of an overlapping input, written to by torch itself."""
+    pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
+    from contracts.fuzz import aten
+
+    x = torch.arange(64, dtype=torch.uint8).as_strided((5, 16), (3, 1))
+    call = calls.Call(
+        "select_scatter", "copy", ["x"], [x], lambda t: torch.select_scatter(t[0], t[0].new_full((16,), 99), 0, 1)
+    )
+    fuzzer = aten.AtenFuzzer("sm_80", contextlib.nullcontext)
+    assert fuzzer.check(call, Variation(((0, "windows3"),))) is None
+    wrong = calls.Call("sum", "reduce", ["x"], [x], lambda t: t[0].sum(0) if t[0].is_contiguous() else t[0][0].long())
+    fuzzer._run = lambda call, tensors, ours: [(call.run if ours else lambda t: t[0].sum(0))(tensors)]
+    assert "other values" in fuzzer.check(wrong, Variation(((0, "windows3"),))).what
+
+
+# ---- what it found --------------------------------------------------------------------------------------------------
+
+FOUND = (
+    ("sm_90", "qk_norm_rope_bwd#5", "", {"cos": "off", "sin": "step0"}),  # one table is copied, the other is as it was
+    ("cpu", "multi_clip_()", "", {"tensors[0]": "neg"}),
+    ("cpu", "multi_scale_()", "", {"tensors[0]": "neg"}),
+    ("cpu", "multi_copy_()", "", {"outputs[0]": "neg"}),
+    ("cpu", "multi_clip_norm_()", "", {"tensors[0]": "neg"}),
+    ("cpu", "quantize_fp8_shard_()", "scale=shard+0", {}),
+    ("cpu", "quantize_fp8_shard_()", "q=shard+0", {}),
+    ("cpu", "quantize_fp8_shard_()", "q=scale-16", {}),
+)
+
+
+@emulated
+@pytest.mark.parametrize(("place", "name", "alias", "chosen"), FOUND, ids=lambda value: str(value))
+def test_what_it_found_stays_away(place: str, name: str, alias: str, chosen: dict[str, str]) -> None:
+    call = next(call for call in campaign.own_calls(name) if call.name == name)
+    if alias:
+        variation = next(v for v in variations(call, rng_of(SEED, call)) if v.named(call) == alias)
+    else:
+        variation = Variation(tuple((call.names.index(key), how) for key, how in chosen.items()))
+    _check(place, [(call, variation)])
 
 
 # ---- defects that it must find --------------------------------------------------------------------------------------
