@@ -121,6 +121,18 @@ def test_what_torch_leaves_undefined() -> None:
     assert "other values" in fuzzer.check(wrong, Variation(((0, "windows3"),))).what
 
 
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_operators_of_other_dtypes_are_passed_over(device: str) -> None:
+    """Torch has an OpInfo of silu for complex numbers alone."""
+    pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
+    from conformance import harness
+
+    from contracts.fuzz import aten
+
+    others = [op for op in harness.operators() if not set(aten._DTYPES) & op.supported_dtypes(device)]
+    assert [call for op in others for call in aten.calls(op, random.Random(SEED), device, 2)] == []
+
+
 # ---- what it found --------------------------------------------------------------------------------------------------
 
 FOUND = (

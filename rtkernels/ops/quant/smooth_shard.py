@@ -28,7 +28,8 @@ def quantize_fp8_shard_(
 
     Args:
         q: ``[m, n]`` dense, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
-        scale: ``[m]`` dense float32; the scales of rows that the shard has a part of are overwritten.
+        scale: ``[m]`` dense float32; the scales of rows that the shard has a part of are overwritten. Neither it nor q
+            may share memory with another argument.
         shard: One dimension, bfloat16, float16 or float32: elements offset, offset + 1, ... of the flat matrix.
         offset: Of the shard's first element; the shard must end inside the matrix.
         smooth: Factors of the columns, float32 ``[n]``, or None.
