@@ -184,8 +184,10 @@ def _apply() -> None:
         (name, key): row for key in wanted.keys for name, row in wanted.rows.items()
         if _native_kernel(name, key) is not None
     }  # fmt: skip
-    for key in {key for name, key in rows if name in wrapped.CONVERSIONS}:
-        rows |= {(name, key): None for name in wrapped.CALLS if _native_kernel(name, key) is not None}
+    for name, call in wrapped.CALLS.items():
+        for key in {key for reached, key in rows if reached in call.reached}:
+            if _native_kernel(name, key) is not None:
+                rows.setdefault((name, key), None)
     _in_force = wanted
     for place, override in _registered.items():
         if place not in rows:

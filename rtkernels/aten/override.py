@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rtkernels import emulator
-from rtkernels.aten import table
+from rtkernels.aten import table, wrapped
 from rtkernels.aten.report import count_of
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import (
@@ -180,6 +180,8 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
 
     Numbers in the place of tensors, which the dispatcher unwraps for Python, are wrapped again as the dispatcher does.
     """
+    if key == "CUDA" and name in wrapped.CALLS:
+        return wrapped.CALLS[name].function
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # kernels of a device do not look at it
     boxed = partial(native.call_boxed, keyset)
     if family not in ("ew", "copy"):  # others take no numbers for tensors

@@ -1,24 +1,24 @@
-"""Operators of torch that make a tensor of a number on the device, marked as a number, and then convert it.
+"""Operators of torch that mark a tensor on the device as a number and hand it to another operator.
 
-Where a conversion has an override, torch turns such a tensor into a Python number for it, which is an internal error
-for all but CPU tensors. So while conversions are taken, these operators get the number as a plain tensor of the dtype
-that torch would convert it to.
+If that other operator has an override, torch turns the tensor into a Python number for it, which is an internal error
+for all but CPU tensors. So while it has one, the first operator is given the number as a plain tensor of the dtype to
+which torch would convert it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-CONVERSIONS = ("_to_copy", "copy_")
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def _tensor(number: bool | int | float | complex, among: Tensor) -> Tensor:
-    made = torch.scalar_tensor(number, dtype=_DTYPES[type(number)], device=among.device)
-    return made.to(torch.result_type(among, number))
+    plain = torch.scalar_tensor(number, dtype=_DTYPES[type(number)], device=among.device)
+    return plain.to(torch.result_type(among, number))
 
 
 def _searchsorted(sorted_sequence: Tensor, self: Any, **options: Any) -> Tensor:
@@ -29,22 +29,37 @@ def _bucketize(self: Any, boundaries: Tensor, **options: Any) -> Tensor:
     return torch.bucketize(_tensor(self, boundaries), boundaries, **options)
 
 
+def _pow(self: Any, exponent: Tensor, **options: Any) -> Tensor:
+    return torch.pow(_tensor(self, exponent), exponent, **options)
+
+
+class Call(NamedTuple):
+    """What to call in place of torch's kernel, and the operators to which that kernel hands a marked tensor."""
+
+    function: Callable[..., Tensor]
+    reached: tuple[str, ...]
+
+
+_CONVERSIONS = ("_to_copy", "copy_")
+_POWERS = ("pow.Tensor_Tensor", "pow.Tensor_Tensor_out")
 CALLS = {
-    "searchsorted.Scalar": _searchsorted,
-    "searchsorted.Scalar_out": _searchsorted,
-    "bucketize.Scalar": _bucketize,
+    "searchsorted.Scalar": Call(_searchsorted, _CONVERSIONS),
+    "searchsorted.Scalar_out": Call(_searchsorted, _CONVERSIONS),
+    "bucketize.Scalar": Call(_bucketize, _CONVERSIONS),
+    "pow.Scalar": Call(_pow, _POWERS),
+    "pow.Scalar_out": Call(_pow, _POWERS),
 }
 
 
 class Guard:
-    """What is registered for one of them; it gives torch's results whether or not conversions are taken.
+    """What is registered for one of them; it gives torch's results whether or not overrides are switched on.
 
     Args:
         name: The overload.
     """
 
     def __init__(self, name: str) -> None:
-        self.call = CALLS[name]
+        self.call = CALLS[name].function
 
     def switch(self, *_: Any) -> None:
         """Do nothing: there is nothing to switch."""

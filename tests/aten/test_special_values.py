@@ -291,3 +291,24 @@ def test_conversions_see_no_wrapped_number(name: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch, "searchsorted", lambda *args, **how: seen.append(args[1]) or search(*args, **how))
         torch.ops.aten.searchsorted.Scalar(torch.arange(9.0), 2.5)
     assert [isinstance(value, torch.Tensor) for value in seen] == ([] if name == "add.Tensor" else [True])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8])
+@pytest.mark.parametrize("base", [2, 0.5, -1, True, 1.0])
+def test_powers_of_a_number_as_a_tensor(dtype: torch.dtype, base: float) -> None:
+    """What CUDA overrides call in place of torch's ``pow(number, tensor)``, which hands them a marked CUDA tensor."""
+    function = wrapped.CALLS["pow.Scalar"].function
+    for shape in ((5,), ()):
+        exponent = torch.arange(5).to(dtype) if shape else torch.tensor(3).to(dtype)
+        assert_close(function(base, exponent), torch.pow(base, exponent))
+
+
+@pytest.mark.gpu
+def test_powers_of_a_number_while_powers_are_taken() -> None:
+    exponent = torch.linspace(1, 8, 64, device="cuda")
+    want = 0.5**exponent
+    for name in ("pow.Tensor_Tensor_out", "pow"):
+        with rtkernels.use(name):
+            assert_close(0.5**exponent, want)
+            torch.pow(0.5, exponent, out=torch.empty_like(exponent))
+        assert_close(0.5**exponent, want)

@@ -70,5 +70,8 @@ def compare(
         assert sum(row["ours"] for row in counts), "no call was taken"
         assert not sum(row["torch"] for row in counts), counts
     for a, b in zip(got, want, strict=True):
+        if b is None:  # an undefined tensor
+            assert a is None
+            continue
         torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
         assert a.stride() == b.stride() or a.numel() == 0, (a.stride(), b.stride())
