@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.checks import check_same, check_tensor, token
+from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.replayed import replayed
@@ -104,3 +105,6 @@ def _check(
             check_same(name, tensor.get_device(), q.get_device(), "device index", of="q")
     if smooth is not None:
         check_same("smooth", smooth.shape, q.shape[1:], "shape", of="the columns of q")
+    read = (("shard", shard), ("smooth", smooth), ("edge_scales", edge_scales))
+    refuse_shared("q", q, (("scale", scale), *read))
+    refuse_shared("scale", scale, read)
