@@ -265,7 +265,9 @@ def _is_of(value: Any, tensor: Tensor) -> bool:
     """Return whether a value is a view of a tensor from its beginning."""
     if not isinstance(value, Tensor) or value.is_meta or tensor.is_meta:
         return False
-    return value.numel() > 0 and value.data_ptr() == tensor.data_ptr()
+    if value.numel() == 0:  # has no address
+        return tensor.dtype == value.dtype and value.is_set_to(tensor)
+    return value.data_ptr() == tensor.data_ptr()
 
 
 def _locals(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
