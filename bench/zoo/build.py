@@ -118,7 +118,17 @@ def config_of(cls: type, model_type: str, level: int, changes: dict[str, Any] | 
         config = wanted()
     small.shrink(config, PreTrainedConfig, level)
     small.apply_changes(config, {**small.CHANGES.get(model_type, {}), **(changes or {})})
+    _compute_caps(config)
     return config
+
+
+def _compute_caps(config: Any) -> bool:
+    """Let models with soft caps on attention be eager: transformers' sdpa leaves them out. Returns True if it is."""
+    inner = [_compute_caps(part) for part in vars(config).values() if hasattr(part, "_attn_implementation")]
+    if any(inner) or getattr(config, "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"
+        return True
+    return False
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:

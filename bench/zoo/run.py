@@ -184,10 +184,10 @@ def versions() -> dict[str, str | None]:
     return {name: meta._version(name) for name in ("transformers", "diffusers", "torch")}
 
 
-def record(path: Path, found: list[dict[str, Any]], of: int) -> None:
+def record(path: Path, found: list[dict[str, Any]], of: int, note: str = "") -> None:
     """Write the results of a run with their counts: one line for a class. `of` is how many classes there are."""
     found = sorted(found, key=lambda r: (r["kind"], r["class"]))
-    head: dict[str, Any] = {"schema": 1, "versions": versions(), "classes": of}
+    head: dict[str, Any] = {"schema": 1, "versions": versions(), "classes": of, "note": note}
     head["counts"] = {kind: dict(count) for kind, count in sorted(table.counts(found).items())}
     head["options"] = {name: dict(count) for name, count in table.by_option(found).items()}
     lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
@@ -198,7 +198,7 @@ def record(path: Path, found: list[dict[str, Any]], of: int) -> None:
 def write(path: Path) -> None:
     """Put the tables of a record into docs/models.md."""
     made = json.loads(path.read_text(encoding="utf-8"))
-    lines = table.lines_of(made["results"], made["versions"], made["classes"])
+    lines = table.lines_of(made["results"], made["versions"], made["classes"], made.get("note", ""))
     document = meta.ROOT / "docs" / "models.md"
     document.write_text(table.written(document.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
@@ -220,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         "--retry", action="store_true", help="with --json: try again what was not built, changed or crashed"
     )
     parser.add_argument("--record", nargs="?", const=RECORD, type=Path, help="write counts and results there")
+    parser.add_argument("--note", default="", help="with --record: a sentence for the record: the date, the choice")
     parser.add_argument(
         "--write", action="store_true", help="run nothing: put the tables of a record into docs/models.md"
     )
@@ -251,8 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         more = "; ".join(why) or result.get("reason", "")
         print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {more}", flush=True)
     if chosen.record:
-        record(chosen.record, found, len(everything))
-    print("\n".join(table.lines_of(found, versions(), len(everything))))
+        record(chosen.record, found, len(everything), chosen.note)
+    print("\n".join(table.lines_of(found, versions(), len(everything), chosen.note)))
     return int(any(table.status_of(r) in ("changed", "crashed") for r in found))
 
 

@@ -37,8 +37,13 @@ def by_option(results: list[dict[str, Any]]) -> dict[str, Counter[str]]:
     return found
 
 
-def lines_of(results: list[dict[str, Any]], versions: dict[str, str | None], of: int = 0) -> list[str]:
-    """Return the table by kind and by option, as lines of Markdown; `of` is how many classes there are."""
+def lines_of(
+    results: list[dict[str, Any]], versions: dict[str, str | None], of: int = 0, note: str = ""
+) -> list[str]:  # fmt: skip
+    """Return the table by kind and by option, as lines of Markdown; `of` is how many classes there are.
+
+    A note says where and how they were chosen.
+    """
     lines = ["| kind | classes | built | kept | nothing to replace | changed | crashed | not built |", "|---" * 8 + "|"]
     by_kind, total = counts(results), Counter()
 
@@ -54,7 +59,7 @@ def lines_of(results: list[dict[str, Any]], versions: dict[str, str | None], of:
         lines.append(f"| {name} | {' | '.join(str(count[c]) for c in COLUMNS)} |")
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     sample = f" A sample: {len(results)} of {of} classes." if len(results) < of else ""
-    return [*lines, "", f"{known}.{sample}"]
+    return [*lines, "", f"{known}.{sample}{' ' + note if note else ''}"]
 
 
 def written(document: str, lines: list[str]) -> str:

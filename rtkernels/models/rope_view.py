@@ -98,7 +98,7 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
 
     def apply_rotary_pos_emb(*args, **kwargs):
         # Called as the original may be: tensors with or without names, and in forms that only the original has.
-        given = dict(zip(names, args, strict=False))  # the original takes fewer, and more
+        given = dict(zip(names, args, strict=False))  # the original may take fewer, and more
         given.update((name, value) for name, value in kwargs.items() if name in names)
         more = {name: value for name, value in kwargs.items() if name not in names}
         if not _fits(args, given, more):
