@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from support.overrides import compare, device_of, taken
 from support.places import at, emulated
+from torch.testing import assert_close
+
+import rtkernels
+from rtkernels.aten import wrapped
 
 INF, NAN = torch.inf, torch.nan
 SLOW = pytest.mark.slow
