@@ -21,8 +21,8 @@ ROUNDING, CODES = 2.0**-23, 2.0**-4  # half a unit in the last place of fp32, an
 FACTOR, FACTOR_FP8, FACTOR_HALF = 8.0, 4.0, 3.0  # operators differ in more than one rounding
 FLOOR, FLOOR_HALF = 4e-6, 2.0**-8  # of a tensor's norm: sums of several terms in another order
 # Of the largest norm of a gradient in fp32, and of their root mean square in bf16: what is zero but for rounding, as a
-# gradient of a bias of keys is. That of scores is a difference of two numbers of the size of the gradient of values, each
-# with a rounding; where values hardly differ, nothing else is left of it.
+# gradient of a bias of keys is. That of scores is a difference of two numbers of the size of the gradient of values,
+# each with a rounding; where values hardly differ, nothing else is left of it.
 SMALLEST, SMALLEST_HALF = 1e-7, 2.0**-8
 NEW_TOKENS = 5
 
