@@ -159,7 +159,7 @@ def output_strides(shape: tuple[int, ...], metas: Sequence[Meta]) -> tuple[int, 
     if all(tensor.shape == shape for tensor in given):
         for is_format in _FORMATS if len(shape) == 4 else _FORMATS[:1]:
             if all(tensor.is_contiguous(memory_format=is_format) for tensor in given):
-                return torch.empty(shape, device="meta", memory_format=is_format).stride()
+                return torch.empty(shape, dtype=torch.float32, device="meta", memory_format=is_format).stride()
         stride = given[0].stride()
         if all(tensor.stride() == stride for tensor in given) and torch.empty_like(given[0]).stride() == stride:
             return stride

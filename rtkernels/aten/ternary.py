@@ -140,15 +140,15 @@ def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> 
             shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
         except RuntimeError:
             return _OPTION
-        dense = output_strides(shape, [meta_of(self)]) if _filled_keeps_strides() else dense_strides(shape)
+        dense = output_strides(shape, [meta_of(self)]) if _masked_fill_keeps_strides() else dense_strides(shape)
         out = self.new_empty_strided(shape, dense)
     return run(_MASKED_FILL, (self, mask, value), out=out)
 
 
 @cache
-def _filled_keeps_strides() -> bool:
+def _masked_fill_keeps_strides() -> bool:
     """Return whether this torch keeps strides of self (those of the mask never count): one function on all devices."""
-    x = torch.ones(2, 3).t()
+    x = torch.ones(2, 3, dtype=torch.float32, device="cpu").t()
     return torch.masked_fill(x, x > 0, 0.0).stride() == x.stride()
 
 
