@@ -1,4 +1,4 @@
-"""Every call of docs/migrating.md, executed; the wrappers of ``rtkernels.compat`` against plain calls."""
+"""Every call of docs/how_to/migrate.md, executed; the wrappers of ``rtkernels.compat`` against plain calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import rtkernels
 from rtkernels.compat import aten, gn
 from rtkernels.ops.quant import pack
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how_to" / "migrate.md"
 M, N, K = 9, 32, 256
 
 

@@ -170,7 +170,7 @@ def glu(
     another operation has saved one of them and is differentiated later, torch raises its error about an in-place
     modification; a second backward pass (``retain_graph=True``) and ``create_graph=True`` raise as well. Under
     ``torch.compile``, in a region of ``torch.utils.checkpoint`` or with other hooks for saved tensors, and where x or
-    up needs no gradient, reuse changes nothing. ``docs/memory.md`` has all rules.
+    up needs no gradient, reuse changes nothing. ``docs/how_to/save_memory.md`` has all rules.
     """
     plain = channel_scale is quant is out is scale_out is None and layout == "concat" and not keep
     if not plain or isinstance(x, tuple):

@@ -35,7 +35,7 @@ class Kernel:
 
     Args:
         unit: Source file relative to ``cuda_src``, or the absolute path of one that lies elsewhere
-            (docs/custom_kernels.md).
+            (docs/tutorials/write_a_kernel.md).
         entry: Name of the ``__global__`` template in namespace ``rtk``.
         template: Names of the template parameters, for people.
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
