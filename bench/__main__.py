@@ -209,7 +209,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import readme
+    from bench.report import headline, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -217,7 +217,7 @@ def _readme(args: argparse.Namespace) -> int:
     measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
     top, page = meta.ROOT / "README.md", meta.ROOT / "docs" / "performance.md"
     fresh = {
-        top: readme.rewritten(top.read_text(encoding="utf-8"), readme.headline(measured)),
+        top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, *headline.recorded())),
         page: readme.page(numbers, rows),
     }
     if args.check:

@@ -1,4 +1,4 @@
-"""The README's headline table and docs/performance.md, from the accepted numbers."""
+"""docs/performance.md from the accepted numbers, and the place of the README's table (``headline``)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from bench import meta
 from bench.report import tables as report
+from bench.report.headline import HEAD
 from bench.rows.row import Row
 
 # Ops with the same shapes: a line each, a column per number of columns.
@@ -34,23 +35,7 @@ _BY_WIDTH = (
     ('`rms_norm_fp8` both, `scale_layout="column"`', "rms_norm_fp8_both_column"),
 )
 _EXPERTS = re.compile(r"moe_|row_id|permute|router|z_loss|balance_loss|index_select|scatter_add|sort_chunks|topk")
-# The README's rows: what it is called there, row, shape.
 _BALANCE = 150  # operations per byte from which on the tensor cores are the limit, about
-_HEADLINE = (
-    ("`rms_norm` forward", "rms_norm_fwd", "8192x4096"),
-    ("`rms_norm` backward", "rms_norm_bwd", "8192x4096"),
-    ("`attention` backward, causal", "attention_bwd", "4x4096 16/16 heads of 128 causal"),
-    ("`scaled_mm`, int8 by rows", "scaled_mm", "4096x4096x4096_int8_row"),
-    ("`glu` backward (SwiGLU)", "glu_bwd", "8192x2x14336"),
-    ("`qk_norm_rope` backward", "qk_norm_rope_bwd", "s4096b2q32kv8d128"),
-    ("`cross_entropy`, loss and gradient", "cross_entropy_fwdbwd", "8192x157184"),
-    ("`rms_norm_fp8`, both layouts", "rms_norm_fp8_both", "8192x4096"),
-    ("`glu_fp8` backward, 32 experts", "expert_glu_fp8_bwd_both", "116928x2048 32 experts"),
-    ("`moe_permute`, 256 experts, top 8", "permute_pad", "8192x7168e256k8"),
-    ("`topk_router` by groups", "group_topk_fwd", "8192x256k8g32of4"),
-    ("`optim.AdamW`, 1e9 parameters", "adamw_master", "500x2000000"),
-)
-_HEAD = "| op, bf16 on one H200 |"
 
 
 def _speed(row: dict[str, Any]) -> str:
@@ -104,18 +89,6 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
     ]
 
 
-def headline(measured: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
-    """The lines of the README's table."""
-    body = []
-    for title, name, shape in _HEADLINE:
-        if (row := measured.get((name, shape))) is not None:
-            peers = report.ranked(row)
-            faster = f"{peers[0][1] / row['us']:.2f} x" if peers else "-"
-            body.append([title, shape, f"{row['us']:.1f}", _speed(row), _fastest(row), faster])
-    titles = [_HEAD.strip("| "), "shape", "µs", "copy / ours, or rate", "fastest peer, µs", "faster by"]
-    return report.table(titles, body)
-
-
 def rewritten(text: str, fresh: list[str]) -> str:
     """The README's text with its table replaced.
 
@@ -123,9 +96,9 @@ def rewritten(text: str, fresh: list[str]) -> str:
         ResultError: The table is not there.
     """
     lines = text.split("\n")
-    first = next((i for i, line in enumerate(lines) if line.startswith(_HEAD)), None)
+    first = next((i for i, line in enumerate(lines) if line.startswith(HEAD)), None)
     if first is None:
-        raise meta.ResultError(f"README.md has no table that begins with {_HEAD!r}.")
+        raise meta.ResultError(f"README.md has no table that begins with {HEAD!r}.")
     last = first
     while last < len(lines) and lines[last].startswith("|"):
         last += 1

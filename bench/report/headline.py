@@ -1,0 +1,102 @@
+"""The README's table of gains: models, layers and ops, from the recorded results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench import meta
+from bench.report import tables as report
+
+HEAD = "| on one NVIDIA H200 |"
+_NAMES = {"hf": "transformers", "transformers": "transformers", "liger": "Liger", "compile": "torch.compile"}
+_OP_PEERS = {"liger": "Liger", "inductor": "torch.compile", "torch_fused": "torch's fused op"}
+# What a row is called, the recorded command, our arm of it.
+_MODELS = (
+    ("training step, dense model of 0.89 B parameters", "train dense", "ours_fused"),
+    ("the same with fp8 products", "train dense", "fp8"),
+    ("training step, 4 layers of that model", "train dense, 4 layers", "ours_fused"),
+    ("training step, 4 layers of an MoE model", "train moe, 4 layers", "ours_fused"),
+)
+_POLICIES = (
+    ("robot policy of pi0.5's shape, one CUDA graph", "rtkernels bf16"),
+    ("the same with fp8 products", "rtkernels fp8"),
+)
+_LAYERS = (
+    ("dense layer, hidden size 4096, forward and backward", "layer_dense", "ours_fused"),
+    ("the same with fp8 products", "layer_dense", "fp8_fused"),
+    ("expert layer, 128 experts, top 8, forward and backward", "layer_moe", "ours_fused"),
+)
+# What a row is called, row, shape.
+_OPS = (
+    ("`rms_norm` backward, 8192x4096", "rms_norm_bwd", "8192x4096"),
+    ("`attention` backward, causal, 4x4096, 16 heads of 128", "attention_bwd", "4x4096 16/16 heads of 128 causal"),
+    ("`scaled_mm`, int8, 4096x4096x4096", "scaled_mm", "4096x4096x4096_int8_row"),
+    ("`qk_norm_rope` backward, 4096x2 tokens, 32 + 8 heads", "qk_norm_rope_bwd", "s4096b2q32kv8d128"),
+    ("`cross_entropy`, loss and gradient, 8192x157184", "cross_entropy_fwdbwd", "8192x157184"),
+    ("`rms_norm_fp8`, both layouts, 8192x4096", "rms_norm_fp8_both", "8192x4096"),
+    ("`moe_permute`, 8192x7168, 256 experts, top 8", "permute_pad", "8192x7168e256k8"),
+    ("`optim.AdamW`, 1e9 parameters", "adamw_master", "500x2000000"),
+)
+
+
+def headline(accepted: dict[str, Any], e2e: dict[str, Any], policy: dict[str, Any]) -> list[str]:
+    """The lines of the README's table; what was not recorded is left out.
+
+    Args:
+        accepted: The content of ``bench/results/<gpu>.json``.
+        e2e: That of ``bench/results/e2e/<gpu>.json``.
+        policy: That of ``bench/results/vla/<gpu>.json``.
+    """
+    body = [*_models(e2e), *_policies(policy), *_layers(accepted), *_ops(accepted)]
+    return report.table([HEAD.strip("| "), "what", "ours", "fastest peer", "faster by", "recorded"], body)
+
+
+def recorded() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The recorded results of whole models and of the policy."""
+    files = (meta.RESULTS / folder / "h200.json" for folder in ("e2e", "vla"))
+    e2e, policy = (json.loads(path.read_text(encoding="utf-8")) for path in files)
+    return e2e, policy
+
+
+def _line(kind: str, what: str, ours: float, peers: dict[str, float], unit: str, date: str) -> list[str]:
+    name, time = min(peers.items(), key=lambda peer: peer[1])
+    return [kind, what, f"{ours:.1f} {unit}", f"{name} {time:.1f} {unit}", f"{time / ours:.2f} x", date[:10]]
+
+
+def _models(e2e: dict[str, Any]) -> list[list[str]]:
+    body = []
+    for what, name, arm in _MODELS:
+        if (found := e2e.get("results", {}).get(name)) is not None:
+            peers = {_NAMES[a]: r["step_ms"] for a, r in found["arms"].items() if a in _NAMES}
+            body.append(_line("model", what, found["arms"][arm]["step_ms"], peers, "ms", found["environment"]["date"]))
+    return body
+
+
+def _policies(policy: dict[str, Any]) -> list[list[str]]:
+    rows = {name: row["ms"] for name, row in policy.get("rows", {}).items()}
+    peers = {name: ms for name, ms in rows.items() if not name.startswith("rtkernels")}
+    return [_line("model", what, rows[w], peers, "ms", policy["date"]) for what, w in _POLICIES if w in rows]
+
+
+def _layers(accepted: dict[str, Any]) -> list[list[str]]:
+    body = []
+    for what, name, way in _LAYERS:
+        if (entry := accepted["layers"].get(name)) is not None:
+            row = entry["measured"]["rows"][0]
+            peers = {title: row[peer]["forward_and_backward_ms"] for peer, title in _NAMES.items() if peer in row}
+            date = accepted["runs"][entry["run"]]["date"]
+            body.append(_line("layer", what, row[way]["forward_and_backward_ms"], peers, "ms", date))
+    return body
+
+
+def _ops(accepted: dict[str, Any]) -> list[list[str]]:
+    measured = {(row["row"], row["shape"]): row for row in accepted["rows"]}
+    body = []
+    for what, name, shape in _OPS:
+        row = measured.get((name, shape))
+        if row is not None and report.ranked(row):
+            date = accepted["runs"][row["run"]]["date"]
+            peers = {_OP_PEERS.get(peer, peer): us for peer, us in report.ranked(row)}
+            body.append(_line("op", what, row["us"], peers, "µs", date))
+    return body
