@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
     commands.add_parser("e2e", help="e2e train, infer, parity, plot, record: whole models; see `e2e train --help`")
-    tables = commands.add_parser("readme", help="write the README's table and docs/performance.md anew")
+    tables = commands.add_parser("readme", help="write the README's table and the generated pages of docs/")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
     return top
@@ -209,16 +209,18 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import headline, readme
+    from bench.report import headline, models_page, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
     numbers, rows = accepted.load(file), list(all_rows())
     measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
-    top, page = meta.ROOT / "README.md", meta.ROOT / "docs" / "performance.md"
+    top, docs = meta.ROOT / "README.md", meta.ROOT / "docs"
+    e2e, policy = headline.recorded()
     fresh = {
-        top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, *headline.recorded())),
-        page: readme.page(numbers, rows),
+        top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
+        docs / "performance.md": readme.page(numbers, rows),
+        docs / "measured_models.md": models_page.page(e2e, policy),
     }
     if args.check:
         return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in fresh.items()))
