@@ -32,12 +32,13 @@ token."""
 _NOTES = {
     "train": ["16384 tokens per step; the optimizer's step and clipping are included."],
     "infer": [
-        "Prompts of 2048 random tokens. Decoding without a CUDA graph is limited by the host, which was slow in these runs."
+        "Prompts of 2048 random tokens. Decoding without a CUDA graph is limited by the host, which was slow in these",
+        "runs.",
     ],
     "parity": [
-        "Losses are means over the last fifth of 200 steps; held-out losses and their spread are those of three data orders.",
-        "The spread of the fp8 runs misses the limit of 1 % that this run was recorded with. The bf16 runs of the same data",
-        "orders differ by 2.4 %, so the gate now also accepts a spread up to that of bf16 (`bench/e2e/gates.py`).",
+        "Losses are means over the last fifth of 200 steps; held-out losses and their spread are those of three data",
+        "orders. The spread of the fp8 runs misses the limit of 1 % that this run was recorded with. The bf16 runs of",
+        "the same orders differ by 2.4 %, so the gate now also accepts that of bf16 (`bench/e2e/gates.py`).",
         "`fp8_saturated`, with scales eight times too small, must miss at least one gate.",
     ],
 }
@@ -93,7 +94,7 @@ def _policy(policy: dict[str, Any]) -> list[str]:
     return [
         "## Policy",
         "",
-        "`examples/vla_policy.py`: batch 1, the whole policy as one CUDA graph; cosine of the actions with torch eager's.",
+        "`examples/vla_policy.py`: batch 1, the whole policy as one CUDA graph. The cosine is that with torch eager.",
         f"With `torch.compile`, layers of the {policy['autotune']} use max-autotune and the others the default mode.",
         "",
         *report.table(["", "ms", "GB", "kernels per denoising step", "cosine"], body),
