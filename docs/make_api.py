@@ -18,6 +18,8 @@ from rtkernels import _public  # noqa: E402
 
 NOTE = "<!-- Written by docs/make_api.py from the docstrings. -->"
 WIDTH = 100
+PACKAGES = ("models", "nn", "optim")  # whose public names are not in the package itself
+OTHER = "Switches, records, tools and errors."
 
 
 def families() -> dict[str, list[tuple[str, str]]]:
@@ -25,10 +27,10 @@ def families() -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     for name, module in _public.OPS.items():
         found.setdefault(module.split(".")[1], []).append((name, module))
-    others = {"nn": "rtkernels.nn", "optim": "rtkernels.optim"}
-    for page, module in others.items():
-        names = importlib.import_module(module).__all__
+    for page in PACKAGES:
+        names = importlib.import_module(f"rtkernels.{page}").__all__
         found[page] = [(f"{page}.{name}", page) for name in names]
+    found["other"] = list(_public.OTHERS.items())
     return {page: sorted(names) for page, names in sorted(found.items())}
 
 
@@ -42,7 +44,8 @@ def signature(name: str, function: object) -> str:
             starred = True
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         starred = starred or stars == "*"
-        annotation = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        hint = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)  # of a NamedTuple
+        annotation = "" if parameter.annotation is parameter.empty else f": {hint}"
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         parts.append(f"{stars}{parameter.name}{annotation}{default}")
     unsaid = inspect.isclass(function) or about.return_annotation is about.empty
@@ -85,28 +88,49 @@ def _goes_on(lines: list[str]) -> bool:
     return bool(lines) and lines[-1].startswith(("- ", "  "))
 
 
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
 def page(family: str, names: list[tuple[str, str]]) -> str:
     """Return the text of one page."""
-    package = importlib.import_module(f"rtkernels.{family}" if family in ("nn", "optim") else f"rtkernels.ops.{family}")
-    parts = [NOTE, f"# {family}", _markdown(package.__doc__)]
+    if family == "other":
+        about = OTHER
+    else:
+        about = importlib.import_module(f"rtkernels.{family if family in PACKAGES else f'ops.{family}'}").__doc__
+    about = _markdown(about)
+    parts = [NOTE, f"# {family}", about.partition("\n\n")[0] if family == "models" else about]  # its modules follow
     for name, module in names:
         value = getattr(importlib.import_module(f"rtkernels.{module}"), name.rpartition(".")[2])
         shown = f"rtkernels.{name}"
-        parts += [f"## {name.rpartition('.')[2]}", f"```python\n{signature(shown, value)}\n```", docstring(value)]
+        code = f"class {shown}({value.__base__.__name__})" if _is_error(value) else signature(shown, value)
+        parts += [f"## {name.rpartition('.')[2]}", f"```python\n{code}\n```", docstring(value)]
     return "\n\n".join(parts) + "\n"
+
+
+def summary(function: object) -> str:
+    """Return the first paragraph of a docstring up to the end of its first sentence, for a cell of a table."""
+    first = " ".join(_markdown(function.__doc__).partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", first)[0]
+    return sentence.rstrip(".:").replace("|", "\\|")
 
 
 def pages() -> dict[str, str]:
     """Return all pages by file name."""
-    about = "One page per family of ops: shapes, dtypes, strides and rounding, as the docstrings state them."
-    table = ["| page | names |", "|---|---|"]
-    texts = {}
+    about = (
+        "Every op, module and optimizer, by family. The pages have shapes, dtypes, strides and rounding, as the "
+        "docstrings state them."
+    )
+    texts, index = {}, [NOTE, "# API", about]
     for family, names in families().items():
-        bare = [name.rpartition(".")[2] for name, _ in names]
-        shown = ", ".join(f"[`{name}`]({family}.md#{name.lower()})" for name in bare)
-        table.append(f"| [{family}]({family}.md) | {shown} |")
+        rows = ["| name | what it does |", "|---|---|"]
+        for name, module in names:
+            bare = name.rpartition(".")[2]
+            value = getattr(importlib.import_module(f"rtkernels.{module}"), bare)
+            rows.append(f"| [`{bare}`]({family}.md#{bare.lower()}) | {summary(value)} |")
+        index += [f"## [{family}]({family}.md)", "\n".join(rows)]
         texts[f"{family}.md"] = page(family, names)
-    return {"README.md": "\n\n".join([NOTE, "# API", about, "\n".join(table)]) + "\n", **texts}
+    return {"README.md": "\n\n".join(index) + "\n", **texts}
 
 
 def main() -> None:

@@ -176,7 +176,7 @@ win P 0: _upsample_bicubic2d_aa
 FUNCTIONS = {
     "index": "family idx: `index.Tensor` with one tensor of indices",
     "apply_rotary_pos_emb": "`rtkernels.rope`",
-    "concat_and_cache_mla": "`rtkernels.append_kv_cache` into two slices of the cache ([migrate.md](how_to/migrate.md))",
+    "concat_and_cache_mla": "`rtkernels.append_kv_cache` into two slices of the cache ([migrate](how_to/migrate.md))",
     "conv1d": "cuDNN",
     "conv2d": "cuDNN",
     "cross_entropy_loss": "`rtkernels.cross_entropy`",

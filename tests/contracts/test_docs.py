@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
+import inspect
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import rtkernels
+from rtkernels import __main__ as cli
 from rtkernels.runtime import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +32,8 @@ def test_the_api_pages_are_those_of_the_docstrings() -> None:
     assert not stale, f"run python docs/make_api.py: {', '.join(stale)}"
 
 
-def test_troubleshooting_lists_every_environment_variable() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+def test_a_page_lists_every_environment_variable() -> None:
+    text = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(RTKERNELS_\w+)` \|", text, re.MULTILINE)
     assert rows == [variable.name for variable in env.VARIABLES]
 
@@ -61,11 +66,75 @@ def test_the_index_of_decisions_names_every_page() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_index_names_every_page() -> None:
+    folder = ROOT / "docs"
+    linked = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", _page("README.md"))}
+    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")} - {"README.md"}
+    assert not {page for page in pages - linked if not page.startswith(("api/", "decisions/"))}
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def _after(mark: str, text: str) -> str:
+    """Return the paragraph or table behind a mark."""
+    return text.split(f"<!-- {mark} -->\n")[1].split("\n\n")[0]
+
+
+def test_functions_without_out_are_named() -> None:
+    named = set(re.findall(r"`(\w+)`", _after("without out", _page("how_to/inference.md")))) - {"_"}
+    functions = {name: getattr(rtkernels, name) for name in rtkernels._public.OPS if not name.endswith("_")}
+    without = {name for name, f in functions.items() if "out" not in inspect.signature(f).parameters}
+    without -= {"check_labels", "nvfp4_scale_bytes", "tensor_list"}  # which return no tensor
+    assert named == without
+
+
+def test_functions_that_work_in_place_by_out() -> None:
+    named = re.findall(r"`(\w+)`", _after("over an argument", _page("how_to/inference.md")))
+    extra = {"add_residual": [torch.ones(4, 8)], "add_bias": [torch.ones(8)], "euler_step": [torch.ones(4, 8), 0.5]}
+    extra |= {"glu": [torch.ones(4, 8)], "act": ["silu"]}
+    for name in set(named) - {"out"}:
+        x, more = torch.randn(4, 8), extra.get(name, [])
+        expected = getattr(rtkernels, name)(x.clone(), *more)
+        assert getattr(rtkernels, name)(x, *more, out=x) is x, name
+        assert torch.equal(x, expected), name
+
+
+def test_reasons_are_those_of_the_code() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "rtkernels" / "models").glob("*.py"))
+    table = _after("reasons", _page("how_to/patch_a_model.md")).splitlines()[2:]
+    for reason in [reason for line in table for reason in re.findall(r"`([^`]+)`", line.split(" | ")[0])]:
+        assert reason in code, reason
+
+
+def test_the_command_line_has_these_commands() -> None:
+    table = _after("commands", _page("command_line.md")).splitlines()[2:]
+    rows = dict(re.findall(r"^\| `(\w+)(.*?)` \|", "\n".join(table), re.MULTILINE))
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert rows.keys() == commands.choices.keys()
+    for name, options in rows.items():
+        known = {option for action in commands.choices[name]._actions for option in action.option_strings}
+        assert set(re.findall(r"--[\w-]+", options)) <= known, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_times_of_models_are_those_measured(page: Path) -> None:
+    measured = _page("measured_models.md")
+    for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
+        if re.search(r"measured \d{4}-\d\d-\d\d\]\([./]*measured_models\.md", paragraph):
+            for number in re.findall(r"([\d.]+) ms", paragraph):
+                assert f"| {number} |" in measured, number
 
 
 # Of operators, of examples that a reader writes, and of what needs a package that may not be installed.
-OTHER_NAMES = ("rtkernels.rms_norm_fwd", "rtkernels.squared_relu", "rtkernels.my_softsign", "rtkernels.jax")
+OTHER_NAMES = (
+    *("rtkernels.rms_norm_fwd", "rtkernels.squared_relu", "rtkernels.my_softsign", "rtkernels.scaled"),
+    "rtkernels.jax",
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -1,4 +1,4 @@
-"""Every call of docs/models.md that stands beside one of Liger, executed."""
+"""Every call of docs/how_to/migrate_from_liger.md, executed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from support.tiny_models import VOCABULARY, build, loss_and_gradients, tokens
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-SECTION = DOCUMENT.split("## From Liger")[1].split("\n## ")[0]
-CALLS = re.findall(r"^\| (.+?) \| `(rtk\..+?)`.*\|$", SECTION, re.MULTILINE)
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "how_to" / "migrate_from_liger.md").read_text(encoding="utf-8")
+REPORT = (Path(__file__).parents[2] / "docs" / "how_to" / "patch_a_model.md").read_text(encoding="utf-8")
+CALLS = re.findall(r"^\| (.+?) \| `(rtk\..+?)`.*\|$", DOCUMENT, re.MULTILINE)
 
 
 def _names(path: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _wanted(here: str, t: dict[str, Any]) -> Any:
 
 def test_every_row(tmp_path: Path) -> None:
     loss = loss_and_gradients(build("qwen3"))[0]
-    assert len(CALLS) == SECTION.count("\n| ") - 1 >= 25  # every row of the table has a call
+    assert len(CALLS) == DOCUMENT.count("\n| ") - 1 >= 25  # every row of the table has a call
     t = _names(tmp_path)
     for there, here in CALLS:
         if "model" in here:
@@ -96,7 +96,7 @@ def test_every_row(tmp_path: Path) -> None:
 
 
 def test_report_in_the_guide() -> None:
-    printed = DOCUMENT.split("```text\n")[1].split("```")[0]
+    printed = REPORT.split("```text\n")[1].split("```")[0]
     found = str(models.patch(build("nemotron_h")))
     # The class has its own name in the newest transformers, that of a relative in others.
     assert found.replace("Zamba2RMSNormGated", "NemotronHRMSNormGated") == printed.rstrip("\n")

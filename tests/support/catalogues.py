@@ -1,4 +1,4 @@
-"""Functions of other libraries that docs/how_to/migrate.md has to name: those of linghe 0.3.0, and FlashRT's catalogue."""
+"""Functions that docs/how_to/migrate.md has to name: those of linghe 0.3.0, and FlashRT's catalogue."""
 
 LINGHE = """
 inplace_add deprecated_fused_accumulation_embedding_lookup fused_accumulation_embedding_lookup embedding_lookup
