@@ -112,12 +112,12 @@ _INTRODUCTION = """\
 Written by `python -m bench readme` from `bench/results/{name}.json`. How the numbers are taken:
 [benchmarks.md](benchmarks.md).
 
-{gpu}, bf16 unless a row says otherwise. Median µs with the L2 cache flushed before each call and host time excluded; in
-brackets the efficiency: time of a plain copy that moves the same bytes, measured in the same run, divided by ours (1.00
-is copy speed), or operations per second where products are the limit. Then the fastest peer of the same run, among
-torch, its fused ops and torch.compile (not for all rows), Liger-Kernel, linghe and FlagGems. Rows that must read their
-input twice (dynamic tensor scales) count both reads. `linear_cross_entropy`, `router_gemm` and `lightning_attention`
-are bound by matrix products, and rows of about 10 µs by the launch."""
+{gpu}, bf16 unless a row says otherwise. Times are median µs with the L2 cache flushed before each call and without
+host time. In brackets is the efficiency: the time of a plain copy of the same number of bytes, measured in the same
+run, divided by ours (1.00 is copy speed); for rows limited by matrix products, the rate instead. Then follows the
+fastest peer of the same run, among torch, its fused ops, torch.compile (not for all rows), Liger-Kernel, linghe and
+FlagGems. Rows that must read their input twice (dynamic tensor scales) count both reads. `linear_cross_entropy`,
+`router_gemm` and `lightning_attention` are limited by matrix products, and rows of about 10 µs by the launch."""
 
 
 def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:
