@@ -25,7 +25,6 @@ _POLICIES = (
 _LAYERS = (
     ("dense layer, hidden size 4096, forward and backward", "layer_dense", "ours_fused"),
     ("the same with fp8 products", "layer_dense", "fp8_fused"),
-    ("expert layer, 128 experts, top 8, forward and backward", "layer_moe", "ours_fused"),
 )
 # What a row is called, row, shape.
 _OPS = (
