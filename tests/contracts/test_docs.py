@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -128,6 +129,19 @@ def test_times_of_models_are_those_measured(page: Path) -> None:
         if re.search(r"measured \d{4}-\d\d-\d\d\]\([./]*measured_models\.md", paragraph):
             for number in re.findall(r"([\d.]+) ms", paragraph):
                 assert f"| {number} |" in measured, number
+
+
+def test_layers_on_pages_are_those_recorded() -> None:
+    recorded = json.loads((ROOT / "bench" / "results" / "h200.json").read_text(encoding="utf-8"))
+    layers, rows = recorded["layers"], recorded["rows"]
+    (experts,), (decoder,) = (layers[name]["measured"]["rows"] for name in ("fp8_moe", "decoder_4096"))
+    times = [f"{experts[way]['forward_and_backward_ms']:.1f} ms" for way in ("fp8", "fixed")]
+    assert f"({times[0]} against {times[1]}, `fp8_moe`" in _page("how_to/train_in_fp8.md")
+    peaks = [f"{decoder[way]['peak_mib']} MiB" for way in ("reuse", "rtkernels")]
+    assert f"needs {peaks[0]} with `reuse` and {peaks[1]} without" in _page("how_to/save_memory.md")
+    for recipe, error in {"block": 0.037, "row": 0.037, "tensor": 0.059}.items():
+        found = [row["error_ours"] for row in rows if row["row"] == f"fp8_linear_{recipe}"]
+        assert found and all(abs(value - error) < 0.001 for value in found), recipe
 
 
 # Of operators, of examples that a reader writes, and of what needs a package that may not be installed.
