@@ -74,7 +74,7 @@ class Kernels:
     def __init__(
         self, unit: str, variants: Callable[..., Any], rare: Callable[..., Any] | None = None, tier: str = "aten"
     ) -> None:
-        """Declare them. `variants` and `rare` are functions of the class of layouts ("V", "G", "T", "S") and a target."""
+        """Declare them. `variants` and `rare` are functions of a class of layouts (V, G, T, S) and a target."""
 
         def of(kind: str) -> dict[str, Any]:
             rarely = (lambda target: rare(kind, target)) if rare is not None else ()
@@ -166,9 +166,10 @@ def _of_layout(
 
 
 _ITEMSIZES = {token: dtype.itemsize for dtype, token in TOKENS.items()}
-# What most programs launch: dense operands of these dtypes, strided ones of floats, and transposed ones that are copied,
-# added or multiplied. Copies move elements as integers of their size.
-_USUAL_TYPES = {"V": {"fp32", "bf16", "fp16", "i64", "boolean"}, **dict.fromkeys("GTS", {"fp32", "bf16", "fp16"})}
+# What most programs launch: dense operands of these dtypes, strided ones of floats, and transposed ones that are
+# copied, added or multiplied. Copies move elements as integers of their size.
+_FLOAT_TOKENS = frozenset(TOKENS[dtype] for dtype in FLOATS)
+_USUAL_TYPES = {"V": _FLOAT_TOKENS | {"i64", "boolean"}, "G": _FLOAT_TOKENS, "T": _FLOAT_TOKENS, "S": _FLOAT_TOKENS}
 _USUAL_TRANSPOSED = {"Copy", "Add", "Mul"}
 
 
