@@ -1,7 +1,7 @@
 """Write all that is generated from the sources of ops: ``python docs/make.py``, after an op was added or changed.
 
-In this order, as each reads what the one before wrote: the table of public names (``make_public.py``), the stub for type
-checkers (``make_stub.py``), the pages of the API (``make_api.py``).
+In this order, as each reads what the one before wrote: the table of public names (``make_public.py``), the stub for
+type checkers (``make_stub.py``), the pages of the API (``make_api.py``).
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def call(name: str, op: str, known: Collection[str]) -> str:
     return (
         f"{_samples(op)} has no call of {name}. Write\n"
         f'    CALLS = {{"{name}": lambda x, ids: rtkernels.{name}(x)}}\n'
-        f"where x is float32 [rows, 256] and may require a gradient, ids int64 [rows, 2] with numbers below 8; the call "
-        f"must work for any number of rows. {GUIDE}"
+        f"where x is float32 [rows, 256] and may require a gradient, ids int64 [rows, 2] with numbers below 8; the "
+        f"call must work for any number of rows. {GUIDE}"
     )
 
 
