@@ -19,7 +19,8 @@ def modules() -> dict[str, str]:
 def rows_of(op: str) -> list[Row]:
     """Return the rows of one op; none if it has no module here."""
     name = modules().get(op)
-    return [] if name is None else list(importlib.import_module(name).rows())
+    module = None if name is None else importlib.import_module(name)
+    return list(module.rows()) if hasattr(module, "rows") else []
 
 
 def host_calls(device: str) -> dict[str, Callable[[], Any]]:

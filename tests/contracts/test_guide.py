@@ -65,4 +65,4 @@ def test_the_example_of_the_guide_passes_all_contracts(tree: Path) -> None:
     changed = {path.relative_to(tree).as_posix() for path, text in before.items() if path.read_bytes() != text}
     assert changed == GENERATED
     printed = _run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--op", "squared_relu")
-    assert int(re.search(r"(\d+) passed", printed)[1]) > 100
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 80

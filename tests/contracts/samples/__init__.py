@@ -30,7 +30,7 @@ def _module(op: str) -> ModuleType | None:
 def samples_of(op: str, device: str) -> list[tuple[TorchOp, tuple[Any, ...]]]:
     """Return operators of an op with arguments on a device; none if it has no operators."""
     module = _module(op)
-    return list(module.samples(device)) if module is not None else []
+    return list(module.samples(device)) if hasattr(module, "samples") else []
 
 
 def collected(table: str) -> dict[str, Any]:
