@@ -80,10 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     when the others are done.
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
+    kept: tuple[str, ...] = ()
     if op := config.getoption("--op"):
         _keep_one_op(op, config, items)
+        kept = ("tests/contracts/",)  # all of an op's cases
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
+        slow = {item for item in slow if not item.nodeid.startswith(kept)}
         dropped = slow | _repeated(items)
         if not config.getoption("--whole"):
             dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))

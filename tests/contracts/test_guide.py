@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,10 @@ def test_the_example_of_the_guide_works(tree: Path) -> None:
     assert int(re.search(r"(\d+) passed", printed)[1]) > 20
 
 
+def _is_python(name: str) -> bool:
+    return name.endswith(".py")
+
+
 @emulated
 @pytest.mark.slow
 def test_the_example_of_the_guide_passes_all_contracts(tree: Path) -> None:
@@ -64,5 +71,7 @@ def test_the_example_of_the_guide_passes_all_contracts(tree: Path) -> None:
     _run(tree, "-m", "docs.make")
     changed = {path.relative_to(tree).as_posix() for path, text in before.items() if path.read_bytes() != text}
     assert changed == GENERATED
+    if importlib.util.find_spec("ruff") is not None:
+        subprocess.run([sys.executable, "-m", "ruff", "check", *filter(_is_python, FILES)], cwd=tree, check=True)
     printed = _run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--op", "squared_relu")
     assert int(re.search(r"(\d+) passed", printed)[1]) > 80
