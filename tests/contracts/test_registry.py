@@ -80,15 +80,14 @@ def test_public_names_are_those_of_the_ops() -> None:
 @emulated
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_every_kernel_is_emulated_or_exempt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples, or ``emulated_coverage`` of the op's own tests, launch each of its kernels (exempt ones say why)."""
-    op = OPS[name]
-    if pieces.emulated(op, emulator.launched()):
-        _emulate_samples(name)
-    paths = list(TESTS.glob(f"ops/*/test_{name}.py"))
-    if pieces.emulated(op, emulator.launched()) and paths:
-        monkeypatch.syspath_prepend(str(paths[0].parent))
-        getattr(importlib.import_module(paths[0].stem), "emulated_coverage", lambda: None)()
-    problem = pieces.emulated(op, emulator.launched())
+    """``emulated_coverage`` of the op's own tests, or its samples, launch each of its kernels (exempt ones say why)."""
+    if pieces.emulated(OPS[name], emulator.launched()):
+        own = None
+        for path in TESTS.glob(f"ops/*/test_{name}.py"):
+            monkeypatch.syspath_prepend(str(path.parent))
+            own = getattr(importlib.import_module(path.stem), "emulated_coverage", None)
+        own() if own is not None else _emulate_samples(name)
+    problem = pieces.emulated(OPS[name], emulator.launched())
     assert not problem, problem
 
 
