@@ -10,6 +10,7 @@ import torch
 from support.overrides import taken
 from support.places import allowed_spills, compiled_for
 
+import rtkernels
 from rtkernels import emulator
 from rtkernels.aten import gradients, pointwise, ternary  # noqa: F401  register their functors
 from rtkernels.aten.functors import _FUNCTORS, KERNELS, all_variants
@@ -59,6 +60,8 @@ def _usual(dtype: torch.dtype) -> None:
         _ = x + other, x * other, x - other, x / other, x > other, torch.where(x > 0, x, y)
     _ = x[:, ::2] + y[:, ::2], x[:, 1:].sigmoid(), x.tanh(), x.exp(), -x, x.abs()
     _ = x.t().contiguous(), x.t() + torch.ones(128, 64, dtype=dtype), x.clone(), torch.zeros_like(x).fill_(3)
+    large = torch.ones(1024, 1024, dtype=dtype)
+    _ = large.t().contiguous(), large.t() + large, large * large.t()
     _ = x.float(), x.to(torch.bfloat16), x.half(), (x > 0).to(dtype), torch.arange(128).to(dtype)
     torch.addcmul(x, y, y), torch.lerp(x, y, 0.5), x.clamp(-1, 1), x.masked_fill(x > 0, 0.0), torch.arange(64) + 1
 
@@ -69,8 +72,25 @@ def test_warm_builds_what_pointwise_operators_launch(dtype: torch.dtype, monkeyp
     for _, kernel in _KINDS:
         usual |= {(kernel.name, variant) for variant in kernel.variants(target)}
     found = {(name, v) for name, v in _launched(monkeypatch, lambda: _usual(dtype)) if name.startswith("pointwise_")}
-    assert len(found) > 20
+    assert len(found) > 20 and {name for name, _ in found} == {kernel.name for _, kernel in _KINDS}
     assert not found - usual
+
+
+@pytest.mark.parametrize("dtype", _TYPES, ids=str)
+def test_warm_builds_what_functions_of_pointwise_launch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"warm_probe_{str(dtype).removeprefix('torch.')}"
+    function = rtkernels.pointwise(name, "a * b + s0", backward={"a": "g * b", "b": "g * a"})
+    x, y = (torch.ones(1024, 1024, dtype=dtype, requires_grad=True) for _ in range(2))
+
+    def call() -> None:
+        for a, b in ((x, y), (x.t(), y), (x, y.t()), (x[:, ::2], y[:, ::2]), (x[1:, 1:].t(), y[1:, 1:])):
+            function(a, b, 2.0).sum().backward()
+
+    target = targets.parse("sm_90a")
+    built = {(kernel.name, variant) for kernel in function.op.kernels for variant in kernel.variants(target)}
+    found = {(kernel, variant) for kernel, variant in _launched(monkeypatch, call) if variant[0].startswith("user_")}
+    assert len({kernel for kernel, _ in found}) == 4
+    assert not found - built
 
 
 @pytest.mark.slow
