@@ -81,6 +81,8 @@ def _parser() -> _Parser:
     arch_option(warm, default)
     op_option(warm)
     tier_option(warm)
+    every = "pointwise kernels of enable() for every dtype and layout, too (docs/cache.md)"
+    warm.add_argument("--every-variant", action="store_true", help=every)
     warm.add_argument("--out", metavar="DIR", help="fill this cache directory instead of the default one")
     warm.add_argument("--jobs", type=_count(1), metavar="N", help="threads (default: the CPUs it may use)")
 
@@ -159,8 +161,9 @@ def _warm(arguments: argparse.Namespace) -> int:
 
     progress = warming.Progress(sys.stderr)
     report = warming.warm(
-        arguments.arch, arguments.op, arguments.out, arguments.jobs, tiers=arguments.tier, progress=progress
-    )
+        arguments.arch, arguments.op, arguments.out, arguments.jobs, tiers=arguments.tier,
+        every_variant=arguments.every_variant, progress=progress,
+    )  # fmt: skip
     progress.close()
     print(report)
     return FAILURE if report.failures else 0

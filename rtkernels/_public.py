@@ -1,6 +1,7 @@
 """Every public name and the module that has it: ``rtkernels.<name>`` imports that module when it is first used.
 
-``__init__.pyi``, which type checkers and editors read, is written from this table by ``docs/make_stub.py``.
+`OPS` is written by ``docs/make_public.py`` from what ops declare, and ``__init__.pyi``, which type checkers and editors
+read, by ``docs/make_stub.py`` from this table; ``docs/make.py`` runs both.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -37,6 +38,10 @@ SAMPLES = Path(__file__).with_name("samples.json")  # written by ``python -m tes
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep tests away from the user's cache: one cache per run, shared by its workers."""
+    if (op := config.getoption("--op")) and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        tests = config.rootpath / "tests"
+        own = sorted(tests.glob(f"ops/*/test_{op}.py"))
+        config.args = [str(path) for path in (*own, tests / "contracts", tests / "bench" / "test_bench.py")]
     if os.environ.get("RTKERNELS_CACHE_DIR"):
         return  # named on purpose, to keep it between runs; or inherited by a worker of this run
     config.stash[_own_cache] = os.environ["RTKERNELS_CACHE_DIR"] = tempfile.mkdtemp(prefix="rtkernels-tests-")
@@ -50,7 +55,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``, ``--part`` and ``--sample``."""
+    """Add ``--op``, ``--full``, ``--part`` and ``--sample``."""
+    parser.addoption("--op", metavar="NAME", help="the tests of one op: its own file, and its cases of all contracts")
     parser.addoption(
         "--full",
         action="store_true",
@@ -74,8 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     when the others are done.
     """
     items.sort(key=lambda item: item.name.startswith("test_compiles_without_spills"))
+    kept: tuple[str, ...] = ()
+    if op := config.getoption("--op"):
+        _keep_one_op(op, config, items)
+        kept = ("tests/contracts/",)  # all of an op's cases
     if not config.getoption("--full"):
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
+        slow = {item for item in slow if not item.nodeid.startswith(kept)}
         dropped = slow | _repeated(items)
         if not config.getoption("--whole"):
             dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
@@ -96,6 +107,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _keep_one_op(name: str, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of one op: its own, cases named after it or what it offers, and those marked ``every_op``."""
+    from rtkernels.runtime.operator import registry
+
+    op = registry.get(name)
+    names = {name, *op.public, *(torch_op.name for torch_op in op.torch_ops), *(kernel.name for kernel in op.kernels)}
+    about = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(names)))})(?!\w)")
+    kept, others = [], []
+    for item in items:
+        case = item.nodeid.partition("[")[2]
+        of_the_op = item.path.name == f"test_{name}.py" or item.get_closest_marker("every_op") is not None
+        (kept if of_the_op or about.search(case) else others).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=others)
 
 
 def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:

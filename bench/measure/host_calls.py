@@ -25,6 +25,8 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
     """
     import torch
 
+    from bench import rows
+
     def rand(*shape: int) -> Any:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
@@ -202,6 +204,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "dequantize_fp8": (TORCH, lambda: lambda: rtk.dequantize_fp8(codes, one)),
         **{name: (SINGLE_LAUNCH, made) for name, made in single.items()},
         **{name: (SEVERAL, made) for name, made in several.items()},
+        **{name: (SINGLE_LAUNCH, lambda call=call: call) for name, call in rows.host_calls(device).items()},
     }
 
 

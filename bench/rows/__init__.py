@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from bench.rows.row import Row
 
@@ -18,7 +19,17 @@ def modules() -> dict[str, str]:
 def rows_of(op: str) -> list[Row]:
     """Return the rows of one op; none if it has no module here."""
     name = modules().get(op)
-    return [] if name is None else list(importlib.import_module(name).rows())
+    module = None if name is None else importlib.import_module(name)
+    return list(module.rows()) if hasattr(module, "rows") else []
+
+
+def host_calls(device: str) -> dict[str, Callable[[], Any]]:
+    """Return the small calls of public functions that modules here have, for host rows: ``host(x)`` of ``<op>.py``."""
+    import torch
+
+    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
+    found = [getattr(importlib.import_module(name), "host", None) for name in sorted(modules().values())]
+    return {name: call for host in found if host is not None for name, call in host(x).items()}
 
 
 def all_rows() -> Iterator[Row]:

@@ -131,9 +131,9 @@ def _operator(
 
     def variants(kind: str, target: Any) -> list[tuple[Any, ...]]:
         return [
-            (f"user_{name}{ending}", *[TOKENS[dtype]] * (2 + len(e.tensors)), *["u8"] * (3 - len(e.tensors)),
-             *{"G": [False], "S": [0]}.get(kind, []))
+            (f"user_{name}{ending}", *[TOKENS[dtype]] * (2 + len(e.tensors)), *["u8"] * (3 - len(e.tensors)), *last)
             for ending, e in structs.items() for dtype in sorted(FLOATS, key=str)
+            for last in {"G": [(False,)], "S": [(i,) for i in range(len(e.tensors))]}.get(kind, [()])
         ]  # fmt: skip
 
     kernels = Kernels(unit, variants, tier="core")

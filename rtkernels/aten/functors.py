@@ -4,7 +4,7 @@ dtypes, the kernels that apply them, and which variants of these there are.
 
 from __future__ import annotations
 
-import zlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from rtkernels.aten.strides import SQUARES, Arrangement
 from rtkernels.aten.table import Overload
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.targets import Target
 
 TOKENS = {
     torch.float32: "fp32",
@@ -72,28 +71,36 @@ class Functor:
 class Kernels:
     """The kernels of one unit, one or two for each class of layouts."""
 
-    def __init__(self, unit: str, sample: Any, tier: str = "aten") -> None:
+    def __init__(
+        self, unit: str, variants: Callable[..., Any], rare: Callable[..., Any] | None = None, tier: str = "aten"
+    ) -> None:
+        """Declare them. `variants` and `rare` are functions of a class of layouts (V, G, T, S) and a target."""
+
+        def of(kind: str) -> dict[str, Any]:
+            rarely = (lambda target: rare(kind, target)) if rare is not None else ()
+            return {"variants": lambda target: variants(kind, target), "rare": rarely}
+
         types = "F T O A B D"
         pointers = "out:ptr a:ptr b:ptr d:ptr"
         self.flat = Kernel(
             unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
             args=f"{pointers} {_NUMBERS} count:i64 steps:i64 aligned16:i64",
-            variants=lambda target: sample("V", target),
+            **of("V"),
         )  # fmt: skip
         self.strided = Kernel(
             unit, "pointwise_strided", template=f"{types} INDEX64", tier=tier, max_registers=96,
             args=f"{pointers} {_NUMBERS} {_TABLE} count:i64 dims:i64 steps:i64 vectors:i64",
-            variants=lambda target: sample("G", target),
+            **of("G"),
         )  # fmt: skip
         self.transposed = Kernel(
             unit, "pointwise_transposed", template=types, tier=tier, max_registers=96,
             args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
-            variants=lambda target: sample("T", target),
+            **of("T"),
         )  # fmt: skip
         self.squares = Kernel(
             unit, "pointwise_squares", template=f"{types} TILED", tier=tier, max_registers=128,
             args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
-            variants=lambda target: sample("S", target),
+            **of("S"),
         )  # fmt: skip
 
     def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
@@ -133,33 +140,53 @@ def row_adder(rows: list[Overload]) -> Callable[..., None]:
 
 
 def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the variants of every built-in functor for operands of one dtype: all but mixtures."""
+    """Yield the variants of every built-in functor for operands of one dtype, and conversions from any to any."""
     for made in _FUNCTORS.values():
         for dtype in TOKENS:
             if dtype not in made.dtypes:
                 continue
             token = TOKENS[dtype]
-            result = TOKENS[made.result] if made.result is not None else token
-            types = ["boolean" if made.own >> i & 1 and made is not COPY else token for i in range(made.inputs)]
-            variant = (made.name, token, result, *types, *[ABSENT] * (3 - made.inputs))
-            if kind == "S":  # the last operand that has the promoted dtype is transposed
-                tiled = next((i for i in reversed(range(made.inputs)) if types[i] == token), None)
-                if tiled is not None and dtype.itemsize in SQUARES and (made.result or dtype).itemsize <= 4:
-                    yield (*variant, tiled)
-            else:
-                yield (*variant, False) if kind == "G" else variant
+            result = made.result if made.result is not None else dtype
+            types = ["boolean" if made.own >> i & 1 else token for i in range(made.inputs)]
+            yield from _of_layout(kind, made.name, token, TOKENS[result], types, result.itemsize)
+    if kind in "VG":
+        for to, source in itertools.permutations(TOKENS.values(), 2):
+            yield from _of_layout(kind, COPY.name, to, to, [source])
 
 
-_SAMPLED = {"V": 48, "G": 32, "T": 8, "S": 12}
+def _of_layout(
+    kind: str, name: str, common: str, result: str, types: list[str], result_bytes: int = 1
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the template arguments of a functor for one class of layouts; one for each operand that can be tiled."""
+    variant = (name, common, result, *types, *[ABSENT] * (3 - len(types)))
+    if kind != "S":
+        yield (*variant, False) if kind == "G" else variant
+    elif _ITEMSIZES[common] in SQUARES and result_bytes <= 4:
+        yield from ((*variant, i) for i, operand in enumerate(types) if operand == common)
 
 
-def _sample(kind: str, target: Target) -> list[tuple[Any, ...]]:
-    """Return the variants that warming and the compile tests build: some of all, by a hash of their names."""
+_ITEMSIZES = {token: dtype.itemsize for dtype, token in TOKENS.items()}
+# What most programs launch: dense operands of these dtypes, strided ones of floats, and transposed ones that are
+# copied, added or multiplied. Copies move elements as integers of their size.
+_FLOAT_TOKENS = frozenset(TOKENS[dtype] for dtype in FLOATS)
+_USUAL_TYPES = {"V": _FLOAT_TOKENS | {"i64", "boolean"}, "G": _FLOAT_TOKENS, "T": _FLOAT_TOKENS, "S": _FLOAT_TOKENS}
+_USUAL_TRANSPOSED = {"Copy", "Add", "Mul"}
+
+
+def _is_usual(kind: str, variant: tuple[Any, ...]) -> bool:
+    name, common, _, first = variant[:4]
+    if name == COPY.name:
+        return first == common or {first, common} <= _USUAL_TYPES["V"]
+    return common in _USUAL_TYPES[kind] and (kind in "VG" or name in _USUAL_TRANSPOSED)
+
+
+def _variants(kind: str, usual: bool) -> list[tuple[Any, ...]]:
     from rtkernels.aten import gradients, index, pointwise, ternary  # noqa: F401  their functors
 
-    ranked = sorted(set(all_variants(kind)), key=lambda variant: zlib.crc32(f"{kind} {variant}".encode()))
-    return ranked[: _SAMPLED[kind]]
+    return [variant for variant in dict.fromkeys(all_variants(kind)) if _is_usual(kind, variant) is usual]
 
 
-KERNELS = Kernels("pointwise/pointwise.cu", _sample)
+KERNELS = Kernels(
+    "pointwise/pointwise.cu", lambda kind, target: _variants(kind, True), lambda kind, target: _variants(kind, False)
+)
 OP = Op("aten_pointwise", public=(), kernels=KERNELS.all(), torch_ops=())

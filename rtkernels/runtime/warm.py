@@ -112,9 +112,14 @@ def warm(
     jobs: int | None = None,
     *,
     tiers: Sequence[str] | None = None,
+    every_variant: bool = False,
     progress: Callable[[int, int, Failure | None], None] | None = None,
 ) -> WarmReport:
-    """Compile every variant of the chosen ops for the chosen targets into the cache.
+    """Compile the variants of the chosen ops for the chosen targets into the cache.
+
+    These are all that the public functions launch. The pointwise kernels behind ``rtkernels.enable()`` have thousands
+    more, because torch has so many operators and dtypes. Of these, every operator is compiled for float32, bfloat16 and
+    float16, and for int64 and bool if tensors are dense; docs/cache.md says what is left to the first use.
 
     Works without a GPU, for any target NVRTC knows; the result serves every machine with that NVRTC version, and with
     ``RTKERNELS_NO_COMPILE=1`` those with another.
@@ -127,6 +132,7 @@ def warm(
             other users may read it.
         jobs: Number of threads; one per CPU this process may use by default.
         tiers: Some of ``"core"``, ``"serve"`` and ``"aten"``: only kernels of these; all by default.
+        every_variant: Compile these pointwise kernels for every dtype and layout, too: 1,500 more for each target.
         progress: Called in this thread after each job with (done, total, failure or None).
 
     Returns:
@@ -139,7 +145,7 @@ def warm(
         RtkError: The directory cannot be written.
     """
     chosen = targets(archs)
-    return build(list(plan(with_parts(ops), chosen, tiers)), out, jobs, progress)
+    return build(list(plan(with_parts(ops), chosen, tiers, every_variant=every_variant)), out, jobs, progress)
 
 
 def build(
@@ -323,8 +329,10 @@ def with_parts(ops: Sequence[str] | None) -> list[Op]:
     return found + [op for op in select(used) if op not in found]
 
 
-def plan(ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | None = None) -> Iterator[Job]:
-    """Yield every variant the ops have for the targets, of kernels of these tiers if any are named.
+def plan(
+    ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | None = None, *, every_variant: bool = False
+) -> Iterator[Job]:
+    """Yield the variants that the ops have for the targets, of kernels of these tiers if any are named.
 
     Raises:
         ArgumentError: There is no such tier.
@@ -339,7 +347,7 @@ def plan(ops: Sequence[Op], chosen: Sequence[Target], tiers: Sequence[str] | Non
         for kernel in op.kernels:
             for target in chosen:
                 if kernel.tier in wanted and kernel.supports(target):
-                    for variant in kernel.variants(target):
+                    for variant in kernel.variants(target, every=every_variant):
                         yield Job(op, kernel, variant, target)
 
 

@@ -218,6 +218,18 @@ def test_warm_compiles_once_into_the_named_directory(capsys, tmp_path):
     assert f"0 compiled, {total} already there" in out
 
 
+def test_warm_of_every_variant_builds_the_rare_ones_too(capsys, monkeypatch):
+    (kernel,) = registry.get(SMALL).kernels
+    first, *rare = kernel.variants(parse("sm_80"))
+    monkeypatch.setattr(kernel, "_variants", [first])
+    monkeypatch.setattr(kernel, "_rare", lambda target: rare)
+    code, out, _ = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL)
+    assert (code, out.split(",")[0]) == (0, "1 kernels for sm_80: 1 compiled")
+    code, out, _ = run(capsys, "warm", "--arch", "sm_80", "--op", SMALL, "--every-variant")
+    assert (code, out.split(",")[0]) == (0, f"{COUNT} kernels for sm_80: {COUNT - 1} compiled")
+    assert rtkernels.warm(["sm_80"], [SMALL], every_variant=True).present == COUNT
+
+
 def test_warmed_directory_serves_a_process_that_may_not_compile(tmp_path, monkeypatch):
     rtkernels.warm(["sm_90a"], [SMALL], out=tmp_path / "kernels")
     build_cache.forget()

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import pieces
 from support.compare import running_on
 from support.places import at
 from torch import Tensor
 
 import rtkernels
-from contracts.samples import samples_of
+from contracts.samples import collected, samples_of
+from contracts.test_dynamic_rows import OWNERS
+from contracts.test_every_argument import arguments_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import plans as plans_module
 from rtkernels.runtime.operator import registry
@@ -80,6 +83,7 @@ OVERWRITING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any], bool]] = 
     ),
     "index_select": ((3, 8), lambda x: rtkernels.index_select(torch.randn(4, 8), _ids(), out=x), False),
     "scatter_add": ((4, 8), lambda x: rtkernels.scatter_add(torch.randn(3, 8), _ids(), out=x), False),
+    **collected("OVERWRITING"),
 }
 
 
@@ -104,9 +108,10 @@ def test_leaves_that_require_grad_are_not_overwritten(name: str, place: str) -> 
     assert not torch.equal(leaf, x) or name == "cross_entropy"  # which has no gradient to write
 
 
-def test_every_function_that_overwrites_is_tried() -> None:
-    in_place = [name for name in rtkernels.__all__ if name.endswith("_") and not name.startswith("_")]
-    assert set(in_place) <= OVERWRITING.keys()
+@pytest.mark.parametrize("name", [name for name in sorted(OWNERS) if name.endswith("_")])
+def test_every_function_that_overwrites_is_tried(name: str) -> None:
+    problem = pieces.overwriting(name, OWNERS[name], OVERWRITING)
+    assert not problem, problem
 
 
 def test_what_a_copy_reads_needs_no_grad_either() -> None:
@@ -229,7 +234,8 @@ def _heads(*shape: int) -> list[Tensor]:
     return [_b16(*shape) for _ in range(3)]
 
 
-# A call of every public function that takes numbers; all of them can be given by name on top.
+# A call of public functions that take numbers; all of them can be given by name on top. Of others the call is that of
+# ``test_dynamic_rows``.
 NUMBERS: dict[str, Callable[..., Any]] = {
     "glu_smooth_fp8_backward": lambda **n: rtkernels.glu_smooth_fp8_backward(
         torch.ones(4, 8), torch.ones(4, 16), None, layout="both", **n
@@ -354,13 +360,29 @@ def _numbers() -> Iterator[tuple[str, str, set[str]]]:
 @pytest.mark.one_in(3)
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize(("name", "option", "types"), [pytest.param(*n, id=".".join(n[:2])) for n in _numbers()])
-def test_what_is_no_number_is_refused_by_name(name: str, option: str, types: set[str], place: str) -> None:
+def test_what_is_no_number_is_refused_by_name(
+    name: str, option: str, types: set[str], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = NUMBERS.get(name) or _call_with_options(name, monkeypatch)
     wrong = ["1", 1j, [1], *([None] if "None" not in types else []), *([0.5] if "float" not in types else [])]
     with _made_at(place):
         for value in wrong:
             with pytest.raises(ArgumentError, match=rf"\b{option}\b"):
-                NUMBERS[name](**{option: value})
-        NUMBERS[name]()
+                call(**{option: value})
+        call()
+
+
+def _call_with_options(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    function, right = arguments_of(name, monkeypatch)
+
+    def call(**options: Any) -> Any:
+        place = torch.get_default_device()
+        given = {key: a.detach().to(place) if isinstance(a, Tensor) else a for key, a in right.items()} | options
+        bound = inspect.signature(function).bind_partial()
+        bound.arguments.update(given)
+        return function(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def _one_sample_of_each() -> Iterator[Any]:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import pieces
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rtkernels
+from contracts.samples import collected
 from rtkernels.runtime.operator import registry
 
 HIDDEN, EXPERTS = 256, 8
@@ -189,6 +191,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "topk_router": lambda x, ids: rtk.topk_router(x[:, :EXPERTS], 2)[0],
     "transpose": lambda x, ids: rtk.transpose(x),
     "transpose_experts": lambda x, ids: rtk.transpose_experts(x, COUNTS),
+    **collected("CALLS"),  # of samples/<family>/<op>.py, where a new op has its own
 }  # fmt: skip
 # Lists of tensors for other functions, and sizes as numbers; tables and scales of weights; operators of others above.
 WITHOUT_ROWS = {"tensor_list", "moe_rows", "check_labels", "fp8_weight", "rope_table", "patchify"}
@@ -197,10 +200,15 @@ WITHOUT_ROWS |= {"add_bias", "channel_mul", "euler_step", "cfg_combine", "dequan
 WITHOUT_ROWS |= {"quantize_mxfp4", "quantize_mxfp8", "dequantize_mxfp4", "dequantize_mxfp8"}
 
 
-def test_every_public_function_is_tried() -> None:
-    public = {name for op in registry.ops() for name in op.public if callable(getattr(rtkernels, name))}
-    public = {name for name in public if not isinstance(getattr(rtkernels, name), type)}
-    assert public - WITHOUT_ROWS <= {name.split(",")[0] for name in CALLS}
+OWNERS = {name: op.name for op in registry.ops() for name in op.public}
+
+
+@pytest.mark.parametrize("name", sorted(OWNERS))
+def test_every_public_function_is_tried(name: str) -> None:
+    function = getattr(rtkernels, name)
+    if callable(function) and not isinstance(function, type):
+        problem = pieces.call(name, OWNERS[name], {*WITHOUT_ROWS, *(call.split(",")[0] for call in CALLS)})
+        assert not problem, problem
 
 
 def _tensors(results: Any) -> list[Tensor]:

@@ -192,6 +192,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.every_op
 def test_factories_say_their_dtype_and_device() -> None:
     """What torch would take from its defaults instead."""
     found = []

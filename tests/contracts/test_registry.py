@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import pieces
 from support.places import emulated
 
 import rtkernels
 from bench.rows import rows_of
 from contracts.samples import samples_of
-from rtkernels import emulator
+from rtkernels import _public, emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch import memory
 from rtkernels.runtime.operator import registry
@@ -50,7 +51,8 @@ def test_opcheck_on_the_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_samples_reach_every_operator(name: str) -> None:
-    assert {torch_op for torch_op, _ in samples_of(name, "cpu")} == set(OPS[name].torch_ops)
+    problem = pieces.samples(OPS[name], samples_of(name, "cpu"))
+    assert not problem, problem
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -58,34 +60,42 @@ def test_public_functions_are_documented(name: str) -> None:
     for public in OPS[name].public:
         function = getattr(rtkernels, public)
         assert function.__name__ == public
-        doc = inspect.getdoc(function)
-        assert doc and "Args:" in doc and "Returns:" in doc, public
-        assert set(inspect.signature(function).parameters) <= set(doc.replace(":", " ").split()), public
+        problem = pieces.documentation(public, function)
+        assert not problem, problem
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_op_has_a_test_file_and_bench_rows(name: str) -> None:
-    assert len(list(TESTS.glob(f"ops/*/test_{name}.py"))) == 1
-    rows = rows_of(name)
-    assert rows and len({row.label for row in rows}) == len(rows)
+    problem = pieces.tests_of(OPS[name]) or pieces.bench_rows(OPS[name], [row.label for row in rows_of(name)])
+    assert not problem, problem
+
+
+@pytest.mark.every_op
+def test_public_names_are_those_of_the_ops() -> None:
+    problem = pieces.table_of_names(_public.OPS, [name for op in OPS.values() for name in op.public])
+    assert not problem, problem
 
 
 @pytest.mark.one_in(3)
 @emulated
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_every_kernel_is_emulated_or_exempt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op's own tests, at the emulated places, launch each of its kernels (exempt ones say why)."""
-    wanted = {(kernel.unit, kernel.name) for kernel in OPS[name].kernels if kernel.emulated is True}
-    for kernel in OPS[name].kernels:
-        assert kernel.emulated is True or (isinstance(kernel.emulated, str) and kernel.emulated), kernel
-    if wanted <= emulator.launched():
-        return
-    (path,) = TESTS.glob(f"ops/*/test_{name}.py")
-    monkeypatch.syspath_prepend(str(path.parent))
-    module = importlib.import_module(path.stem)
-    assert hasattr(module, "emulated_coverage"), f"test_{name}.py has no emulated_coverage() that runs every kernel"
-    module.emulated_coverage()
-    assert wanted <= emulator.launched(), f"not emulated: {sorted(wanted - emulator.launched())}"
+    """``emulated_coverage`` of the op's own tests, or its samples, launch each of its kernels (exempt ones say why)."""
+    if pieces.emulated(OPS[name], emulator.launched()):
+        own = None
+        for path in TESTS.glob(f"ops/*/test_{name}.py"):
+            monkeypatch.syspath_prepend(str(path.parent))
+            own = getattr(importlib.import_module(path.stem), "emulated_coverage", None)
+        own() if own is not None else _emulate_samples(name)
+    problem = pieces.emulated(OPS[name], emulator.launched())
+    assert not problem, problem
+
+
+def _emulate_samples(name: str) -> None:
+    for arch in ("sm_80", "sm_90"):
+        for torch_op, args in samples_of(name, "cpu"):
+            with rtkernels.emulate(arch), torch.no_grad():
+                torch_op(*args)
 
 
 def test_unknown_op() -> None:

@@ -1,6 +1,7 @@
 """What type checkers are told (``rtkernels/__init__.pyi``) is what calls return and accept.
 
-``types/calls.py`` has calls of every public function that say what they expect: mypy reads them, and they are run.
+``types/calls.py`` has calls that say what they expect: mypy reads them, and they are run. A function of which the stub
+says what its module says is called as ``samples/<family>/<op>.py`` calls it, and returns what its annotation says.
 ``types/wrong_calls.py`` has calls that mypy must refuse.
 """
 
@@ -18,8 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import pieces
 
 import rtkernels
+from contracts import test_dynamic_rows
+from contracts.samples import collected
 from contracts.types import calls
 from rtkernels import ArgumentError, _public
 
@@ -37,9 +41,11 @@ NOT_COMPARED = {
 }
 
 
+@pytest.mark.every_op
 def test_the_stub_is_written_from_the_sources() -> None:
     written = (ROOT / "rtkernels" / "__init__.pyi").read_text(encoding="utf-8")
-    assert written == make_stub.stub(), "python docs/make_stub.py writes it anew"
+    stale = written != make_stub.stub()
+    assert not stale, "rtkernels/__init__.pyi is out of date. It is generated: run python docs/make.py"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,9 @@ def recorded() -> dict[str, list[tuple[dict[str, Any], Any]]]:
         with torch.no_grad():
             for family in calls.ALL:
                 family()
+            for name, call in collected("CALLS").items():
+                if not found[name.partition(",")[0]]:
+                    call(*test_dynamic_rows._inputs(6))
     return found
 
 
@@ -64,8 +73,16 @@ def _spy(function: Callable[..., Any], seen: list[tuple[dict[str, Any], Any]]) -
     return called
 
 
-def test_calls_of_every_function_return_what_they_are_declared_to(recorded: dict[str, Any]) -> None:
-    assert [name for name, seen in recorded.items() if not seen] == []
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_calls_of_every_function_return_what_they_are_declared_to(name: str, recorded: dict[str, Any]) -> None:
+    assert recorded[name], (
+        pieces.call(name, test_dynamic_rows.OWNERS[name], collected("CALLS"))
+        or f"write a call of {name} in tests/contracts/types/calls.py"
+    )
+    declared = str(inspect.signature(getattr(rtkernels, name)).return_annotation)
+    if declared == "Tensor":
+        for arguments, result in recorded[name]:
+            assert isinstance(result, torch.Tensor), f"{name}({', '.join(arguments)}) is declared to return a Tensor"
 
 
 def _fits(case: dict[str, str], arguments: dict[str, Any]) -> bool:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 import rtkernels
-from contracts.test_dynamic_rows import CALLS, _gradient, _inputs, _tensors
+from contracts.test_dynamic_rows import CALLS, OWNERS, _gradient, _inputs, _tensors
 from rtkernels import emulator
 from rtkernels.runtime import warm
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.operator import registry
 
-OWNERS = {name: op.name for op in registry.ops() for name in op.public}
 F32, BF16 = torch.float32, torch.bfloat16
 MORE_CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "hadamard, transposed": lambda x, ids: rtkernels.quantize_fp8_hadamard(x, transposed=True),
@@ -56,20 +54,19 @@ def _asked_for(function: Callable[..., Any]) -> set[str]:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
-def test_warming_an_op_builds_what_its_functions_launch(arch: str, launched: set[Any]) -> None:
-    missing: dict[str, set[str]] = {}
-    for name, function in {**CALLS, **MORE_CALLS}.items():
+@pytest.mark.parametrize("name", [*CALLS, *MORE_CALLS])
+def test_warming_an_op_builds_what_its_functions_launch(name: str, launched: set[Any]) -> None:
+    function, owner = {**CALLS, **MORE_CALLS}[name], OWNERS[name.split(",")[0]]
+    for arch in ("sm_80", "sm_90"):
         for dtype in (F32, BF16):
             x, ids = _inputs(10)
-            leaf = x.to(dtype).requires_grad_()
-            launched.clear()
-            _try(arch, function, leaf, ids)
-            asked = _asked_for(function) | {OWNERS[name.split(",")[0]]}
-            built = {kernel for op in warm.with_parts(sorted(asked)) for kernel in op.kernels}
-            if launched - built:
-                missing.setdefault(name, set()).update(kernel.op for kernel in launched - built)
-    assert not missing, "\n".join(f"{name}: {sorted(ops)}" for name, ops in missing.items())
+            _try(arch, function, x.to(dtype).requires_grad_(), ids)
+    built = {kernel for op in warm.with_parts(sorted({*_asked_for(function), owner})) for kernel in op.kernels}
+    ops = sorted({kernel.op for kernel in launched - built})
+    assert not ops, (
+        f"a call of {name} launches kernels of {', '.join(ops)}. Write Op({owner!r}, ..., "
+        f"uses=({', '.join(map(repr, ops))},)), so that `rtkernels warm --op` builds them"
+    )
 
 
 def _try(arch: str, function: Callable[..., Any], leaf: Tensor, ids: Tensor) -> None:

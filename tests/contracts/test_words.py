@@ -12,6 +12,8 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("retired_words.json")
 RETIRED = frozenset(
@@ -67,6 +69,7 @@ def counts() -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
+@pytest.mark.every_op
 def test_retired_words_become_fewer() -> None:
     allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
     now = counts()

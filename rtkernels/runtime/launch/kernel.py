@@ -41,6 +41,8 @@ class Kernel:
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
             ``tensor_map.TensorMap``) come before all others.
         variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
+        rare: Further ones, of a kernel with hundreds, that few programs launch: ``warm(every_variant=True)`` builds
+            them as well.
         max_registers: Ceiling that the compile tests enforce.
         needs: Features a target must have (see ``Target.features``).
         emulated: True, or the reason why the host emulator cannot run this kernel.
@@ -65,6 +67,7 @@ class Kernel:
         emulated: bool | str = True,
         flags: tuple[str, ...] = (),
         tier: str = "core",
+        rare: Sequence[Variant] | Callable[[Target], Iterable[Variant]] = (),
     ) -> None:
         if tier not in TIERS:
             raise ValueError(f"kernel {entry} has tier {tier!r}; expected one of {', '.join(TIERS)}")
@@ -78,7 +81,7 @@ class Kernel:
         self.emulated = emulated
         self.flags = flags
         self.op = entry  # the owning Op sets its own name
-        self._variants = variants
+        self._variants, self._rare = variants, rare
         self._maps = sum(kind == "tmap" for _, kind in self.args)
         self._kinds = "".join(_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
         self._functions: dict[tuple[Variant, int], int] = {}
@@ -95,11 +98,15 @@ class Kernel:
             raise TypeError(f"{self.name} takes template arguments {self.template}, got {variant}")
         return f"rtk::{self.name}<{', '.join(map(_template_argument, variant))}>"
 
-    def variants(self, target: Target) -> list[Variant]:
-        """Return the variants that warming and the compile tests build for a target (none if unsupported)."""
+    def variants(self, target: Target, *, every: bool = False) -> list[Variant]:
+        """Return the variants that warming and the compile tests build for a target (none if unsupported).
+
+        `every`: with those that few programs launch.
+        """
         if not self.supports(target):
             return []
-        return list(self._variants(target) if callable(self._variants) else self._variants)
+        lists = (self._variants, self._rare) if every else (self._variants,)
+        return [variant for given in lists for variant in (given(target) if callable(given) else given)]
 
     def supports(self, target: Target) -> bool:
         """Return True if the target has every feature this kernel needs."""
