@@ -112,7 +112,7 @@ def test_widths(name: str, place: str) -> None:
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
     with emulate("sm_90"):
-        for backend in rtkernels.ops.attention.backends.BACKENDS:
+        for backend in rtkernels.ops.attention.backends.ATTENTION.names:
             q, k, v, sinks = (t.requires_grad_() for t in (*inputs((1, 17, 33, 2, 1, 64), BF16, "cpu"), torch.zeros(2)))
             attention(q, k, v, sinks=sinks, causal=True, backend=backend).float().square().sum().backward()
         bias = torch.zeros(17, 33, requires_grad=True)
