@@ -15,7 +15,7 @@ from rtkernels.ops.shared.backend import Backends, in_words
 from rtkernels.runtime import targets
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.operator import registry
-from rtkernels.runtime.operator.declared import Declared, Meta
+from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.targets import Target
 
@@ -90,9 +90,9 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     if bound.arguments.get("backend") == "torch":
         raise ArgumentError("backend is 'torch', whose choice of kernels torch makes")
     operator, given = _first_operator(function, args, kwargs)
-    metas = _metas(operator, given)
     if operator.name not in family.problems:
         raise ArgumentError(f"this call of {function.__name__} begins with {operator.name}, which has no backends")
+    metas = _metas(operator, given)
     problem = family.problems[operator.name](*metas.values())
     if chosen is None:
         device = next(value.device for value in metas.values() if isinstance(value, Meta))
@@ -124,7 +124,7 @@ def _info(target: Target) -> DeviceInfo:
     return DeviceInfo(target.name, target, sm_count, shared_limit(target))
 
 
-def _first_operator(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Declared, tuple[Any, ...]]:
+def _first_operator(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return the first operator of ours that a call reaches, and its arguments."""
     try:
         with torch.no_grad(), _UntilOurs():
@@ -134,7 +134,7 @@ def _first_operator(function: Callable[..., Any], args: Any, kwargs: Any) -> tup
     raise ArgumentError(f"this call of {function.__name__} reaches no kernel of rtkernels")
 
 
-def _metas(operator: Declared, args: tuple[Any, ...]) -> dict[str, Any]:
+def _metas(operator: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments by name as plans see them: metadata of tensors, of copies where an operator makes one."""
     values = dict(zip(operator.names, args, strict=True))
     tensors = [argument for argument in operator.arguments if values[argument.name] is not None]
