@@ -121,7 +121,7 @@ class Backends(Generic[P]):
         return tuple(kernel for backend in self._backends.values() for kernel in backend.kernels)
 
     def describe(self, **problems: Callable[..., P]) -> None:
-        """Tell ``explain`` how to read operators: ``(*values) -> problem`` by the operator's name."""
+        """Tell ``explain`` how to read operators, by their names: ``(*values) -> problem``, as for their plans."""
         self.problems |= problems
 
     def check(self, wanted: str) -> None:

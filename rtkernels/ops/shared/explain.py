@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.backend import Backends, in_words
+from rtkernels.ops.shared.backend import AUTO, Backends, in_words
 from rtkernels.runtime import targets
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.operator.by_name import by_name
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.targets import Target
@@ -30,7 +31,7 @@ class Explanation(NamedTuple):
         backend: The name of the backend that runs it, or None if none can.
         summary: Its tile, where the backend tells.
         refused: Backends that come before it, and why they cannot.
-        problem: The call as plain data: a ``Product`` or an ``Attention``.
+        problem: The call as plain data: a ``Product``, an ``Attention`` or a ``Quantized``.
         after: Backends that come after it, which were not asked.
     """
 
@@ -75,7 +76,8 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
 
     Args:
         function: A matrix product (``scaled_mm``, ``gated_mm``, ``grouped_mm``, ``grouped_mm_masked``,
-            ``grouped_wgrad``) or an attention (``attention``, ``attention_varlen``, ``mla_attention``, ``sdpa``).
+            ``grouped_wgrad``) or an attention (``attention``, ``attention_varlen``, ``mla_attention``, ``sdpa``,
+            ``attention_quantized``).
         args: Those of the call. Tensors may be on the meta device.
         target: For which GPU, as "sm_90a" or "8.0". None: the one that has the tensors; "sm_90a" if none has.
         kwargs: Those of the call.
@@ -93,11 +95,11 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     if operator.name not in family.problems:
         raise ArgumentError(f"this call of {function.__name__} begins with {operator.name}, which has no backends")
     metas = _metas(operator, given)
-    problem = family.problems[operator.name](*metas.values())
+    problem = by_name(family.problems[operator.name], operator.names)(*metas.values())
     if chosen is None:
         device = next(value.device for value in metas.values() if isinstance(value, Meta))
         chosen = device_info(device) if device >= 0 else _info(targets.parse("sm_90a"))
-    choice = family.choose(problem, chosen, metas["backend"])
+    choice = family.choose(problem, chosen, metas.get("backend", AUTO))
     if choice.backend is None:
         return Explanation(None, "", choice.refused, problem)
     summary = choice.backend.summary

@@ -330,5 +330,5 @@ def test_packed_sequences_take_no_bias_and_both_ends() -> None:
     q, k, v = (t[0] for t in inputs((1, 5, 7, 4, 2, 16), BF16, "cpu"))
     with pytest.raises(rtkernels.ArgumentError, match="cu_seqlens_k is a NoneType; expected a torch"):
         attention_varlen(q, k, v, integers(0, 5), None, 5, 7)
-    with pytest.raises(rtkernels.ArgumentError, match="max_k is -1"):
+    with pytest.raises(rtkernels.ArgumentError, match="max_seqlen_k is -1"):
         attention_varlen(q, k, v, integers(0, 5), integers(0, 7), 5, -1)

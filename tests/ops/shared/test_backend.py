@@ -11,6 +11,7 @@ from torch import Tensor
 import rtkernels
 from rtkernels import (
     attention,
+    attention_quantized,
     attention_varlen,
     explain,
     gated_mm,
@@ -147,6 +148,21 @@ def test_attention_is_explained() -> None:
     assert explain(mla_attention, q, k, k, clip_value=4.0).problem.softcap < 0.0
     heads = q.transpose(1, 2)
     assert explain(sdpa, heads, heads, heads, is_causal=True).problem.right == 0
+
+
+def test_quantised_attention_is_explained() -> None:
+    q, v = _empty(2, 512, 8, 128, dtype=torch.int8), _empty(2, 512, 8, 128)
+    scale = _empty(2, 8, 512, dtype=torch.float32)
+    told = explain(attention_quantized, q, q, v, scale, scale)
+    assert told.backend == "sm90" and told.after == ("mma",)
+    assert told.problem.title == "1024 queries x 1024 keys, 8 heads over 8, int8 queries and keys, bf16 values"
+    assert explain(attention_quantized, q, q, v, scale, scale, target="sm_80").backend == "mma"
+    codes = q.to(torch.float8_e4m3fn)
+    refused = explain(attention_quantized, codes, codes, v, scale, scale, target="sm_80").refused
+    assert refused == {
+        "sm90": "sm_80 has no wgmma",
+        "mma": "sm_80 has no products of float8_e4m3fn; expected int8 codes",
+    }
 
 
 def test_explained_as_copied() -> None:
