@@ -36,7 +36,6 @@ from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
-from rtkernels.ops.gemm.explain import explain as explain
 from rtkernels.ops.gemm.fp8_linear import Fp8Weight
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
@@ -92,6 +91,7 @@ from rtkernels.ops.router.rms_norm_router import NormRouter
 from rtkernels.ops.router.router_loss import router_z_loss as router_z_loss
 from rtkernels.ops.router.topk import topk as topk
 from rtkernels.ops.router.topk_router import Routing
+from rtkernels.ops.shared.explain import explain as explain
 from rtkernels.ops.shared.row_quant import Quant as Quant
 from rtkernels.runtime.launch.capabilities import Workspace as Workspace
 from rtkernels.runtime.launch.capabilities import capabilities as capabilities

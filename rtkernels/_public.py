@@ -121,7 +121,7 @@ OTHERS = {
     "report": "aten",
     "use": "aten",
     "pointwise": "aten.custom",
-    "explain": "ops.gemm.explain",
+    "explain": "ops.shared.explain",
     "capabilities": "runtime.launch.capabilities",
     "Workspace": "runtime.launch.capabilities",
     "GluOut": "ops.act.glu_combined",

@@ -4,7 +4,7 @@ parts with their log-sum-exps; ``mla_attention`` and ``mla_decode`` (latents), `
 ``lightning_attention_step`` (linear); ``attention_quantized`` and ``sage_attention`` of codes that ``quantize_qk`` and
 ``quantize_v`` make.
 
-``problem`` says in plain data what a call computes; a backend (``mma_plan``: mma.sync for every target, ``sm90_plan``:
-wgmma and the copy engine) makes steps of that. Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers),
-``norm`` and ``rope``.
+``problem`` says in plain data what a call computes; ``backends`` lists who makes steps of that: ``decode_plan`` (few
+queries), ``sm90_plan`` (wgmma and the copy engine), ``mma_plan`` (mma.sync, every target).
+Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers), ``norm`` and ``rope``.
 """

@@ -104,6 +104,12 @@ OUT = InPlaceOperator(
 )  # fmt: skip
 
 
+backends.ATTENTION.describe(
+    attention_fwd=lambda *values: _forward_problem(values),
+    attention_fwd_out=lambda *values: _forward_problem((*values[:9], *values[10:]), out=strides(values[9])),
+)
+
+
 def _backward_parts(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the values of the forward pass (9 tensors, 8 options), and (dout, dlse, out, lse, needs...)."""
     dout, dlse, q, k, v, out, lse, *rest = values
@@ -239,7 +245,7 @@ def attention(
         return_lse: Return lse as well.
         out: Where the result goes, of its shape and dtype; may be q. Not differentiable then.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
-        backend: "auto", or a name of ``rtkernels.ops.attention.backends``.
+        backend: "auto"; "sm90" or "mma" for one of these. ``rtkernels.explain`` tells what "auto" takes.
 
     Returns:
         [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the

@@ -1,44 +1,37 @@
-"""Which backend runs an attention: the first one that can. What all of them leave undone is done here.
+"""The backends of attention, and what all of them leave undone: rows behind the last of packed sequences.
 
-Few queries over many keys are left to the kernels of decoding, which split the keys (``decode_plan.serves``).
+Few queries over many keys go to the kernels of decoding, which split the keys (``decode_plan.unsupported``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import decode_plan, mma_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
-BACKENDS: dict[str, ModuleType] = {"sm90": sm90_plan, "mma": mma_plan}  # in the order in which they are asked
+ATTENTION: Backends[Attention] = Backends(
+    "attention",
+    (
+        Backend("decode", decode_plan.unsupported, decode_plan.steps_short, by_name=False),
+        Backend.of("sm90", sm90_plan),
+        Backend.of("mma", mma_plan),
+    ),
+    functions=("attention", "attention_varlen", "mla_attention", "sdpa"),
+    error=ArgumentError,
+)
+check_name = ATTENTION.check
 TAIL = Kernel(
     "attention/packed_tail.cu", "attention_packed_tail", template="T", max_registers=48,
     args="x:ptr lse:ptr ends:ptr sequences:i64 total:i64 heads:i64 width:i64 row:i64 head:i64",
     variants=[("bf16",), ("fp16",)],
 )  # fmt: skip
-KERNELS = (TAIL, *(kernel for backend in BACKENDS.values() for kernel in backend.KERNELS))
-
-
-def check_name(name: str) -> None:
-    """Raise an ArgumentError unless there is a backend of this name, or it is "auto"."""
-    if name != "auto" and name not in BACKENDS:
-        raise ArgumentError(f"backend is {name!r}; expected one of auto, {', '.join(BACKENDS)}")
-
-
-def _chosen(problem: Attention, name: str, device: int, backward: bool) -> ModuleType:
-    target, reasons = device_info(device).target, []
-    for key, backend in BACKENDS.items():
-        if name in ("auto", key):
-            reason = backend.unsupported(problem, target, backward)
-            if reason is None:
-                return backend
-            reasons.append(f"{key}: {reason}")
-    raise ArgumentError(f"attention has no kernel for this call on {target} ({'; '.join(reasons)})")
+KERNELS = (TAIL, *ATTENTION.kernels)
 
 
 def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool, device: int) -> Step:
@@ -67,9 +60,7 @@ def _with_tails(steps: Steps, tails: list[Step]) -> Steps:
 
 def forward(problem: Attention, name: str, device: int) -> Steps:
     """Return the launches of a forward pass."""
-    if name == "auto" and decode_plan.serves(problem, device_info(device).sm_count):
-        return decode_plan.steps_short(problem, device)
-    steps = _chosen(problem, name, device, False).steps_forward(problem, device)
+    steps = ATTENTION.steps(problem, device, name)
     if not problem.varlen:
         return steps
     return _with_tails(steps, [_tail(problem, "out", problem.out, False, True, device)])
@@ -77,7 +68,7 @@ def forward(problem: Attention, name: str, device: int) -> Steps:
 
 def backward(problem: Attention, name: str, device: int) -> Steps:
     """Return the launches of a backward pass."""
-    steps = _chosen(problem, name, device, True).steps_backward(problem, device)
+    steps = ATTENTION.steps(problem._replace(backward=True), device, name)
     if not problem.varlen:
         return steps
     results = (("q", "dq", problem.dq, False), ("k", "dk", problem.dk, True), ("v", "dv", problem.dv, True))

@@ -197,26 +197,35 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
     return Steps(kernel, *merge, scratch=scratch)
 
 
-def serves(problem: Attention, sm_count: int) -> bool:
-    """Return whether an attention has so few queries that splitting its keys over blocks is the quickest way.
+def unsupported(problem: Attention, info: DeviceInfo) -> str | None:
+    """Return why splitting the keys of an attention over blocks is not possible, or not the quickest way; else None.
 
     The rows of a block are the queries of all heads that share keys, 16 at a time; a tile of the other kernels has 64
     to 192 queries of one head. So up to 16 queries and 64 rows are quicker this way, and up to 64 queries where the
-    other kernels would leave half of the multiprocessors idle (docs/decisions/attention.md has the times).
+    other kernels would leave half of the SMs idle (docs/decisions/attention.md has the times).
     """
     p = problem
-    if p.varlen or p.bias is not None or p.kv_limit is not None or p.softcap < 0.0 or 0 in (p.lq, p.lkv, p.batch):
-        return False
-    fits = max(p.batch, p.heads_kv) <= 65535 and max(p.d_qk, p.d_v) <= _WIDTHS[-1] and p.d_qk % 8 == p.d_v % 8 == 0
-    if not fits or not all(strides.aligned for strides in (p.q, p.k, p.v)):
-        return False
+    if p.backward:
+        return "no backward pass"
+    if p.varlen or p.bias is not None or p.kv_limit is not None or p.softcap < 0.0:
+        return "no packed sequences, bias, kv_limit or cut-off"
+    if 0 in (p.lq, p.lkv, p.batch):
+        return "there are no queries or no keys"
+    if max(p.batch, p.heads_kv) > 65535:
+        return "more than 65535 sequences or heads"
+    if max(p.d_qk, p.d_v) > _WIDTHS[-1] or p.d_qk % 8 or p.d_v % 8:
+        return f"heads are wider than {_WIDTHS[-1]} or not a multiple of 8"
+    if not all(strides.aligned for strides in (p.q, p.k, p.v)):
+        return "q, k or v is not aligned to 16 bytes"
     if p.lq * p.group > 4 * _ROWS:
-        return False
-    return p.lq <= _ROWS or (2 * p.batch * p.heads_q <= sm_count and p.lkv >= 1024)
+        return f"{p.lq * p.group} queries share keys; {4 * _ROWS} at the most"
+    if p.lq > _ROWS and (2 * p.batch * p.heads_q > info.sm_count or p.lkv < 1024):
+        return f"{p.lq} queries; more than {_ROWS} only where heads are few and keys 1024 or more"
+    return None
 
 
 def steps_short(problem: Attention, device: int) -> Steps:
-    """Return the launches of an attention that ``serves``."""
+    """Return the launches of an attention that is not ``unsupported``."""
     p = problem
     call = Decode(
         token=p.token, codes=0, batch=p.batch, lq=p.lq, heads_q=p.heads_q, heads_kv=p.heads_kv, d_qk=p.d_qk, d_v=p.d_v,

@@ -129,8 +129,9 @@ _DBIAS = Kernel(
 KERNELS = (_FWD, _STATS, _DSINKS, _DQ, _DKV, _DBIAS)
 
 
-def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
+def unsupported(problem: Attention, target: Target) -> str | None:
     """Return why these kernels cannot serve a problem, None if they can."""
+    backward = problem.backward
     aligned = (problem.q, problem.k, problem.v, problem.dout) if backward else (problem.q, problem.k, problem.v)
     if not all(strides is None or strides.aligned for strides in aligned):
         return "q, k or v is not aligned to 16 bytes"
@@ -173,10 +174,25 @@ def _three(strides: Strides) -> tuple[int, int, int]:
     return strides.batch, strides.row, strides.head
 
 
-def steps_forward(problem: Attention, device: int) -> Steps:
+def steps(problem: Attention, device: int) -> Steps:
+    """Return the launches of a problem that is not ``unsupported``."""
+    return _steps_backward(problem, device) if problem.backward else _steps_forward(problem, device)
+
+
+def summary(problem: Attention, target: Target) -> str:
+    """Return the tile of a forward pass, for ``explain``."""
+    tile = _forward_tile(problem, target)
+    return "" if problem.backward else f"{64 * tile.blocks} queries x {tile.keys} keys"
+
+
+def _forward_tile(problem: Attention, target: Target) -> Tiles:
+    tiles = _forward_tiles(target)
+    return chosen([t for t in tiles if problem.bias is None or _takes_bias(t)], problem)
+
+
+def _steps_forward(problem: Attention, device: int) -> Steps:
     """Return the launches of a forward pass."""
-    kernels = _forward_tiles(device_info(device).target)
-    config = chosen([t for t in kernels if problem.bias is None or _takes_bias(t)], problem)
+    config = _forward_tile(problem, device_info(device).target)
     rows = 64 * config.blocks
     shared = rows * tile_pitch(config.d_qk) + 2 * config.keys * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
     tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q
@@ -211,7 +227,7 @@ def _section(problem: Attention, pairs: int, group: int) -> int:
     return head_section(2 * (problem.d_qk + problem.d_v), problem.lkv, pairs, group)
 
 
-def steps_backward(problem: Attention, device: int) -> Steps:
+def _steps_backward(problem: Attention, device: int) -> Steps:
     """Return the launches of a backward pass."""
     config, t = chosen(_GRAD_TILES, problem), problem.token
     count = problem.batch * problem.heads_q * problem.lq if not problem.varlen else problem.heads_q * problem.total_q

@@ -17,15 +17,10 @@ Query i sees keys ``lo(i) <= j < hi(i)``; with ``keys = min(lkv, lengths[b])`` (
 
 A query that sees nothing has out 0 and lse ``-inf`` (the sink alone, where there is one).
 
-A backend is a module with three functions:
-
-    unsupported(problem, target, backward=False) -> str | None     why it cannot serve this problem, None if it can
-    steps_forward(problem, device) -> Steps                         the launches
-    steps_backward(problem, device) -> Steps
-
-Steps name their tensors ``q``, ``k``, ``v``, ``sinks``, ``bias``, ``lengths``, ``kv_limit``, ``cu_q``, ``cu_k``,
-``out`` and ``lse`` (which always exists), backward ``dout``, ``dlse``, ``dq``, ``dk``, ``dv``, ``dsinks``, ``dbias`` as
-well. What is absent has the address 0.
+A backend (``ops/shared/backend.py``) returns the launches: of the forward pass, or of the backward pass if ``backward``
+is set. Its steps name their tensors ``q``, ``k``, ``v``, ``sinks``, ``bias``, ``lengths``, ``kv_limit``, ``cu_q``,
+``cu_k``, ``out`` and ``lse`` (which always exists), backward ``dout``, ``dlse``, ``dq``, ``dk``, ``dv``, ``dsinks``,
+``dbias`` as well. What is absent has the address 0.
 
 Shapes. Without ``varlen``: q [batch, lq, heads_q, d_qk], k [batch, lkv, heads_kv, d_qk], v [.., d_v], out [batch, lq,
 heads_q, d_v], lse and dlse fp32 [batch, heads_q, lq], dense. With it, q is [total_q, heads_q, d_qk] and so on, sequence
@@ -107,6 +102,15 @@ class Attention(NamedTuple):
     dq: Strides | None = None
     dk: Strides | None = None
     dv: Strides | None = None
+    backward: bool = False
+
+    @property
+    def title(self) -> str:
+        """Sizes and type, for people."""
+        rows = f"{self.rows_q} x {self.rows_k} packed" if self.varlen else f"{self.batch} x {self.lq} x {self.lkv}"
+        heads = f"{self.heads_q} heads" if self.group == 1 else f"{self.heads_q} heads over {self.heads_kv}"
+        width = f"{self.d_qk}" if self.d_qk == self.d_v else f"{self.d_qk} and {self.d_v}"
+        return f"{rows}, {heads} of {width} elements, {self.token}{', backward' if self.backward else ''}"
 
     @property
     def group(self) -> int:

@@ -14,7 +14,8 @@ from rtkernels.ops.attention.mma_plan import (
 )
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.ops.attention.sm90_forward_plan import heads_in_l2
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.ops.shared.backend import Backend, Backends
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
@@ -105,13 +106,34 @@ class Quantized(NamedTuple):
     rows_k: int = 0
     keys_of_v: int = 0  # of codes, with those behind the last one
 
+    @property
+    def title(self) -> str:
+        """Sizes and types, for people."""
+        values = {VALUES_16: self.token, VALUES_E4M3: "e4m3", VALUES_INT8: "int8"}[self.pv]
+        types = f"{'int8' if self.qk == INT8 else 'e4m3'} queries and keys, {values} values"
+        return f"{self.rows_q} queries x {self.rows_k} keys, {self.heads_q} heads over {self.heads_kv}, {types}"
 
-def _served_by_sm90(call: Quantized, target: Target) -> bool:
+    @property
+    def width(self) -> int:
+        """The width of heads as kernels have it."""
+        return next(w for w in _WIDTHS if max(self.d_qk, self.d_v) <= w)
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """The template arguments of either kernel."""
+        return kernel_token(self.token, self.pv), self.qk, self.pv, self.width
+
+
+def _unsupported_sm90(call: Quantized, info: DeviceInfo) -> str | None:
     c = call
-    if "wgmma" not in target.features or c.lkv == 0 or (c.pv != VALUES_16 and c.lkv % 4):
-        return False
+    if "wgmma" not in info.target.features:
+        return f"{info.target} has no wgmma"
+    if 0 in (c.batch, c.heads_q, c.lq, c.lkv):
+        return "there are no queries or no keys"
+    if c.pv != VALUES_16 and c.lkv % 4:
+        return f"{c.lkv} keys; expected a multiple of 4 for values with codes"
     tiles = c.batch * c.heads_q * -(-c.lq // _SM90_ROWS)
-    return max(c.lq, c.lkv, c.rows_q, c.rows_k) < 1 << 29 and tiles < 1 << 31
+    return "too many rows" if max(c.lq, c.lkv, c.rows_q, c.rows_k) >= 1 << 29 or tiles >= 1 << 31 else None
 
 
 def _boxes(
@@ -121,8 +143,8 @@ def _boxes(
     return Boxes(name, token, sizes, box_strides(sizes, steps, size), box)
 
 
-def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
-    c, codes = call, call.pv != VALUES_16
+def _steps_sm90(call: Quantized, device: int) -> Steps:
+    c, codes, width = call, call.pv != VALUES_16, call.width
     group, batch = c.heads_q // c.heads_kv, 1 if c.varlen else c.batch
     rows_q, rows_k = (c.rows_q, c.rows_k) if c.varlen else (c.lq, c.lkv)
     q = _boxes("q", "byte", (c.d_qk, rows_q, c.heads_q, batch), (c.q.row, c.q.head, c.q.batch), (128, _SM90_ROWS, 1, 1))
@@ -146,7 +168,7 @@ def _forward_sm90(call: Quantized, width: int, device: int) -> Steps:
     together = heads_in_l2(pairs, each, c.left < 0 and c.right < 0 and not c.varlen)
     return Steps(
         Step(
-            FORWARD_SM90.bind((kernel_token(c.token, c.pv), c.qk, c.pv, width), device, blocks, 384, shared),
+            FORWARD_SM90.bind(c.variant, device, blocks, 384, shared),
             *(q, k, v, "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k"),
             *("out", "lse", "counter" if draws else 0),
             *(c.batch, c.heads_q, group, c.lq, c.lkv, c.d_v, *c.out[:3], *c.lse, *_scale_arguments(c)),
@@ -161,17 +183,14 @@ def _scale_arguments(call: Quantized) -> tuple[int, ...]:
     return (*c.sq[:2], c.sq[2].bit_length() - 1, *c.sk[:2], c.sk[2].bit_length() - 1, *c.sv)
 
 
-def forward(call: Quantized, device: int) -> Steps:
-    """Return the launch."""
-    c = call
-    target = device_info(device).target
-    width = next(w for w in _WIDTHS if max(c.d_qk, c.d_v) <= w)
-    if c.batch * c.heads_q * c.lq and _served_by_sm90(c, target):
-        return _forward_sm90(c, width, device)
-    variant = (kernel_token(c.token, c.pv), c.qk, c.pv, width)
-    if variant not in _variants(target):
-        raise ArgumentError(f"{target} has no products of float8_e4m3fn; expected int8 codes")
-    codes = c.pv != VALUES_16
+def _unsupported_mma(call: Quantized, info: DeviceInfo) -> str | None:
+    if call.variant not in _variants(info.target):
+        return f"{info.target} has no products of float8_e4m3fn; expected int8 codes"
+    return None
+
+
+def _steps_mma(call: Quantized, device: int) -> Steps:
+    c, codes, width = call, call.pv != VALUES_16, call.width
     queries = 128 if (c.qk, c.pv) == (INT8, VALUES_16) else 64
     keys = BLOCK * tile_pitch(width // 2)
     values = width * tile_pitch(BLOCK // 2) if codes else BLOCK * tile_pitch(width)
@@ -184,10 +203,21 @@ def forward(call: Quantized, device: int) -> Steps:
     section = head_section(c.d_qk + (1 if codes else 2) * c.d_v, c.lkv, pairs, group)
     return Steps(
         Step(
-            FORWARD.bind(variant, device, tiles * pairs, _THREADS, shared),
+            FORWARD.bind(c.variant, device, tiles * pairs, _THREADS, shared),
             *("q", "k", "v", "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k", "out", "lse"),
             *(pairs, c.heads_q, group, tiles, section, c.lq, c.lkv, c.d_qk, c.d_v),
             *(*c.q[:3], *c.k[:3], *c.v, *c.out[:3], *c.lse, *_scale_arguments(c), c.left, c.right),
             *(int(c.token == "fp16"), c.scale),
         )
     )
+
+
+QUANTIZED: Backends[Quantized] = Backends(
+    "quantised attention",
+    (
+        Backend("sm90", _unsupported_sm90, _steps_sm90, (FORWARD_SM90,)),
+        Backend("mma", _unsupported_mma, _steps_mma, (FORWARD,)),
+    ),
+    functions=("attention_quantized",),
+    error=ArgumentError,
+)

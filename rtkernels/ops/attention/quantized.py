@@ -118,7 +118,7 @@ def _outputs(q: Meta, k: Meta, v: Meta, *values: Any) -> tuple[Memory, ...]:
     return Memory((*q.shape[:-1], _value_width(v)), _out_dtype(v, values[-1])), Memory(lse, _FLOAT32)
 
 
-def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half, device) -> Steps:
+def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half) -> plan.Quantized:
     varlen, heads, heads_kv, d_v = cu_q is not None, q.shape[-2], k.shape[-2], _value_width(v)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     codes = v.dtype in CODES
@@ -127,24 +127,27 @@ def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, m
         of_v = (v.stride[0], v.stride[2], v.stride[1])
         blocks = -(-k.shape[1] // plan.BLOCK) if scale_v.dim() == 4 else 1
         sv = (heads_kv * blocks * d_v, blocks * d_v, d_v if scale_v.dim() == 4 else 0)
-    out_shape = (*q.shape[:-1], d_v)
     n_q, n_k = _scale_count(q.shape[-3], block_q), _scale_count(k.shape[-3], block_k)
-    token = DTYPE_TOKEN[_out_dtype(v, half)]
-    call = plan.Quantized(
-        token=token, qk=plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
+    return plan.Quantized(
+        token=DTYPE_TOKEN[_out_dtype(v, half)], qk=plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
         pv=plan.VALUES_16 if not codes else plan.VALUES_INT8 if v.dtype == torch.int8 else plan.VALUES_E4M3,
         batch=batch, heads_q=heads, heads_kv=heads_kv, lq=max_q if varlen else q.shape[1],
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),
-        out=made(out_shape, False), lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
+        out=made((*q.shape[:-1], d_v), False), lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
         sq=(0 if varlen else heads * n_q, n_q, block_q), sk=(0 if varlen else heads_kv * n_k, n_k, block_k),
         sv=sv if codes else (0, 0, 0), left=left, right=right, scale=scale, varlen=varlen,
         rows_q=q.shape[0] if varlen else batch * q.shape[1], rows_k=k.shape[0] if varlen else batch * k.shape[1],
         keys_of_v=v.shape[3] if codes else 0,
     )  # fmt: skip
-    steps = plan.forward(call, device)
-    if not varlen:
+
+
+def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half, device) -> Steps:
+    call = _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half)
+    steps = plan.QUANTIZED.steps(call, device)
+    if not call.varlen:
         return steps
-    tail = packed_tail(token, "out", "lse", "cu_q", batch, out_shape, made(out_shape, False), device)
+    shape = (*q.shape[:-1], call.d_v)
+    tail = packed_tail(call.token, "out", "lse", "cu_q", call.batch, shape, call.out, device)
     return Steps(*steps.steps, tail, scratch=steps.scratch, zeros=steps.zeros)
 
 
@@ -163,6 +166,7 @@ FORWARD = Operator(
     check=_check,
     plans_empty=True,
 )  # fmt: skip
+plan.QUANTIZED.describe(attention_quantized_fwd=_problem)
 
 
 @replayed

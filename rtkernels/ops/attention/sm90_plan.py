@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from rtkernels.ops.attention import sm90_backward_plan, sm90_forward_plan
 from rtkernels.ops.attention.problem import Attention, Strides
-from rtkernels.ops.attention.sm90_backward_plan import steps_backward as steps_backward
-from rtkernels.ops.attention.sm90_forward_plan import BIAS_TILES
-from rtkernels.ops.attention.sm90_forward_plan import steps_forward as steps_forward
+from rtkernels.ops.attention.sm90_backward_plan import steps_backward
+from rtkernels.ops.attention.sm90_forward_plan import BIAS_TILES, forward_tile, steps_forward
+from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
 _MAX_ROWS = 1 << 29  # row numbers and their sums are 32-bit integers
 KERNELS = (sm90_forward_plan.FORWARD, *sm90_backward_plan.KERNELS)
 
 
-def unsupported(problem: Attention, target: Target, backward: bool = False) -> str | None:
+def unsupported(problem: Attention, target: Target) -> str | None:
     """Return why these kernels cannot serve a problem, or None."""
     p = problem
     if "wgmma" not in target.features:
@@ -28,9 +28,9 @@ def unsupported(problem: Attention, target: Target, backward: bool = False) -> s
         return "there are no keys"
     if max(p.lq, p.lkv, p.rows_q, p.rows_k) >= _MAX_ROWS or p.batch * p.heads_q * -(-p.lq // 64) >= 1 << 31:
         return "too many rows"
-    if backward and (reason := _unsupported_backward(p)):
+    if p.backward and (reason := _unsupported_backward(p)):
         return reason
-    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if backward else ("q", "k", "v", "out")
+    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv") if p.backward else ("q", "k", "v", "out")
     for name in names:
         strides: Strides | None = getattr(p, name)
         if strides is None:
@@ -51,3 +51,14 @@ def _unsupported_backward(problem: Attention) -> str | None:
     if p.batch * p.heads_q >= 1 << 16:
         return "too many heads, in the backward"
     return None
+
+
+def steps(problem: Attention, device: int) -> Steps:
+    """Return the launches of a problem that is not ``unsupported``."""
+    return steps_backward(problem, device) if problem.backward else steps_forward(problem, device)
+
+
+def summary(problem: Attention, target: Target) -> str:
+    """Return the tile of a forward pass, for ``explain``."""
+    tile, _ = forward_tile(problem)
+    return "" if problem.backward else f"{64 * tile.groups} queries x {tile.keys} keys"

@@ -11,7 +11,6 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.targets import Target
 
-FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
 # As in gemm_cluster.cu.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference
-from rtkernels.ops.gemm.backend import check_backend, steps_of
+from rtkernels.ops.gemm.backend import PRODUCTS
 from rtkernels.ops.gemm.checks import Matrices
 from rtkernels.ops.gemm.product import INTEGERS, Groups, Product, Scales
 from rtkernels.ops.gemm.scaled_mm_plan import Described, columns_of
@@ -81,7 +81,7 @@ def describe(
         _integers("offs", ends, (count,))
     else:
         _integers("m_indices", row_groups, (a.shape[0],))
-    check_backend(backend)
+    PRODUCTS.check(backend)
     _check_align(align)
     kind = "masked" if sizes is not None else "labels" if ends is None else "rows"
     left, right, scales_a, scales_b = checks.operands_of(
@@ -137,7 +137,7 @@ def describe_wgrad(
         raise ArgumentError(f"dy and x have {a.shape[1]} and {b.shape[1]} rows; expected the same number")
     count = ends.shape[0]
     _integers("offs", ends, (count,))
-    check_backend(backend)
+    PRODUCTS.check(backend)
     _check_align(align)
     left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, "nk", None)
     depth = _depth(scales_a, scales_b)
@@ -155,19 +155,26 @@ def describe_wgrad(
 def plan(*values: Any) -> Steps:
     """Return the launches of ``grouped_mm``."""
     *values, device = values
-    return steps_of(describe(*values).product, device, values[-1])
+    return PRODUCTS.steps(describe(*values).product, device, values[-1])
 
 
 def plan_out(*values: Any) -> Steps:
     """Return the launches of ``grouped_mm_out``."""
     *values, device = values
-    return steps_of(describe_out(*values).product, device, values[-2])
+    return PRODUCTS.steps(describe_out(*values).product, device, values[-2])
 
 
 def plan_wgrad(*values: Any) -> Steps:
     """Return the launches of ``grouped_wgrad``."""
     *values, device = values
-    return steps_of(describe_wgrad(*values).product, device, values[-1])
+    return PRODUCTS.steps(describe_wgrad(*values).product, device, values[-1])
+
+
+PRODUCTS.describe(
+    grouped_mm=lambda *values: describe(*values).product,
+    grouped_mm_out=lambda *values: describe_out(*values).product,
+    grouped_wgrad=lambda *values: describe_wgrad(*values).product,
+)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

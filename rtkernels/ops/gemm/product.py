@@ -2,18 +2,9 @@
 
 ``out[m, n] = act(sum over k of a[m, k] * scale_a * b[n, k] * scale_b + bias[n] + add[m, n])``, in fp32, rounded once.
 
-A backend is a module with two functions:
-
-    unsupported(product, target) -> str | None     why it cannot make this product, None if it can
-    steps(product, device) -> Steps                the launches
-
-Steps name the tensors of a product ``a``, ``b``, ``scale_a``, ``scale_b``, ``global_scale``, ``bias``, ``add``,
-``ends`` (or ``sizes``, ``row_groups``), ``out`` and, of a quantised result, ``out_scale``; operators that use products
-call their arguments and results so.
-
-A backend lists its kernels as ``KERNELS``. One that reads a field which was added to ``Product`` later says so in
-``FIELDS`` (a tuple of names) or has a kernel with a tensor of that name; products that use it go to no other. It may
-have ``summary(product, target) -> str``: the tile it would run, for ``explain``.
+A backend (``ops/shared/backend.py``) returns the launches. Its steps name the tensors of a product ``a``, ``b``,
+``scale_a``, ``scale_b``, ``global_scale``, ``bias``, ``add``, ``ends`` (or ``sizes``, ``row_groups``), ``out`` and, of
+a quantised result, ``out_scale``; operators that use products call their arguments and results so.
 """
 
 from __future__ import annotations
@@ -95,7 +86,7 @@ class Product(NamedTuple):
     product: b has 2n rows, those of the gate first, and out[m, n] = act(gate) * up. ``quantized``: None, or how
     the result leaves as codes of `out.token` with scales ``out_scale``: "1x128" (fp32 [m, n / 128], whose strides are
     (1, m rounded up to 4)), "row" (fp32 [m]) or "1x16" (ue4m3 [m, n / 16], linear; out.token is "e2m1").
-    ``global_scale`` (in ``FIELDS``): how many fp32 numbers of the tensor of that name multiply the sums before bias: 0,
+    ``global_scale``: how many fp32 numbers of the tensor of that name multiply the sums before bias: 0,
     1, or for a gated product 2 (of the gate, of the other half).
     """
 
@@ -117,3 +108,8 @@ class Product(NamedTuple):
     quantized: str | None = None
     groups: Groups | None = None
     global_scale: int = 0
+
+    @property
+    def title(self) -> str:
+        """Sizes and types, for people."""
+        return f"{self.m} x {self.n} x {self.k} of {self.a.token} and {self.b.token} to {self.out.token}"

@@ -10,8 +10,8 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import backend as backends
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
+from rtkernels.ops.gemm.backend import PRODUCTS
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
@@ -263,6 +263,6 @@ def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
 
 
 OP = Op(
-    "scaled_mm", public=("scaled_mm",), kernels=backends.kernels(), torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
+    "scaled_mm", public=("scaled_mm",), kernels=PRODUCTS.kernels, torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
     uses=("quantize_fp8",),
 )  # fmt: skip

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference
-from rtkernels.ops.gemm.backend import NoBackendError, check_backend, steps_of
+from rtkernels.ops.gemm.backend import PRODUCTS
 from rtkernels.ops.gemm.checks import TOKENS, Matrices, Operand
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
+from rtkernels.ops.shared.backend import NoBackendError
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, Exact, Meta, Rows
@@ -83,7 +84,7 @@ def describe(
     quantized: str | None = None,
 ) -> Described:  # fmt: skip
     """Return what a call multiplies, or raise an ArgumentError that names what will not do."""
-    check_backend(backend)
+    PRODUCTS.check(backend)
     checks.check_devices(
         a=a, b=b, scale_a=scale_a, scale_b=scale_b, global_scale=global_scale, bias=bias, add=add, out=out
     )  # fmt: skip
@@ -154,7 +155,7 @@ def _result(a, b, scaled, packed, out_dtype, out, shape, m, n, quantized) -> tup
 def plan(*values: Any, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm``."""
     *values, device = values
-    return steps_of(describe(*values, gated=gated).product, device, values[-1])
+    return PRODUCTS.steps(describe(*values, gated=gated).product, device, values[-1])
 
 
 def describe_out(out: Meta, *values: Any) -> Described:
@@ -166,7 +167,7 @@ def describe_out(out: Meta, *values: Any) -> Described:
 def plan_out(*values: Any) -> Steps:
     """Return the launches of ``scaled_mm_out``."""
     *values, device = values
-    return steps_of(describe_out(*values).product, device, values[-2])
+    return PRODUCTS.steps(describe_out(*values).product, device, values[-2])
 
 
 def describe_quantized(*values: Any, gated: bool = False) -> Described:
@@ -179,9 +180,18 @@ def plan_quantized(*values: Any, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm_quantized``, if a backend has them."""
     *values, device = values
     try:
-        return steps_of(describe_quantized(*values, gated=gated).product, device, values[-2])
+        return PRODUCTS.steps(describe_quantized(*values, gated=gated).product, device, values[-2])
     except NoBackendError:
         return IN_TORCH
+
+
+PRODUCTS.describe(
+    scaled_mm=lambda *values: describe(*values).product,
+    scaled_mm_out=lambda *values: describe_out(*values).product,
+    scaled_mm_quantized=lambda *values: describe_quantized(*values).product,
+    gated_mm=lambda *values: describe(*values, gated=True).product,
+    gated_mm_quantized=lambda *values: describe_quantized(*values, gated=True).product,
+)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from rtkernels.runtime.launch.kernel import Kernel, Variant
 from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.targets import Target
 
-FIELDS = ("global_scale",)
 MAX_ROWS = 64
 
 _WARPS = {1: (16, 8), 2: (16, 8), 4: (8,), 8: (8,)}  # of a block, by tiles of tokens

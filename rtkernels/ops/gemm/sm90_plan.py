@@ -90,6 +90,8 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "the copy engine needs operands whose address and rows are multiples of 16 bytes"
     if p.k == 0:
         return "there is nothing to add up"
+    if p.global_scale:
+        return "no global scale"
     if p.out.token not in _OUTPUTS:
         return f"results are {', '.join(_OUTPUTS)}"
     if p.sums == "fp16":

@@ -21,7 +21,6 @@ from rtkernels.runtime.targets import Target
 # Rows from which two kernels are faster than mma.sync, which takes codes as they are.
 FLOAT_ROWS = 65  # of 16-bit products
 INTEGER_ROWS = 512  # of products of bytes
-FIELDS = ("global_scale",)
 
 _THREADS = 256
 _EACH = 16  # elements that a thread unpacks

@@ -15,7 +15,7 @@ from contracts.fuzz.calls import Call, results_of
 from contracts.fuzz.memory import Arena, Layout, as_bytes, dense, fill, layouts, placed, span
 from contracts.fuzz.variations import Variation, is_index, resized
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.ops.gemm.backend import NoBackendError
+from rtkernels.ops.shared.backend import NoBackendError
 
 # Largest difference, of the largest magnitude of a result, where a layout leads to another kernel: sums in another
 # order in fp32, then one rounding to the dtype either way. Codes of 8 bits may differ by one step.

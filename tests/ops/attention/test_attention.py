@@ -112,7 +112,7 @@ def test_widths(name: str, place: str) -> None:
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
     with emulate("sm_90"):
-        for backend in rtkernels.ops.attention.backends.BACKENDS:
+        for backend in rtkernels.ops.attention.backends.ATTENTION.names:
             q, k, v, sinks = (t.requires_grad_() for t in (*inputs((1, 17, 33, 2, 1, 64), BF16, "cpu"), torch.zeros(2)))
             attention(q, k, v, sinks=sinks, causal=True, backend=backend).float().square().sum().backward()
         bias = torch.zeros(17, 33, requires_grad=True)
@@ -330,5 +330,5 @@ def test_packed_sequences_take_no_bias_and_both_ends() -> None:
     q, k, v = (t[0] for t in inputs((1, 5, 7, 4, 2, 16), BF16, "cpu"))
     with pytest.raises(rtkernels.ArgumentError, match="cu_seqlens_k is a NoneType; expected a torch"):
         attention_varlen(q, k, v, integers(0, 5), None, 5, 7)
-    with pytest.raises(rtkernels.ArgumentError, match="max_k is -1"):
+    with pytest.raises(rtkernels.ArgumentError, match="max_seqlen_k is -1"):
         attention_varlen(q, k, v, integers(0, 5), integers(0, 7), 5, -1)

@@ -68,7 +68,7 @@ def forward(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str
     lse = (p.heads_q, p.total_q) if p.varlen else (p.batch, p.heads_q, p.lq)
     outputs = {"out": Memory((*rows, p.heads_q, p.d_v), q.dtype), "lse": Memory(lse, torch.float32)}
     tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
-    return launch(sm90_plan.steps_forward(p, device), tensors, outputs, device)
+    return launch(sm90_plan.steps(p, device), tensors, outputs, device)
 
 
 def exact(problem: Attention, q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -258,15 +258,15 @@ def backward(
     """Run forward and backward kernels: out, lse and gradients by name."""
     p, device = problem, q.get_device()
     out, lse = forward(p, q, k, v, extra)
-    p = p._replace(dout=strides_of(dout), dlse=dlse is not None, wants="qkvs" if p.sinks else "qkv")
-    assert sm90_plan.unsupported(p, device_info(device).target, backward=True) is None
+    p = p._replace(dout=strides_of(dout), dlse=dlse is not None, wants="qkvs" if p.sinks else "qkv", backward=True)
+    assert sm90_plan.unsupported(p, device_info(device).target) is None
     outputs = {
         **{name: Memory(tuple(x.shape), x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))},
         "dsinks": Memory((p.heads_q,), torch.float32) if p.sinks else None,
     }  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, **{name: extra.get(name) for name in INPUTS[3:]}}
     tensors |= {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    made = launch(sm90_plan.steps_backward(p, device), tensors, outputs, device)
+    made = launch(sm90_plan.steps(p, device), tensors, outputs, device)
     return {"out": out, "lse": lse, **dict(zip(outputs, made, strict=True))}
 
 

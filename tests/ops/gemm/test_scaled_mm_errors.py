@@ -1,21 +1,13 @@
-"""``scaled_mm`` and its kin: what they refuse, and in which words; which backend a call gets."""
+"""``scaled_mm`` and its kin: what they refuse, and in which words."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.places import error_tests
 
-import rtkernels
 from rtkernels import gated_mm, grouped_mm, grouped_mm_masked, grouped_wgrad, scaled_mm
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import backend as backends
-from rtkernels.ops.gemm.backend import NoBackendError
-from rtkernels.runtime import targets
-from rtkernels.runtime.operator.plan import Steps
 
 F8 = torch.float8_e4m3fn
 A, B = torch.zeros(4, 256), torch.zeros(8, 256)
@@ -230,50 +222,3 @@ def test_wrong_types() -> None:
     for wrong in ({"act": 3}, {"recipe": None}, {"out_dtype": "bf16"}, {"bias": 1.0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             scaled_mm(A16, B16, **wrong)
-
-
-# ---- which backend --------------------------------------------------------------------------------------------------
-
-
-def _backend(reason: str | None, **more: Any) -> SimpleNamespace:
-    return SimpleNamespace(KERNELS=(), unsupported=lambda p, t: reason, steps=lambda p, d: Steps(), **more)
-
-
-def test_the_first_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {
-        "sm90": _backend("no wgmma"),
-        "skinny": _backend(None),
-        "unpack": _backend("nothing to unpack"),
-        "mma": _backend(None, summary=lambda p, t: "64x64"),
-    }
-    monkeypatch.setattr(backends, "module_of", modules.get)
-    explain = rtkernels.explain
-    few, many = (torch.empty(m, 256, dtype=torch.bfloat16, device="meta") for m in (64, 65))
-    weight = torch.empty(8, 256, dtype=torch.bfloat16, device="meta")
-    told = explain(scaled_mm, few, weight, target="8.0")
-    assert told.backend == "skinny" and told.refused == {"sm90": "no wgmma"}
-    told = explain(scaled_mm, many, weight)
-    assert told.backend == "mma" and told.summary == "64x64" and told.product.m == 65
-    assert str(told) == (
-        "65 x 8 x 256 of bf16 and bf16 to bf16: mma: 64x64 "
-        "(sm90: no wgmma; skinny: more than 64 rows; unpack: nothing to unpack)"
-    )
-    assert explain(scaled_mm, many, weight, backend="sm90").backend is None
-    assert explain(gated_mm, few, weight).product.n == 4
-    offs = torch.empty(2, dtype=torch.int32, device="meta")
-    stack = torch.empty(2, 8, 256, dtype=torch.bfloat16, device="meta")
-    assert explain(grouped_mm, many, stack, offs=offs, align=128).product.groups.align == 128
-    assert explain(grouped_mm_masked, stack, stack, masked_m=offs).product.groups.kind == "masked"
-    assert explain(grouped_wgrad, many, many, offs=offs).product.groups == ("depth", 2, 1, 0)
-    with pytest.raises(ArgumentError, match="expected one of scaled_mm, gated_mm"):
-        explain(torch.mm, few, weight)
-
-
-def test_fields_that_came_later_go_to_backends_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = rtkernels.explain(scaled_mm, A8, B8, global_scale=ONES(())).product
-    modules = {"sm90": _backend(None), "mma": _backend(None, FIELDS=("global_scale",))}
-    monkeypatch.setattr(backends, "module_of", modules.get)
-    choice = backends.choose(product, targets.parse("9.0"))
-    assert choice.name == "mma" and choice.refused["sm90"] == "no global scale"
-    with pytest.raises(NoBackendError, match="no kernel for this product on sm_90a: sm90: no global scale"):
-        backends.steps_of(product, -1, "sm90")

@@ -1,0 +1,176 @@
+"""Which backend runs a problem: the first one that can, in an order of preference; the same for every family.
+
+A *problem* is what a call computes, as a record of plain data (``Product`` of ``gemm``, ``Attention`` of
+``attention``). A *backend* is one way to compute it: it says in words why it cannot, or returns the launches. Most are
+modules ``<name>_plan`` with these names:
+
+    KERNELS                                        its kernels
+    unsupported(problem, target) -> str | None     why it cannot run this problem, None if it can
+    steps(problem, device) -> Steps                the launches of a problem that it can run
+    summary(problem, target) -> str                optional: the tile it would use, for ``explain``
+
+A family lists its backends in one ``Backends``, which its operators' plans and ``rtkernels.explain`` both ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
+
+from rtkernels.errors import ArgumentError, RtkError, UnsupportedDeviceError
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Steps
+
+AUTO = "auto"
+
+
+class NoBackendError(UnsupportedDeviceError):
+    """No backend can run a problem on a device."""
+
+
+class Problem(Protocol):
+    """What a call computes, as plain data."""
+
+    @property
+    def title(self) -> str:
+        """The problem in a few words: sizes and types."""
+        ...
+
+
+P = TypeVar("P", bound=Problem)
+
+
+@dataclass(frozen=True)
+class Backend(Generic[P]):
+    """One way to run problems of a family.
+
+    Attributes:
+        name: What callers write for ``backend=``.
+        unsupported: ``(problem, device's info) -> reason``: why it cannot run a problem, None if it can.
+        steps: ``(problem, device) -> Steps``.
+        kernels: Those it launches, unless they belong to another op.
+        summary: ``(problem, device's info) -> str``: the tile it would use.
+        by_name: Callers may ask for it; else only "auto" takes it.
+    """
+
+    name: str
+    unsupported: Callable[[P, DeviceInfo], str | None]
+    steps: Callable[[P, int], Steps]
+    kernels: tuple[Kernel, ...] = ()
+    summary: Callable[[P, DeviceInfo], str] | None = None
+    by_name: bool = True
+
+    @classmethod
+    def of(cls, name: str, module: ModuleType) -> Backend[Any]:
+        """Return the backend that a module is."""
+        summary = getattr(module, "summary", None)
+        return cls(
+            name, lambda problem, info: module.unsupported(problem, info.target), module.steps, module.KERNELS,
+            None if summary is None else lambda problem, info: summary(problem, info.target),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice(Generic[P]):
+    """The backend of a problem, None if none can run it; why those that were asked before cannot; who is asked next."""
+
+    backend: Backend[P] | None
+    refused: dict[str, str]
+    after: tuple[str, ...]
+
+
+class Backends(Generic[P]):
+    """The backends of a family, and the choice between them."""
+
+    known: list[Backends[Any]] = []  # noqa: RUF012 - of all families that were imported
+
+    def __init__(
+        self, what: str, backends: Sequence[Backend[P]], *, functions: Sequence[str] = (),
+        order: Callable[[P, DeviceInfo], Sequence[str]] | None = None, automatic: Sequence[str] = (AUTO,),
+        others: Sequence[str] = (), error: type[RtkError] = NoBackendError,
+    ) -> None:  # fmt: skip
+        """List the backends of a family.
+
+        Args:
+            what: A problem, in errors: "product".
+            backends: In the order in which they are asked.
+            functions: Public functions that ask, for ``explain``.
+            order: ``(problem, device's info) -> names``: who is asked, if that depends on the problem.
+            automatic: Values of ``backend=`` that leave the choice to this order.
+            others: Values that public functions take and never pass on: "torch".
+            error: What is raised if no backend can run a problem.
+        """
+        self.what, self.functions, self._error = what, tuple(functions), error
+        self._backends = {backend.name: backend for backend in backends}
+        self._order = order or (lambda problem, info: tuple(self._backends))
+        self._automatic, self._others = tuple(automatic), tuple(others)
+        self.problems: dict[str, Callable[..., P]] = {}
+        Backends.known.append(self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The backends that callers may ask for."""
+        return tuple(backend.name for backend in self._backends.values() if backend.by_name)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of all backends."""
+        return tuple(kernel for backend in self._backends.values() for kernel in backend.kernels)
+
+    def describe(self, **problems: Callable[..., P]) -> None:
+        """Tell ``explain`` how to read operators, by their names: ``(*values) -> problem``, as for their plans."""
+        self.problems |= problems
+
+    def check(self, wanted: str) -> None:
+        """Raise an ArgumentError unless ``backend=`` can have this value."""
+        if wanted not in self._automatic and wanted not in self.names:
+            choices = [*self._automatic, *self.names, *(name for name in self._others if name != wanted)]
+            expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+            raise ArgumentError(f"backend is {wanted!r}; expected {expected}")
+
+    def choose(self, problem: P, info: DeviceInfo, wanted: str = AUTO) -> Choice[P]:
+        """Return the backend for a problem on a device; `wanted` may name one."""
+        self.check(wanted)
+        order = tuple(self._order(problem, info)) if wanted in self._automatic else (wanted,)
+        refused: dict[str, str] = {}
+        for i, name in enumerate(order):
+            backend = self._backends[name]
+            reason = backend.unsupported(problem, info)
+            if reason is None:
+                return Choice(backend, refused, order[i + 1 :])
+            refused[name] = reason
+        return Choice(None, refused, ())
+
+    def steps(self, problem: P, device: int, wanted: str = AUTO) -> Steps:
+        """Return the launches of a problem.
+
+        Raises:
+            RtkError: The `error` of the family. No backend can run it on this device, or the one asked for cannot.
+        """
+        info = device_info(device)
+        choice = self.choose(problem, info, wanted)
+        if choice.backend is None:
+            raise self._error(self._failure(problem, info, wanted, choice.refused))
+        return choice.backend.steps(problem, device)
+
+    def _failure(self, problem: P, info: DeviceInfo, wanted: str, refused: dict[str, str]) -> str:
+        if wanted in self._automatic:
+            return f"no kernel for this {self.what} on {info.target}: {in_words(refused)}"
+        best = self.choose(problem, info, AUTO)
+        others = {name: reason for name, reason in best.refused.items() if name != wanted}
+        instead = (
+            f"expected {AUTO!r}, which takes {best.backend.name}" if best.backend is not None
+            else f"nor has any other ({in_words(others)})" if others else "nor has any other"
+        )  # fmt: skip
+        return (
+            f"backend is {wanted!r}, which has no kernel for this {self.what} on {info.target}: {refused[wanted]}; "
+            f"{instead}"
+        )
+
+
+def in_words(refused: dict[str, str]) -> str:
+    """Return why backends cannot run a problem, as a sentence."""
+    return "; ".join(f"{name}: {reason}" for name, reason in refused.items())
