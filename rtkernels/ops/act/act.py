@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")
 
@@ -52,7 +51,7 @@ class _Act(torch.autograd.Function):
 _differentiable = applied(_Act)
 
 
-@replayed
+@public(own_out=True)
 def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return ``kind(x + add)``.
 
@@ -68,8 +67,6 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(act, locals())
     token("x", x.dtype)
     check_option("kind", kind, KINDS)
     if is_grad_enabled() and needs_grad(x, add):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import an_integer
@@ -15,7 +15,6 @@ from rtkernels.runtime.operator.autograd import detached, needs_grad, once_diffe
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel
 
@@ -70,7 +69,7 @@ class _Patchify(torch.autograd.Function):
 _patchify = applied(_Patchify)
 
 
-@replayed
+@public(own_out=True)
 def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
@@ -90,8 +89,6 @@ def patchify(
     Returns:
         ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
     """
-    if not isinstance(img, Tensor):
-        return interop.call_with(patchify, locals())
     if img.dim() != 4:
         raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
     if img_layout not in ("nhwc", "nchw"):
@@ -148,7 +145,7 @@ def _repeat(x: Tensor, n: int, out: Tensor | None) -> Tensor:
     return made
 
 
-@replayed
+@public(own_out=True)
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
@@ -162,8 +159,6 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., heads * n, head_dim]``, dense, of x's dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(repeat_heads, locals())
     token("x", x.dtype)
     if x.dim() < 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_no_gradient
 from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
@@ -13,6 +12,7 @@ from rtkernels.ops.norm.layer_norm_plan import KERNELS
 from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -20,7 +20,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
+_forward, _add_forward, _backward = FORWARD.call, ADD_FORWARD.call, BACKWARD.call
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -58,6 +58,7 @@ class _LayerNorm(torch.autograd.Function):
 _differentiable = applied(_LayerNorm)
 
 
+@public(own_out=True)
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
@@ -101,8 +102,6 @@ def layer_norm(
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With options of inference as :func:`rms_norm`.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(layer_norm, locals())
     # One comparison: are they all None?
     plain = gate is x_bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
@@ -119,10 +118,6 @@ def layer_norm(
             raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
-    if residual is None and out is None and rstd is None and mean is None and not return_statistics:
-        y = _replay(x, weight, bias, eps, offset)
-        if y is not None:
-            return y
     if out is not None:
         if rstd is not None or mean is not None or return_statistics:
             raise ArgumentError("out goes without rstd, mean and return_statistics")

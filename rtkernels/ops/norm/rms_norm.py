@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.checks import check_no_gradient
 from rtkernels.ops.norm.norm_modulated import normalize
@@ -13,6 +12,7 @@ from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWAR
 from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -20,7 +20,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
+_forward, _add_forward, _backward = FORWARD.call, ADD_FORWARD.call, BACKWARD.call
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -55,6 +55,7 @@ class _RmsNorm(torch.autograd.Function):
 _differentiable = applied(_RmsNorm)
 
 
+@public(own_out=True)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
@@ -107,8 +108,6 @@ def rms_norm(
     ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
     is more than one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(rms_norm, locals())
     # One comparison: are they all None?
     plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
@@ -125,10 +124,6 @@ def rms_norm(
             raise ArgumentError("reuse goes without rstd, return_rstd and out")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
-    if residual is None and out is None and rstd is None and not return_rstd:
-        y = _replay(x, weight, eps, offset)
-        if y is not None:
-            return y
     if out is not None:
         if rstd is not None or return_rstd:
             raise ArgumentError("out goes without rstd and return_rstd")

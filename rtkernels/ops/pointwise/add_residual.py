@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 # ---- add_residual ---------------------------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ class _AddResidual(torch.autograd.Function):
 _add_differentiable = applied(_AddResidual)
 
 
-@replayed
+@public(own_out=True)
 def add_residual(
     residual: Tensor, x: Tensor, *, gate: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -87,8 +86,6 @@ def add_residual(
     Returns:
         Of residual's shape and dtype, dense.
     """
-    if not isinstance(residual, Tensor):
-        return interop.call_with(add_residual, locals())
     _check_pair("x", x, residual, "residual")
     if is_grad_enabled() and (needs_grad(residual, x) or needs_grad(x, gate, bias)):
         refuse_outputs(out=out)
@@ -136,7 +133,7 @@ class _AddBias(torch.autograd.Function):
 _biased_differentiable = applied(_AddBias)
 
 
-@replayed
+@public(own_out=True)
 def add_bias(
     x: Tensor, bias: Tensor, *, pos: Tensor | None = None, period: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -154,8 +151,6 @@ def add_bias(
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(add_bias, locals())
     token("x", x.dtype)
     if not x.dim():
         raise ArgumentError("x has no dimensions; expected at least one")
@@ -201,7 +196,7 @@ class _ChannelMul(torch.autograd.Function):
 _multiplied_differentiable = applied(_ChannelMul)
 
 
-@replayed
+@public(own_out=True)
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``x * s``, a factor for each column.
 
@@ -215,8 +210,6 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(channel_mul, locals())
     token("x", x.dtype)
     if not x.dim() or not isinstance(s, Tensor) or tuple(s.shape) != (x.shape[-1],):
         came = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__

@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import check_same, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.recorded import refuse_outputs
-from rtkernels.runtime.operator.replayed import replayed
 
 
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
@@ -73,7 +72,7 @@ class _Euler(torch.autograd.Function):
 _step_differentiable = applied(_Euler)
 
 
-@replayed
+@public(own_out=True)
 def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None = None) -> Tensor:
     """Return ``x + dt * v``.
 
@@ -90,8 +89,6 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(euler_step, locals())
     _check("v", v, x, "x")
     factor, alpha = _factor("dt", dt)
     if is_grad_enabled() and needs_grad(x, v):
@@ -132,7 +129,7 @@ class _Guided(torch.autograd.Function):
 _guided_differentiable = applied(_Guided)
 
 
-@replayed
+@public(own_out=True)
 def cfg_combine(
     r: Tensor, v_cond: Tensor, v_uncond: Tensor, beta: Tensor | float, *, out: Tensor | None = None
 ) -> Tensor:
@@ -150,8 +147,6 @@ def cfg_combine(
     Returns:
         Of r's shape and dtype, dense.
     """
-    if not isinstance(r, Tensor):
-        return interop.call_with(cfg_combine, locals())
     _check("v_cond", v_cond, r, "r")
     _check("v_uncond", v_uncond, r, "r")
     factor, alpha = _factor("beta", beta)

@@ -24,7 +24,6 @@ from rtkernels.runtime.launch.memory import (
     zero_words_for,
 )
 from rtkernels.runtime.launch.tensor_map import tiled_map
-from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.aliasing import Guard, guard_lines
 from rtkernels.runtime.operator.written import written_code
 
@@ -193,22 +192,18 @@ class StepPlan(Plan):
         if both := {*arguments, *numbers} & {*made, *steps.scratch}:
             raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
         self._launches = self._fixed_launches()
-        scope: dict[str, Any] = {"memory": into.memory, "calls_under_way": into.calls_under_way}
-        scope |= {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
+        scope: dict[str, Any] = {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
         allocations: list[str] = []
         in_plain: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
         for variable, memory in made.items():
-            layout = scope[f"m_{variable}"] = layout_of(memory)
+            layout = layout_of(memory)
             scope |= {f"{part}_{variable}": value for part, value in zip(_PARTS, layout, strict=True)}
-            given = f"memory('{name}.{variable}', m_{variable}, allocate)"
             allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
-            made_by = f"{allocated} if not calls_under_way else {given}"
-            if memory.fresh:
-                made_by = f"fresh_zeros({device}, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
-            allocations.append(f"t_{variable} = ({made_by}){fill_call(memory)}")
+            source = f"fresh_zeros({device}, {memory.shape[0]})" if memory.fresh else allocated
+            allocations.append(f"t_{variable} = {source}{fill_call(memory)}")
             if variable in outputs and outputs[variable] is None:
                 scope[f"e_{variable}"] = allocator(device)(*layout)
-                in_plain[allocations[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
+                in_plain[allocations[-1]] = f"t_{variable} = e_{variable}"
         given = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         where = {variable: f"t_{variable}.data_ptr()" for variable in made}
         for variable in (variable for variable in made if self.uses(variable) > 1):
