@@ -170,7 +170,7 @@ class _Writer:
             if record.plan.is_straight:
                 self.write_plan(i, record.plan, given, results, seen)
             else:
-                self.scope[f"run_{i}"] = record.plan.run_plain
+                self.scope[f"run_{i}"] = record.plan.run
                 self.body.append(f"{names}run_{i}({', '.join(given)})")
             for name in dict.fromkeys(view.root.name for view in record.written if view.root.argument):
                 self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
@@ -263,7 +263,7 @@ class _Writer:
         return f"{name}{retyped}.as_strided({self.constant(view.shape)}, {self.constant(view.strides)}, {first})"
 
     def returned(self, result: Any, views: list[View]) -> Callable[[], str]:
-        """Return a function that gives the expression of a result once memory is assigned; add its tensors to `views`."""
+        """Return a function that gives the expression of a result once memory is assigned; collect its tensors."""
         if isinstance(result, Tensor):
             view = self.trace.view_of(result)
             views.append(view)

@@ -58,7 +58,7 @@ class Memory(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds anything at first, and something at all."""
+        """True if uninitialised and non-empty."""
         return not self.zero and self.fill is None and not self.fresh and 0 not in self.shape
 
     @classmethod
@@ -164,9 +164,6 @@ IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks 
 class StepPlan(Plan):
     """A plan whose ``run`` is written out from its steps.
 
-    ``run_plain`` does the same for calls that no ``autograd.Function`` sees: results that nobody asked for are then the
-    same empty tensors in all calls, which saves their allocation.
-
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
@@ -179,7 +176,7 @@ class StepPlan(Plan):
         guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
-    __slots__ = ("_launches", "_made_of", "converted", "run", "run_plain", "source", "steps")
+    __slots__ = ("_launches", "_made_of", "converted", "run", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -194,16 +191,12 @@ class StepPlan(Plan):
         self._launches = self._fixed_launches()
         scope: dict[str, Any] = {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
         allocations: list[str] = []
-        in_plain: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
         for variable, memory in made.items():
             layout = layout_of(memory)
             scope |= {f"{part}_{variable}": value for part, value in zip(_PARTS, layout, strict=True)}
             allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
             source = f"fresh_zeros({device}, {memory.shape[0]})" if memory.fresh else allocated
             allocations.append(f"t_{variable} = {source}{fill_call(memory)}")
-            if variable in outputs and outputs[variable] is None:
-                scope[f"e_{variable}"] = allocator(device)(*layout)
-                in_plain[allocations[-1]] = f"t_{variable} = e_{variable}"
         given = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         where = {variable: f"t_{variable}.data_ptr()" for variable in made}
         for variable in (variable for variable in made if self.uses(variable) > 1):
@@ -231,12 +224,7 @@ class StepPlan(Plan):
             lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
         exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
-        self.run = self.run_plain = scope["run"]
-        if in_plain and steps.if_not_resident is None:
-            plain = [in_plain.get(line, line) for line in lines]
-            source = f"def run({names}):\n    " + "\n    ".join(plain) + "\n"
-            exec(written_code(source, f"<rtkernels plain plan of {name}>"), scope)
-            self.run_plain = scope["run"]
+        self.run = scope["run"]
 
     @property
     def arguments(self) -> Sequence[str]:
