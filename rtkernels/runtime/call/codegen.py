@@ -201,6 +201,8 @@ class _Writer:
                 known[name] = self.in_packed(where)
             elif where in self.given_memory:
                 known[name] = self.address(self.given_memory[where])
+                fill = ".zero_()" if memory.fresh else fill_call(memory)
+                self.body += [f"{self.tensor(self.given_memory[where])}{fill}"] if fill else []
             elif plan.is_asked_for(name):
                 self.allocate(variable, memory)
                 known[name] = f"{variable}.data_ptr()"

@@ -111,14 +111,14 @@ def _is_aligned(trace: Trace, view: View) -> bool:
 
 
 def _is_uninitialised(root: Root) -> bool:
-    """Return True for memory that plans fill: a result of theirs, or an allocation."""
+    """Return True for memory that plans fill or clear: a result of theirs, or an allocation."""
     record = root.record
     if record is None or record.function is not None:
         return False
     if record.plan is None:
         return not record.keywords
     name = record.plan.results[root.part or 0]
-    return record.plan.is_straight and record.plan.is_asked_for(name) and record.plan.memory()[name].is_plain
+    return record.plan.is_straight and record.plan.is_asked_for(name) and 0 not in record.plan.memory()[name].shape
 
 
 def drop_unused(trace: Trace, returned: list[View]) -> None:
