@@ -30,8 +30,6 @@ There is one device, one stream, and no CUDA graph.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import struct
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -61,6 +59,7 @@ class StandIn:
         self.kernels: list[tuple[Any, tuple[Any, ...]]] = []  # by handle, which begin at 1
         self.maps: dict[int, tuple[Any, ...]] = {}  # what a tensor map says, by its address
         self.tables: dict[int, dict[int, int]] = {}  # word -> address that it holds, by address of a table
+        self.features = int("".join(filter(str.isdigit, arch)))  # 90 of sm_90a
         self._emulated = 0
 
     @property
@@ -110,7 +109,7 @@ def install(launch: str = "count", arch: str = H200, sm_count: int | None = None
 
 def _replace_torch_cuda(device: StandIn) -> None:
     """Answer torch's questions about CUDA with constants: methods of C, which cost no Python call."""
-    major, minor = divmod(int("".join(filter(str.isdigit, device.arch))), 10)
+    major, minor = divmod(device.features, 10)
     properties = SimpleNamespace(
         name=f"stand-in {device.arch}", major=major, minor=minor, multi_processor_count=device.sm_count,
         total_memory=141 << 30, warp_size=32,

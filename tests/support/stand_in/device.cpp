@@ -142,8 +142,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-struct CUDAHooks final : at::CUDAHooksInterface {
-    explicit CUDAHooks(at::CUDAHooksArgs) {}
+struct Hooks final : at::CUDAHooksInterface {
     void init() const override {}
     bool hasCUDA() const override { return true; }
     bool isBuilt() const override { return true; }
@@ -161,10 +160,14 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     void deviceSynchronize(c10::DeviceIndex) const override {}
 };
 
-using at::CUDAHooksArgs;
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// Torch has made its own hooks by the time it is imported, and keeps them. They have no members: the table of virtual
+// functions is all there is to replace.
+void replace_hooks() {
+    static Hooks ours;
+    static_assert(sizeof(Hooks) == sizeof(void*) && sizeof(at::CUDAHooksInterface) == sizeof(void*));
+    auto* torchs = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+    std::memcpy(static_cast<void*>(torchs), static_cast<void*>(&ours), sizeof(void*));
+}
 
 // ---- torch's own operators -----------------------------------------------------------------------------------------
 
@@ -383,4 +386,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "rtkernels_stand_in", nullptr, -1, 
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_rtkernels_stand_in() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_rtkernels_stand_in() {
+    replace_hooks();
+    return PyModule_Create(&module);
+}
