@@ -24,7 +24,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
+#include <variant>
 #include <vector>
 
 namespace {
@@ -229,23 +231,148 @@ at::Tensor result_as_cuda(const at::Tensor& made, std::vector<Given>& given) {
     return as_cuda(made);
 }
 
-void follow_resize(Given& one) {
+bool follow_resize(Given& one) {
     const bool moved = one.cpu.storage().nbytes() != one.cuda.storage().nbytes();
     if (moved) {
         at::Tensor copied = as_cuda(one.cpu);
         one.cuda.unsafeGetTensorImpl()->set_storage_keep_dtype(copied.storage());
     }
-    if (moved || one.cpu.sizes() != one.cuda.sizes() || one.cpu.strides() != one.cuda.strides())
+    const bool reshaped = one.cpu.sizes() != one.cuda.sizes() || one.cpu.strides() != one.cuda.strides();
+    if (moved || reshaped)
         one.cuda.unsafeGetTensorImpl()->set_sizes_and_strides(
             one.cpu.sizes(), one.cpu.strides(), one.cpu.storage_offset());
+    return moved || reshaped;
+}
+
+// Host times are those of a device that computes by itself. So an operator that was called before with tensors of the
+// same layouts and the same other arguments only allocates its results, if `skip_known_calls` says so.
+bool skip_known_calls = false;
+
+struct Layout {
+    c10::SmallVector<int64_t, 5> sizes, strides;
+    at::ScalarType dtype;
+};
+
+struct KnownCall {
+    std::vector<std::variant<size_t, Layout>> results;  // an argument that is returned, or the layout of a new tensor
+};
+
+template <typename T>
+void add_bytes(std::string& key, const T& value) {
+    key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+bool add_to_key(std::string& key, const c10::IValue& value) {
+    key.push_back(';');
+    if (value.isTensor()) {
+        const at::Tensor& t = value.toTensor();
+        if (!t.defined()) return true;
+        add_bytes(key, t.scalar_type());
+        add_bytes(key, t.device().type());
+        for (int64_t n : t.sizes()) add_bytes(key, n);
+        key.push_back(',');
+        for (int64_t n : t.strides()) add_bytes(key, n);
+    } else if (value.isNone()) {
+        key.push_back('n');
+    } else if (value.isInt()) {
+        add_bytes(key, value.toInt());
+    } else if (value.isDouble()) {
+        add_bytes(key, value.toDouble());
+    } else if (value.isBool()) {
+        key.push_back(value.toBool() ? 't' : 'f');
+    } else if (value.isDevice()) {
+        add_bytes(key, value.toDevice().type());
+    } else if (value.isString()) {
+        key += value.toStringRef();
+    } else if (value.isIntList()) {
+        for (int64_t n : value.toIntVector()) add_bytes(key, n);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+// Returns "" for a call whose results depend on values, or that is not understood.
+std::string key_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+    if (op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape)) return "";
+    std::string key = op.operator_name().name + "." + op.operator_name().overload_name;
+    for (size_t i = first; i < stack.size(); ++i)
+        if (!add_to_key(key, stack[i])) return "";
+    return key;
+}
+
+struct KnownCalls {
+    std::mutex lock;
+    std::unordered_map<std::string, KnownCall> calls;
+};
+
+KnownCalls& known_calls() {
+    static KnownCalls* all = new KnownCalls;
+    return *all;
+}
+
+bool repeat(const std::string& key, torch::jit::Stack* stack, size_t first) {
+    const KnownCall* known = nullptr;
+    {
+        std::lock_guard<std::mutex> guard(known_calls().lock);
+        auto found = known_calls().calls.find(key);
+        if (found == known_calls().calls.end()) return false;
+        known = &found->second;  // elements stay where they are
+    }
+    torch::jit::Stack results;
+    for (const auto& one : known->results) {
+        if (const size_t* argument = std::get_if<size_t>(&one)) {
+            results.push_back((*stack)[first + *argument]);
+        } else {
+            const Layout& layout = std::get<Layout>(one);
+            results.emplace_back(empty_strided_cuda(layout.sizes, layout.strides, layout.dtype));
+        }
+    }
+    stack->resize(first);
+    for (auto& result : results) stack->push_back(std::move(result));
+    return true;
+}
+
+void learn(const std::string& key, const torch::jit::Stack& arguments, const torch::jit::Stack& stack, size_t results) {
+    KnownCall call;
+    for (size_t i = stack.size() - results; i < stack.size(); ++i) {
+        if (!stack[i].isTensor() || !stack[i].toTensor().is_cuda()) return;
+        const at::Tensor& t = stack[i].toTensor();
+        bool is_new = true;
+        for (size_t j = 0; j < arguments.size(); ++j) {
+            if (!arguments[j].isTensor() || !arguments[j].toTensor().defined()) continue;
+            const at::Tensor& given = arguments[j].toTensor();
+            if (given.is_same(t)) {
+                call.results.emplace_back(j);
+                is_new = false;
+                break;
+            }
+            if (given.is_cuda() && given.storage().is_alias_of(t.storage())) return;  // a view
+        }
+        if (is_new) {
+            Layout layout;
+            layout.sizes.append(t.sizes().begin(), t.sizes().end());
+            layout.strides.append(t.strides().begin(), t.strides().end());
+            layout.dtype = t.scalar_type();
+            call.results.emplace_back(std::move(layout));
+        }
+    }
+    std::lock_guard<std::mutex> guard(known_calls().lock);
+    known_calls().calls.emplace(key, std::move(call));
 }
 
 // Runs an operator on the same memory as its CPU kernel does.
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    at::AutoDispatchBelowADInplaceOrView below;
     const auto& schema = op.schema();
-    const size_t arguments = schema.arguments().size();
-    const size_t first = stack->size() - arguments;
+    const size_t first = stack->size() - schema.arguments().size();
+    std::string key;
+    torch::jit::Stack arguments;
+    if (skip_known_calls) {
+        key = key_of(op, *stack, first);
+        if (!key.empty() && repeat(key, stack, first)) return;
+        arguments.assign(stack->begin() + first, stack->end());
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
     std::vector<Given> given;
     const bool copies_over = schema.name() == "aten::_to_copy";
     bool to_cpu = false;  // `_copy_from` and the like: an argument says where results are
@@ -268,7 +395,8 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
         }
     }
     op.callBoxed(stack);
-    for (auto& one : given) follow_resize(one);
+    bool resized = false;
+    for (auto& one : given) resized |= follow_resize(one);
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
         c10::IValue& value = (*stack)[i];
         if (to_cpu) continue;
@@ -280,9 +408,11 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
             value = std::move(list);
         }
     }
+    if (!key.empty() && !resized) learn(key, arguments, *stack, schema.returns().size());
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool) {
+    if (skip_known_calls && self.is_cuda() && from.is_cuda()) return self;
     at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor to = self.is_cuda() ? as_cpu(self) : self;
     to.copy_(from.is_cuda() ? as_cpu(from) : from);
@@ -352,6 +482,11 @@ PyObject* python_check_memory(PyObject*, PyObject* on) {
     Py_RETURN_NONE;
 }
 
+PyObject* python_skip_known_calls(PyObject*, PyObject* on) {
+    skip_known_calls = PyObject_IsTrue(on) == 1;
+    Py_RETURN_NONE;
+}
+
 // Registers `run_on_cpu` for operators of aten that have a CPU kernel and no CUDA kernel.
 PyObject* python_take_cpu_kernels(PyObject*, PyObject*) {
     HANDLE_TH_ERRORS
@@ -379,6 +514,7 @@ PyMethodDef methods[] = {
     {"launches", python_launches, METH_NOARGS, nullptr},
     {"block_of", python_block_of, METH_O, nullptr},
     {"check_memory", python_check_memory, METH_O, nullptr},
+    {"skip_known_calls", python_skip_known_calls, METH_O, nullptr},
     {"take_cpu_kernels", python_take_cpu_kernels, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
