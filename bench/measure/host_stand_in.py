@@ -89,21 +89,32 @@ def _with_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return functools.partial(function, *args, **kwargs, out=function(*args, **kwargs))
 
 
-def _with_gradients(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Case, Case] | None:
-    """Return the call on leaves that want gradients, and the same with its backward; None if it has none."""
+def _with_gradients(
+    function: Callable[..., Any], args: Any, kwargs: Any, most: int = sys.maxsize
+) -> tuple[Case, Case] | None:
+    """Return the call on leaves that want gradients, and the same with its backward; None if it has none.
+
+    Leaves are all its tensors of these dtypes, or the first one where others have no gradient.
+    """
     import torch
     from torch.utils import _pytree
 
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float32):
+        floating = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float32)
+        if not floating or len(leaves) >= most:
             return value
         leaves.append(value.detach().clone().requires_grad_())
         return leaves[-1]
 
-    args, kwargs = _pytree.tree_map(leaf, (args, kwargs))
+    given = args, kwargs
+    args, kwargs = _pytree.tree_map(leaf, given)
     call = functools.partial(function, *args, **kwargs)
+    try:
+        call()
+    except ValueError:  # an ArgumentError of this tree or another one
+        return None if most == 1 else _with_gradients(function, *given, 1)
     results = [t for t in _pytree.tree_leaves(call()) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not results:
         return None

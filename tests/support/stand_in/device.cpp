@@ -262,16 +262,22 @@ void add_bytes(std::string& key, const T& value) {
     key.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
+void add_layout(std::string& key, const at::Tensor& t) {
+    key.push_back('T');
+    if (!t.defined()) return;
+    add_bytes(key, t.scalar_type());
+    add_bytes(key, t.device().type());
+    for (int64_t n : t.sizes()) add_bytes(key, n);
+    key.push_back(',');
+    for (int64_t n : t.strides()) add_bytes(key, n);
+}
+
 bool add_to_key(std::string& key, const c10::IValue& value) {
     key.push_back(';');
     if (value.isTensor()) {
-        const at::Tensor& t = value.toTensor();
-        if (!t.defined()) return true;
-        add_bytes(key, t.scalar_type());
-        add_bytes(key, t.device().type());
-        for (int64_t n : t.sizes()) add_bytes(key, n);
-        key.push_back(',');
-        for (int64_t n : t.strides()) add_bytes(key, n);
+        add_layout(key, value.toTensor());
+    } else if (value.isTensorList()) {
+        for (const at::Tensor& t : value.toTensorVector()) add_layout(key, t);
     } else if (value.isNone()) {
         key.push_back('n');
     } else if (value.isInt()) {
