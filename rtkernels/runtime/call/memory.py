@@ -94,14 +94,15 @@ def _is_in_use(trace: Trace, target: View, record: Record, writers: list[Record]
     """Return True if a record needs the memory that a copy behind it would overwrite.
 
     The only writer may read that memory itself where the function says that results may be written over an argument:
-    its threads read what they overwrite first.
+    its threads read what they overwrite first, and nothing clears it before.
     """
     views = [view for view in _views_of(record) if view.root is target.root]
     if not views and target.root.record is not record:
         return False
     alike = all((v.first, v.shape, v.dtype) == (target.first, target.shape, target.dtype) and _alike(v, target)
                 for v in views)  # fmt: skip
-    return not (alike and record is writers[0] and len(writers) == 1 and target.root.name in trace.over)
+    plain = all(memory.is_plain for memory in record.plan.memory().values()) if record.plan is not None else False
+    return not (alike and plain and record is writers[0] and len(writers) == 1 and target.root.name in trace.over)
 
 
 def _is_aligned(trace: Trace, view: View) -> bool:

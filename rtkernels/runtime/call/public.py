@@ -52,17 +52,16 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     if parameters[first].annotation != "Tensor":  # it may be other things than tensors and arrays
         is_array += f" and hasattr({first}, '__dlpack__')"
     out = f"    if out is not None:\n        return _with_out(_function, {by_name}, _over)\n"
-    # While autograd records a call, there is nothing to replay: do not compare it with recent ones.
+    # While autograd records a call, there is nothing to replay: it is not compared with other recent calls.
     required = [n for n, p in parameters.items() if p.annotation == "Tensor" and p.default is p.empty][:2]
     wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required)
     replay = f"""\
-        if not _is_dynamo_compiling() and _forward_ad._current_level < 0 and not _dispatch_modes() and not (
-            ({wants_grad or "False"}) and _is_grad_enabled()
-        ):
+        if not _is_dynamo_compiling() and _forward_ad._current_level < 0 and not _dispatch_modes():
             _result = _last({names})
             if _result is not _MISS:
                 return _result
-            return _find({names})
+            if not ({wants_grad or "False"}) or not _is_grad_enabled():
+                return _find({names})
 """
     source = f"""
 def {function.__name__}({", ".join(listed)}):
