@@ -13,7 +13,6 @@ import rtkernels
 from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.index.row_moves_operators import SCATTER
-from rtkernels.ops.norm.rms_norm import OUT_FORWARD
 from rtkernels.ops.pointwise.inplace import ADD
 from rtkernels.ops.reduce import row_dot, softmax
 from rtkernels.runtime.launch.plans import Plans
@@ -27,9 +26,6 @@ def _meta(t: Tensor) -> Meta:
 
 def test_schemas_keep_the_order_of_their_arguments() -> None:
     assert SCATTER.schema == "scatter_add_fwd(Tensor x, Tensor indices, SymInt rows, Tensor? weights) -> Tensor"
-    assert OUT_FORWARD.schema == (
-        "rms_norm_out(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, Tensor(a!) out) -> Tensor"
-    )
     assert ADD.schema.endswith("(Tensor(a!) x, Tensor? y, Tensor? factor, float alpha, float beta) -> ()")
 
 

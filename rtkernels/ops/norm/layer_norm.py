@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_no_gradient
-from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD
 from rtkernels.ops.norm.layer_norm_plan import KERNELS
 from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import with_statistics
@@ -58,7 +57,7 @@ class _LayerNorm(torch.autograd.Function):
 _differentiable = applied(_LayerNorm)
 
 
-@public(own_out=True)
+@public(over="x residual")
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
@@ -109,21 +108,15 @@ def layer_norm(
             raise ArgumentError("rstd, mean, return_statistics and reuse go without the options of inference")
         return normalize(
             x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
-            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
             residual_out=residual_out, scale_out=scale_out,
         )  # fmt: skip
     overwrites = False
     if reuse is not None:
-        if rstd is not None or mean is not None or return_statistics or out is not None:
-            raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
+        if rstd is not None or mean is not None or return_statistics:
+            raise ArgumentError("reuse goes without rstd, mean and return_statistics")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
-    if out is not None:
-        if rstd is not None or mean is not None or return_statistics:
-            raise ArgumentError("out goes without rstd, mean and return_statistics")
-        check_no_gradient(out, x, weight, bias, residual)
-        total = OUT_FORWARD(x, residual, weight, bias, eps, offset, out)
-        return out if residual is None else (out, total)
     if rstd is not None or mean is not None or return_statistics:
         return with_statistics(x, weight, bias, residual, rstd, mean, eps, offset, True, return_statistics)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
@@ -137,6 +130,6 @@ def layer_norm(
 
 OP = Op(
     "layer_norm", public=("layer_norm",), kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
 )  # fmt: skip

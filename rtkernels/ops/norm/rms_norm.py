@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_no_gradient
 from rtkernels.ops.norm.norm_modulated import normalize
-from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD
 from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
@@ -55,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
 _differentiable = applied(_RmsNorm)
 
 
-@public(own_out=True)
+@public(over="x residual")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
@@ -81,12 +80,11 @@ def rms_norm(
             not worked out again. Not with a residual (give the sum as x). Gradients are those of the whole
             normalisation, as if it had been worked out.
         return_rstd: Return rstd too (last); it has no gradient.
-        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
-            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
-            if a gradient is needed. Not with rstd or return_rstd.
+        out: Takes y: of its shape, dtype and device. May be x or residual itself, must not overlap an input otherwise.
+            Not with gradients.
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
-            Not with rstd, return_rstd or out.
+            Not with rstd or return_rstd.
         gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
             to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
         bias: ``[n]``, added to x first.
@@ -115,21 +113,15 @@ def rms_norm(
             raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
         return normalize(
             x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
-            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
             residual_out=residual_out, scale_out=scale_out,
         )  # fmt: skip
     overwrites = False
     if reuse is not None:
-        if rstd is not None or return_rstd or out is not None:
-            raise ArgumentError("reuse goes without rstd, return_rstd and out")
+        if rstd is not None or return_rstd:
+            raise ArgumentError("reuse goes without rstd and return_rstd")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
-    if out is not None:
-        if rstd is not None or return_rstd:
-            raise ArgumentError("out goes without rstd and return_rstd")
-        check_no_gradient(out, x, weight, residual)
-        total = OUT_FORWARD(x, residual, weight, eps, offset, out)
-        return out if residual is None else (out, total)
     if rstd is not None or return_rstd:
         return with_statistics(x, weight, None, residual, rstd, None, eps, offset, False, return_rstd)
     if is_grad_enabled() and needs_grad(x, weight, residual):
@@ -143,6 +135,6 @@ def rms_norm(
 
 OP = Op(
     "rms_norm", public=("rms_norm",), kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
 )  # fmt: skip

@@ -70,7 +70,7 @@ def quantize_nvfp4(
     return codes, scales, g.reshape(()) if made is None else made
 
 
-@public(own_out=True)
+@public
 def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
     dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
@@ -88,7 +88,7 @@ def dequantize_nvfp4(
     Returns:
         ``[..., k]`` of `dtype`, dense.
     """
-    return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype, out)
+    return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype)
 
 
 @public(recent=False)
@@ -183,7 +183,7 @@ def quantize_mxfp4(
     return _quantize_mx(x, "mxfp4", torch.uint8, rule, swizzled, out, scale_out)
 
 
-@public(own_out=True)
+@public
 def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -202,10 +202,10 @@ def dequantize_mxfp8(
     """
     if codes.dtype not in CODES["mxfp8"]:
         raise ArgumentError(f"codes has dtype {codes.dtype}; expected float8_e4m3fn or float8_e5m2")
-    return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype, out)
+    return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype)
 
 
-@public(own_out=True)
+@public
 def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -222,7 +222,7 @@ def dequantize_mxfp4(
     Returns:
         ``[..., k]`` of `dtype`, dense.
     """
-    return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype, out)
+    return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype)
 
 
 def _check_rows(x: Tensor, multiple: int) -> None:
@@ -244,7 +244,7 @@ def _quantize_mx(x, format, dtype, rule, swizzled, out, scale_out):
     return codes, scales
 
 
-def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Tensor:
+def _dequantize(codes, scales, global_scale, format, swizzled, dtype) -> Tensor:
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
     if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *CODES["mxfp8"]):
@@ -258,9 +258,9 @@ def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Te
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
     codes, scales, global_scale = detached(codes, scales, global_scale)
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
-    made = memory_for("out", out, shape, dtype, codes, {"packed": codes, "scales": scales})
-    DEQUANTIZE(codes, scales, global_scale, made, format, swizzled)
-    return made
+    result = new_tensor(shape, dtype, codes)
+    DEQUANTIZE(codes, scales, global_scale, result, format, swizzled)
+    return result
 
 
 OP = Op(

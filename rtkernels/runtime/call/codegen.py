@@ -250,9 +250,9 @@ class _Writer:
         if (view.first, view.dtype, view.shape, view.strides) == (0, root.dtype, root.shape[::-1], root.strides[::-1]):
             if len(root.shape) == 2:
                 return f"{name}.t()"
-        dense = _is_dense(root.shape, root.strides)
+        dense = memory_of.is_dense(root.shape, root.strides)
         same_size = not view.first and memory_of.size(view) == memory_of.size(root)
-        if same_size and dense and _is_dense(view.shape, view.strides):
+        if same_size and dense and memory_of.is_dense(view.shape, view.strides):
             retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
             if retyped and view.dtype.itemsize != root.dtype.itemsize:
                 retyped = f".view(-1){retyped}"
@@ -333,12 +333,3 @@ def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
     if name in _BINDINGS:
         return getattr(Tensor if name.endswith("_") else torch, name)
     return getattr(function, "_op", function)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True

@@ -99,10 +99,18 @@ def _is_in_use(trace: Trace, target: View, record: Record, writers: list[Record]
     views = [view for view in _views_of(record) if view.root is target.root]
     if not views and target.root.record is not record:
         return False
-    alike = all((v.first, v.shape, v.dtype) == (target.first, target.shape, target.dtype) and _alike(v, target)
-                for v in views)  # fmt: skip
+    alike = all(_is_same(view, target) for view in views)
     plain = all(memory.is_plain for memory in record.plan.memory().values()) if record.plan is not None else False
     return not (alike and plain and record is writers[0] and len(writers) == 1 and target.root.name in trace.over)
+
+
+def _is_same(a: View, b: View) -> bool:
+    """Return True if elements of the same number lie at the same place."""
+    if (a.first, a.dtype) != (b.first, b.dtype):
+        return False
+    if a.shape == b.shape:
+        return _alike(a, b)
+    return size(a) == size(b) and all(is_dense(v.shape, v.strides) for v in (a, b))
 
 
 def _is_aligned(trace: Trace, view: View) -> bool:
@@ -245,3 +253,13 @@ def span(t: View | Root) -> int:
 
 def _span_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * dtype.itemsize
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if elements follow each other in memory, in row-major order."""
+    step = 1
+    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if count != 1 and stride != step:
+            return False
+        step *= count
+    return True
