@@ -131,7 +131,8 @@ _differentiable = applied(_Glu)
 
 @public(own_out=True)
 def glu(
-    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None, reuse: str | None = None,
+    x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: str = "silu",
+    weight: Tensor | None = None, reuse: str | None = None,
     layout: str = "concat", channel_scale: Tensor | None = None, quant: Quant | torch.dtype | str | None = None,
     keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None,
 ) -> Any:  # fmt: skip

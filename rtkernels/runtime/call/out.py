@@ -99,6 +99,8 @@ def _check_overlap(outs: Sequence[Tensor | None], tensors: Sequence[tuple[str, T
 
 def _tensors(value: Any, name: str = "") -> Any:
     """Yield names and tensors of all arguments, also those of lists and of objects with fields (``MoeIndex``)."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):
