@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``aten``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
+"""``python -m bench run``, ``check``, ``sweep``, ``aten``, ``host``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from bench import meta, peers
+from bench.measure import host_stand_in
 from bench.report import accepted
 from bench.report import tables as report
 
@@ -61,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     aten.add_argument("--record", type=Path, metavar="FILE", help="measure nothing; take the default set from a result")
     aten.add_argument("--seconds", type=float, help="begin no case after this time")
     aten.add_argument("--resume", action="store_true", help="keep the cases of the result file, measure the others")
+    host = commands.add_parser("host", help="host time per call on a stand-in device, of one tree or of two")
+    host_stand_in.add_arguments(host)
     show = commands.add_parser("report", help="print result files as markdown")
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
@@ -244,7 +247,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(words)
     commands = {
         "run": _run, "check": _check, "sweep": _sweep, "aten": _aten, "report": _report, "record": _record,
-        "readme": _readme, "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
+        "host": host_stand_in.run, "readme": _readme,
+        "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)
 

@@ -20,11 +20,6 @@ def __getattr__(name: str) -> Any:
     if name in _public.NAMES:
         module = importlib.import_module(f"rtkernels.{_public.NAMES[name]}")
         value = getattr(module, name)
-        if name in _public.OPS:
-            from rtkernels.runtime.operator.explained import explained
-
-            value = explained(value)
-            setattr(module, name, value)  # by which pickles find it
         globals()[name] = value
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"rtkernels.{name}") is not None:

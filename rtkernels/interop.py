@@ -7,7 +7,6 @@ that package is installed, else unsigned integers of the same width.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,18 +24,25 @@ _BY_NAME = {
 _NAME = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
-def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with every array turned into a tensor and give tensors back in the kind of `first`.
+def with_arrays(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call `function` with every array turned into a tensor, and return tensors as arrays of the same library.
+
+    Args:
+        function: A public function.
+        arguments: All of its arguments by name; the first one decides on the library.
 
     Raises:
-        ArgumentError: `first` is neither a tensor nor an array, or the arrays are of different libraries.
+        ArgumentError: The first argument is neither a tensor nor an array, or arrays are of different libraries.
     """
-    names = [*inspect.signature(function).parameters]
+    name, first = next(iter(arguments.items()))
     if not hasattr(first, "__dlpack__"):
-        raise ArgumentError(f"{names[0]} is a {_type(first)}; expected a torch.Tensor or an array with __dlpack__")
+        raise ArgumentError(f"{name} is a {_type(first)}; expected a torch.Tensor or an array with __dlpack__")
     kind = _kind(first)
 
     def convert(name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):  # also MoeIndex and the like
+            parts = [convert(name, part) for part in value]
+            return type(value)._make(parts) if hasattr(value, "_make") else type(value)(parts)
         if not hasattr(value, "__dlpack__"):
             return value
         if isinstance(value, Tensor) or _kind(value) != kind:
@@ -45,18 +51,14 @@ def call(function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) ->
             )
         return to_torch(value, name)
 
-    given = [to_torch(first, names[0]), *map(convert, [*names[1:], *["an argument"] * len(args)], args)]
-    result = function(*given, **{name: convert(name, value) for name, value in kwargs.items()})
-    if isinstance(result, tuple):
-        converted = [from_torch(item, kind) for item in result]
-        return type(result)._make(converted) if hasattr(result, "_make") else tuple(converted)
+    return _returned(function(**{name: convert(name, value) for name, value in arguments.items()}), kind)
+
+
+def _returned(result: Any, kind: str) -> Any:
+    if isinstance(result, (tuple, list)):
+        parts = [_returned(part, kind) for part in result]
+        return type(result)._make(parts) if hasattr(result, "_make") else type(result)(parts)
     return from_torch(result, kind)
-
-
-def call_with(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Do the same with all arguments by name, in the order of `function`: its ``locals()`` at its first line."""
-    (_, first), *others = arguments.items()
-    return call(function, first, **dict(others))
 
 
 def _type(value: Any) -> str:

@@ -23,7 +23,8 @@ from contracts import test_dynamic_rows
 from contracts.test_dynamic_rows import _inputs
 from contracts.test_process_state import ALL
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.runtime.operator.explained import explained, names_one_of
+from rtkernels.runtime.call.explained import names_one_of
+from rtkernels.runtime.call.public import public
 
 ROWS = 6
 FUNCTIONS = sorted({name.partition(",")[0] for name in ALL if hasattr(rtkernels, name.partition(",")[0])})
@@ -167,7 +168,7 @@ def test_devices_that_are_not_there(device: str | torch.device) -> None:
 
 
 def test_errors_of_a_device_that_is_there_stay() -> None:
-    @explained
+    @public(recent=False)
     def failing(device: torch.device | str | None = None) -> Tensor:
         raise RuntimeError("the device is broken")
 
@@ -176,7 +177,7 @@ def test_errors_of_a_device_that_is_there_stay() -> None:
 
 
 def test_errors_that_no_argument_explains_stay() -> None:
-    @explained
+    @public(recent=False)
     def failing(x: Tensor, eps: float = 1.0) -> Tensor:
         raise torch.OutOfMemoryError("no memory")
 
@@ -190,7 +191,7 @@ def test_internal_names_become_those_of_the_caller() -> None:
     def inner(lengths: Tensor) -> None:
         raise ArgumentError(f"lengths has dtype {lengths.dtype}; expected int32")
 
-    @explained
+    @public(recent=False)
     def outer(q: Tensor, seqused: Tensor) -> None:
         seqused = seqused.contiguous() + 0
         inner(seqused)

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "rtkernels"
 
 GROUND = {
     "errors", "_public",
-    "runtime.checks", "runtime.cpus", "runtime.env", "runtime.layout", "runtime.suggest", "runtime.targets",
-    "runtime.torch_private",
+    "runtime.checks", "runtime.cpus", "runtime.depends", "runtime.env", "runtime.layout", "runtime.suggest",
+    "runtime.targets", "runtime.torch_private",
 }  # fmt: skip
 # Families and what they may use of each other.
 FAMILIES = {
@@ -46,12 +46,16 @@ ALLOWED = {
     "emulator": {"runtime.build"},
     "runtime.launch": {"runtime.build"},
     "runtime.operator": {"runtime.launch", "runtime.build", "emulator"},
+    "runtime.call": {"runtime.operator", "runtime.launch", "emulator", "interop"},
     "runtime.warm": {"runtime.build", "runtime.operator", "runtime.launch"},
     "interop": set(),
     "cache": {"runtime.build"},
-    "ops.shared": {"runtime.launch", "runtime.operator", "interop"},
+    "ops.shared": {"runtime.launch", "runtime.operator"},
     **{
-        f"ops.{family}": {"runtime.launch", "runtime.operator", "interop", "ops.shared", *(f"ops.{f}" for f in below)}
+        f"ops.{family}": {
+            *("runtime.launch", "runtime.operator", "runtime.call", "interop", "ops.shared"),
+            *(f"ops.{f}" for f in below),
+        }
         for family, below in FAMILIES.items()
     },
     "compat": {"ops"},

@@ -15,8 +15,8 @@ import rtkernels
 from bench.measure import host_calls
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import env, layout
-from rtkernels.runtime.operator import noting
-from rtkernels.runtime.operator.replayed import replayed
+from rtkernels.runtime.call import trace as tracing
+from rtkernels.runtime.call.public import public
 
 COLS = 64
 channel_mul, add_residual, repeat_heads = rtkernels.channel_mul, rtkernels.add_residual, rtkernels.repeat_heads
@@ -25,7 +25,7 @@ channel_mul, add_residual, repeat_heads = rtkernels.channel_mul, rtkernels.add_r
 @pytest.fixture(autouse=True)
 def _nothing_known():
     for function in (channel_mul, add_residual, repeat_heads):
-        function.replays.forget()
+        function.recent.forget()
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -33,7 +33,7 @@ def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def replays(function) -> list:
-    return [known.replay for known in function.replays.known.values() if known.replay is not None]
+    return [known.replay for known in function.recent.known.values() if known.replay is not None]
 
 
 def noted(function, *args, **kwargs) -> None:
@@ -48,8 +48,8 @@ def test_the_third_call_is_replayed_with_its_own_tensors(place: str, monkeypatch
     with running_on(place) as device:
         made = [[t.to(device) for t in tensors((3, COLS), (COLS,))] for _ in range(4)]
         noted(channel_mul, *made[0])
-        monkeypatch.setitem(channel_mul.replays._scope, "call", None)  # which nothing comes to any more
-        monkeypatch.setitem(channel_mul.replays._scope, "function", None)
+        monkeypatch.setitem(channel_mul.recent._scope, "_call", None)  # which nothing comes to any more
+        monkeypatch.setitem(channel_mul.recent._scope, "_function", None)
         for x, s in made[1:]:
             assert_equal_bits(channel_mul(x, s), x * s)
 
@@ -94,7 +94,7 @@ def test_memory_that_is_given_is_checked_each_time(place: str) -> None:
         version = out._version
         assert add_residual(both[:3], x, out=out) is out
         assert out._version == version + 1
-        with pytest.raises(ArgumentError, match="out overlaps residual"):
+        with pytest.raises(ArgumentError, match="out shares memory with residual"):
             add_residual(both[:3], x, out=both[1:])
 
 
@@ -109,15 +109,15 @@ def test_shapes_that_alternate_are_found(place: str) -> None:
 
 
 def test_what_cannot_be_repeated_is_not_noted() -> None:
-    @replayed
+    @public
     def reads_values(x: Tensor) -> Tensor:
         return x * x.sum().item()
 
-    @replayed
+    @public
     def knows_a_tensor(x: Tensor) -> Tensor:
         return x + kept
 
-    @replayed
+    @public
     def asks_for_overlap(x: Tensor) -> Tensor:
         return x + 1 if layout.may_overlap(x, x) else x
 
@@ -126,12 +126,12 @@ def test_what_cannot_be_repeated_is_not_noted() -> None:
         for function in (reads_values, knows_a_tensor, asks_for_overlap):
             for x in tensors(*[(4,)] * 4):
                 assert_equal_bits(function(x), function.__wrapped__(x))
-            (known,) = function.replays.known.values()
+            (known,) = function.recent.known.values()
             assert known.replay is None and known.why_not
 
 
 def test_tensors_without_memory_go_to_the_function() -> None:
-    @replayed
+    @public
     def doubled(x: Tensor) -> Tensor:
         return x + x
 
@@ -141,11 +141,11 @@ def test_tensors_without_memory_go_to_the_function() -> None:
             assert_equal_bits(torch.vmap(doubled)(x), x + x)
             assert doubled(x.to("meta")).is_meta
             assert_equal_bits(doubled(x.to_sparse()).to_dense(), x + x)
-    assert not doubled.replays.known
+    assert not doubled.recent.known
 
 
 def test_a_call_that_is_to_look_at_values_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    @replayed
+    @public
     def checked(x: Tensor) -> Tensor:
         if env.get("DEBUG") and x.min() < 0:
             raise ArgumentError("x is negative")
@@ -160,7 +160,7 @@ def test_a_call_that_is_to_look_at_values_does(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_views_and_results_of_torch_are_made_anew() -> None:
-    @replayed
+    @public
     def mixed(x: Tensor, parts: list[Tensor], flat: bool = False) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         half = x[:, ::2]
         total = (half + parts[0]).bfloat16()
@@ -180,7 +180,7 @@ def test_views_and_results_of_torch_are_made_anew() -> None:
 
 
 def test_memory_is_freed_when_it_is_used_no_more() -> None:
-    @replayed
+    @public
     def several(x: Tensor) -> Tensor:
         for _ in range(4):
             x = x + 1
@@ -200,15 +200,15 @@ def test_a_launch_that_the_dispatcher_does_not_see_is_noted() -> None:
     x, s = tensors((3, COLS), (1, COLS))
     out = torch.empty_like(x)
     operands = x, None, None, s, None, None, None, None, None, out, None, None, None
-    with rtkernels.emulate("sm_80"), noting.Notes({"x": x, "s": s, "out": out}) as notes:
+    with rtkernels.emulate("sm_80"), tracing.Trace({"x": x, "s": s, "out": out}) as notes:
         COMBINE.launch(*operands, "none", False, False, "plain", "", "none", False, 0.0, 0.0, 1.0)
     assert_equal_bits(out, x * s)
-    (line,) = notes.lines
+    (line,) = notes.records
     assert line.plan is not None and notes.refused is None
 
 
 def test_what_nobody_uses_is_left_out() -> None:
-    @replayed
+    @public
     def more(x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
         first, second = x + 1, x.exp() * 2
         return (first, second) if both else first
@@ -222,7 +222,7 @@ def test_what_nobody_uses_is_left_out() -> None:
 
 @at("sm_80", "cuda")
 def test_memory_between_launches_is_allocated_as_one(place: str) -> None:
-    @replayed
+    @public
     def three_times(x: Tensor, s: Tensor) -> Tensor:
         return channel_mul(channel_mul(channel_mul(x, s), s), s)
 
@@ -236,7 +236,7 @@ def test_memory_between_launches_is_allocated_as_one(place: str) -> None:
 
 @at("sm_80", "cuda")
 def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
-    @replayed
+    @public
     def put(y: Tensor, x: Tensor, s: Tensor) -> Tensor:
         y[1:3].copy_(channel_mul(x, s))
         return y
@@ -253,7 +253,7 @@ def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
         assert_equal_bits(y, torch.cat([before[:1], before[:2] * s, before[3:]]))
 
 
-ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "replays")]
+ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "recent")]
 IN_PLACE = ("embedding_grad_", "lightning_attention_step")
 
 
@@ -262,9 +262,9 @@ IN_PLACE = ("embedding_grad_", "lightning_attention_step")
 def test_replays_of_all_functions_give_the_same_bits(name: str) -> None:
     function = getattr(rtkernels, name.split()[0])
     case = host_calls.calls(rtkernels, "cuda")[name][1]()
-    function.replays.forget()
+    function.recent.forget()
     results = [_bits(case()) for _ in range(4)]
-    assert len(replays(function)) == 1, [known.why_not for known in function.replays.known.values()]
+    assert len(replays(function)) == 1, [known.why_not for known in function.recent.known.values()]
     if name not in IN_PLACE:
         for result in results[1:]:
             for a, b in zip(results[0], result, strict=True):

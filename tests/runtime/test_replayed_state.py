@@ -16,8 +16,9 @@ import rtkernels
 from rtkernels.errors import ToolkitError
 from rtkernels.ops.act.combine import COMBINE
 from rtkernels.runtime import env, layout
-from rtkernels.runtime.operator import declared, noting
-from rtkernels.runtime.operator.replayed import replayed
+from rtkernels.runtime.call import trace as tracing
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator import declared
 
 COLS = 64
 channel_mul = rtkernels.channel_mul
@@ -26,12 +27,12 @@ channel_mul = rtkernels.channel_mul
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
     for function in (channel_mul, rtkernels.linear_cross_entropy, rtkernels.topk_router):
-        function.replays.forget()
+        function.recent.forget()
     yield
 
 
 def replays(function) -> list:
-    return [known.replay for known in function.replays.known.values() if known.replay is not None]
+    return [known.replay for known in function.recent.known.values() if known.replay is not None]
 
 
 @at("sm_80", "cuda")
@@ -39,7 +40,7 @@ def replays(function) -> list:
 def test_results_are_not_written_where_kernels_cannot(place: str, first: int) -> None:
     """A kernel writes 16 bytes at a time to memory that a plan made; the copy's target may lie anywhere."""
 
-    @replayed
+    @public
     def put_aside(y: Tensor, x: Tensor, s: Tensor) -> Tensor:
         y.copy_(channel_mul(x, s))
         return y
@@ -69,7 +70,7 @@ def test_autocast_to_another_dtype_is_another_call(place: str) -> None:
 
 @at("sm_80", "cuda")
 def test_parts_of_zeros_that_come_in_batches(place: str) -> None:
-    @replayed
+    @public
     def some_counts(logits: Tensor) -> Tensor:
         return rtkernels.topk_router(logits, 2).counts[1:4]
 
@@ -83,7 +84,7 @@ def test_parts_of_zeros_that_come_in_batches(place: str) -> None:
 
 
 def test_views_of_parameters_are_not_the_parameters() -> None:
-    @replayed
+    @public
     def views(x: Tensor) -> tuple[Tensor, ...]:
         return x, x.view(x.shape), x.detach(), x[1:].detach(), x + 1
 
@@ -100,7 +101,7 @@ def test_views_of_parameters_are_not_the_parameters() -> None:
 def test_what_is_copied_to_another_device_is_not_noted() -> None:
     """The host may read it there, which no dispatcher sees."""
     x = torch.randn(4)
-    with noting.Notes({"x": x}) as notes:
+    with tracing.Trace({"x": x}) as notes:
         x.to("meta")
     assert "host" in notes.refused
 
@@ -113,7 +114,7 @@ def test_notes_do_not_miss_calls_while_other_threads_end_theirs() -> None:
 
         @property
         def thread(self) -> int:
-            declared.under_way.remove(self)
+            declared.active_traces.remove(self)
             return -1
 
     heard = []
@@ -121,9 +122,9 @@ def test_notes_do_not_miss_calls_while_other_threads_end_theirs() -> None:
     def ending(*_: object) -> None:
         questions.remove(ending)
 
-    declared.under_way.append(Ending())
-    with noting.Notes({"x": torch.ones(3)}) as notes:
-        assert declared.own_notes() is notes
+    declared.active_traces.append(Ending())
+    with tracing.Trace({"x": torch.ones(3)}) as notes:
+        assert declared.own_trace() is notes
     for questions, ask in (
         (layout.overlap_questions, lambda: layout.may_overlap(torch.ones(3), torch.ones(3))),
         (env.questions, lambda: env.get("DEBUG")),
@@ -142,7 +143,7 @@ def test_an_operator_that_falls_back_does_so_while_it_is_noted(monkeypatch: pyte
 
     monkeypatch.setattr(COMBINE, "_planned", no_plan)
     x, s = torch.randn(3, COLS), torch.randn(COLS)
-    with noting.Notes({"x": x, "s": s}) as notes:
+    with tracing.Trace({"x": x, "s": s}) as notes:
         made = channel_mul(x, s)
     assert_equal_bits(made, x * s)
     assert notes.refused == "CuPy is missing"

@@ -5,28 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_operands import rows_of, summed
-from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")
 
 
-def _forward(x: Tensor, add: Tensor | None, kind: str, out: Tensor | None) -> Tensor:
+def _forward(x: Tensor, add: Tensor | None, kind: str) -> Tensor:
     x, add = detached(x, add)
     rows, cyclic = rows_of("add", add, x.shape)
-    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "add": add}, ("x", "add"))
+    out = new_tensor(tuple(x.shape), x.dtype, x)
     flat = x if x.dim() else x.reshape(1)
-    combine(flat, made if x.dim() else made.view(1), add0=rows, act=kind, cyclic="add0" if cyclic else "")
-    return made
+    combine(flat, out if x.dim() else out.view(1), add0=rows, act=kind, cyclic="add0" if cyclic else "")
+    return out
 
 
 class _Act(torch.autograd.Function):
@@ -34,7 +32,7 @@ class _Act(torch.autograd.Function):
     def forward(ctx, x, add, kind):
         ctx.save_for_backward(x, add)
         ctx.kind = kind
-        return _forward(x, add, kind, None)
+        return _forward(x, add, kind)
 
     @staticmethod
     @once_differentiable
@@ -52,7 +50,7 @@ class _Act(torch.autograd.Function):
 _differentiable = applied(_Act)
 
 
-@replayed
+@public(over="x add")
 def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return ``kind(x + add)``.
 
@@ -63,19 +61,16 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
             spaced). May be any object with ``__dlpack__``; the result is then of its kind.
         kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared) or ``"sigmoid"``.
         add: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own; x's dtype or float32.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x, or add. Not recorded by autograd.
+        out: Takes the result: of x's shape and dtype. May be x, or add. Not with gradients.
 
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(act, locals())
     token("x", x.dtype)
     check_option("kind", kind, KINDS)
     if is_grad_enabled() and needs_grad(x, add):
-        refuse_outputs(out=out)
         return _differentiable(x, add, kind)
-    return _forward(x, add, kind, out)
+    return _forward(x, add, kind)
 
 
 OP = Op("act", public=("act",), kernels=(), torch_ops=(), uses=("combine",))

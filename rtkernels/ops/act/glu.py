@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_fwd, result_shape
 from rtkernels.ops.act.glu_reference import gradients, halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap, nothing
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -98,7 +98,7 @@ def _shards(args: dict[str, Any]) -> Iterator[Way]:
 
 shard(FORWARD, _shards)
 shard(BACKWARD, _shards)
-_replay, _forward, _backward = FORWARD.replay, FORWARD.call, BACKWARD.call
+_forward, _backward = FORWARD.call, BACKWARD.call
 
 
 class _Glu(torch.autograd.Function):
@@ -129,8 +129,10 @@ class _Glu(torch.autograd.Function):
 _differentiable = applied(_Glu)
 
 
+@public(own_out=True)
 def glu(
-    x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None, reuse: str | None = None,
+    x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: str = "silu",
+    weight: Tensor | None = None, reuse: str | None = None,
     layout: str = "concat", channel_scale: Tensor | None = None, quant: Quant | torch.dtype | str | None = None,
     keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
@@ -175,12 +177,7 @@ def glu(
     plain = channel_scale is quant is out is scale_out is None and layout == "concat" and not keep
     if not plain or isinstance(x, tuple):
         return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
-    if not isinstance(x, Tensor):
-        return interop.call(glu, x, up, act=act, weight=weight, reuse=reuse)
     overwrites = reuse is not None and autograd.may_overwrite(reuse, {"x": x, "up": up}, (weight,))
-    y = _replay(x, up, weight, act)
-    if y is not None:
-        return y
     if is_grad_enabled() and needs_grad(x, up, weight):
         return _differentiable(x, up, weight, act, overwrites)
     return _forward(x, up, weight, act)
@@ -197,8 +194,6 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
         raise ArgumentError("weight and reuse go without layout, channel_scale, quant, keep, out and scale_out")
     if isinstance(x, tuple):
         return glu_of_codes(x, up, act, **options)
-    if not isinstance(x, Tensor):
-        return interop.call(glu, x, up, act=act, **options)
     return glu_combined(x, up, act=act, **options)
 
 

@@ -12,7 +12,7 @@ from rtkernels.ops.act.glu_fp8_kernels import ANY, BWD, BWD_STREAM, FWD, FWD_STR
 from rtkernels.ops.act.glu_fp8_plan import check_backward, check_forward, outputs_bwd, outputs_fwd, plan_bwd, plan_fwd
 from rtkernels.ops.act.glu_smooth_fp8 import glu_smooth_fp8, glu_smooth_fp8_backward
 from rtkernels.ops.shared.fp8_layout import asked
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.registry import Op
@@ -53,6 +53,7 @@ class GluFp8Gradients(NamedTuple):
     dweight: Tensor | None
 
 
+@public
 def glu_fp8(
     x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
@@ -112,15 +113,11 @@ def glu_fp8(
     Returns:
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(glu_fp8, locals())
     options = counts, act, layout, pow2_scale, scale_layout, check_counts
-    outputs = FORWARD.replay(x, up, weight, *options)
-    if outputs is None:
-        outputs = FORWARD.call(*detached(x, up, weight), *options)
-    return GluFp8(*asked(layout, outputs))
+    return GluFp8(*asked(layout, FORWARD.call(*detached(x, up, weight), *options)))
 
 
+@public
 def glu_fp8_backward(
     dy: Tensor, x: Tensor, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, layout: str = "both", pow2_scale: bool = False, scale_layout: str = "row",
@@ -155,15 +152,10 @@ def glu_fp8_backward(
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
         ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
     """
-    if out is not None or not isinstance(dy, Tensor):
-        return redirected(glu_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
     options = counts, act, layout, pow2_scale, scale_layout, check_counts, keep, weight_grad
-    made = BACKWARD.replay(dy, x, up, weight, *options)
-    if made is None:
-        made = BACKWARD.call(*detached(dy, x, up, weight), *options)
-    *codes, dx, dweight = made
+    *codes, dx, dweight = BACKWARD.call(*detached(dy, x, up, weight), *options)
     codes = asked("" if keep == "dense" else layout, codes)
     return GluFp8Gradients(*codes, dx if keep != "fp8" else None, dweight if weight_grad else None)
 

@@ -17,7 +17,7 @@ from rtkernels.ops.act.glu_reference import gradients
 from rtkernels.ops.layout.transpose_plan import check_pad, padded, padded_rows
 from rtkernels.ops.quant import reference as fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, asked, row_blocks_of
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -219,6 +219,7 @@ class GluSmoothFp8Gradients(NamedTuple):
     dweight: Tensor | None
 
 
+@public
 def glu_smooth_fp8(
     x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: str = "silu", weight: Tensor | None = None,
     counts: Tensor | None = None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False,
@@ -248,8 +249,6 @@ def glu_smooth_fp8(
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
         the shape of smooth (None unless asked for; 0 for experts without rows).
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(glu_smooth_fp8, locals())
     x, up, smooth, weight = detached(x, up, smooth, weight)
     if not divide and smooth is not None:
         smooth = smooth.reciprocal()
@@ -257,6 +256,7 @@ def glu_smooth_fp8(
     return GluSmoothFp8(q, scale, maxima if with_maxima else None)
 
 
+@public
 def glu_smooth_fp8_backward(
     dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None,
     act: str = "silu", weight: Tensor | None = None, counts: Tensor | None = None, layout: str = "row",
@@ -297,8 +297,6 @@ def glu_smooth_fp8_backward(
         as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]``
         (0 for experts without rows).
     """
-    if out is not None or not isinstance(dy, Tensor):
-        return redirected(glu_smooth_fp8_backward, locals())
     if weight_grad is None:
         weight_grad = weight is not None
     if divide:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.checks import HALVES, Heads, strides
 from rtkernels.ops.attention.decode import Cache, check_cache, check_scale
@@ -15,13 +14,13 @@ from rtkernels.ops.attention.decode_plan import CODES
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
 from rtkernels.ops.shared.positions import check_indices, check_positions
 from rtkernels.runtime import env
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _KERNEL = Kernel(
     "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, tier="serve",
@@ -186,7 +185,7 @@ APPEND = InPlaceOperator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def append_kv_cache(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor | None = None, *,
     page_table: Tensor | None = None, slots: Tensor | None = None, positions: Tensor | None = None,
@@ -217,8 +216,6 @@ def append_kv_cache(
     Returns:
         None.
     """
-    if not isinstance(k, Tensor):
-        return interop.call_with(append_kv_cache, locals())
     refuse_gradients("append_kv_cache", (k, v, k_cache, v_cache))
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, reference
 from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_strides, made, problem_of, strides
 from rtkernels.ops.attention.problem import Attention
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -21,7 +21,6 @@ from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Op
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _OPTIONS = "float scale, int left, int right, float softcap, int max_q, int max_k, bool heads_first, str backend"
 _INPUTS = checks.forward_arguments()
@@ -202,15 +201,12 @@ def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | 
     if out is not None:
         refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
         return out, OUT.call(*tensors, out, *options)
-    made = FORWARD.replay(*tensors, *options)
-    if made is not None:
-        return made
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5]):
         return _attention(*tensors, *options)
     return FORWARD.call(*tensors, *options)
 
 
-@replayed
+@public(own_out=True)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
@@ -251,8 +247,6 @@ def attention(
         [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the
         logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -291,7 +285,7 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
 
 
-@replayed
+@public(own_out=True)
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
@@ -324,8 +318,6 @@ def attention_varlen(
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
     """
-    if not isinstance(q, Tensor):
-        return interop.call_with(attention_varlen, locals())
     given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, t in given.items() if sinks is None else (*given.items(), ("sinks", sinks)):
         check_tensor(name, t)

@@ -14,15 +14,14 @@ from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, chec
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.ops.shared.positions import check_indices
-from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime import env
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
 class Cache(Argument):
@@ -150,7 +149,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None,
     scale: float | None = None, causal: bool = True, window: int | tuple[int | None, int | None] | None = None,
@@ -189,8 +188,6 @@ def attention_decode(
         Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
         ([batch, heads] if q has no tokens).
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(attention_decode, locals())
     single = q.dim() == 3
     if env.get("DEBUG"):
         places = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
@@ -200,11 +197,8 @@ def attention_decode(
         None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),
         float(a_number("softcap", softcap)),
     )  # fmt: skip
-    made = FORWARD.replay(*given)
-    if made is None:
-        refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
-        made = FORWARD.call(*given)
-    out, lse = made
+    refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
+    out, lse = FORWARD.call(*given)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

@@ -26,7 +26,7 @@ from rtkernels.ops.attention.lightning_plan import (
     step,
 )
 from rtkernels.ops.attention.problem import Strides
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -34,7 +34,6 @@ from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceOperator,
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32 = torch.float32
 
@@ -200,6 +199,7 @@ BACKWARD = Operator(
 _lightning = differentiable(FORWARD, BACKWARD)
 
 
+@public
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
@@ -234,8 +234,6 @@ def lightning_attention(
         [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(lightning_attention, locals())
     for name, t in (("k", k), ("v", v), ("decay", decay)):
         check_tensor(name, t)
     _refuse_decay_gradients(decay)
@@ -283,7 +281,7 @@ ONE = InPlaceOperator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def lightning_attention_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None,
     out: Tensor | None = None,
@@ -303,8 +301,6 @@ def lightning_attention_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(lightning_attention_step, locals())
     check_tensor("decay", decay)
     refuse_gradients("lightning_attention_step", [q, k, v, decay, state])
     return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q))

@@ -11,15 +11,14 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_dtype
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _WARPS = 8
 _NUMBERS = "rows:i64 length:i64 heads:i64 width:i64 type_a:i64 type_b:i64 type_out:i64"
@@ -123,7 +122,7 @@ BACKWARD = Operator(
 _merge = differentiable(FORWARD, BACKWARD)
 
 
-@replayed
+@public
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd",
     out: tuple[Tensor | None, ...] | None = None,
@@ -145,8 +144,6 @@ def merge_attention(
     Returns:
         The merged output and its lse, like the first of each.
     """
-    if out is not None:
-        return into(merge_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     lists = isinstance(outs, Sequence) and isinstance(lses, Sequence) and 0 < len(outs) == len(lses)

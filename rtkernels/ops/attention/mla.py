@@ -9,13 +9,12 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
-@replayed
+@public
 def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,
@@ -48,8 +47,6 @@ def mla_attention(
     Returns:
         As ``attention`` or ``attention_varlen``.
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(mla_attention, locals())
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if cu_seqlens_q is None and cu_seqlens_k is not None:

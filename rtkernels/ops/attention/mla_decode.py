@@ -22,8 +22,8 @@ from rtkernels.ops.attention.decode_plan import (
     split_count,
 )
 from rtkernels.ops.shared.positions import check_indices
-from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime import env
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -32,7 +32,6 @@ from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 # As in mla_decode.cu.
 _ROWS = 32  # of queries of a block
@@ -173,7 +172,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def mla_decode(
     q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512,
     scale: float | None = None, causal: bool = True, return_lse: bool = False,
@@ -205,8 +204,6 @@ def mla_decode(
         [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of
         it and lse, float32 [batch, heads, tokens] ([batch, heads]).
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(mla_decode, locals())
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
         kv_cache = kv_cache.squeeze(2)
@@ -217,11 +214,8 @@ def mla_decode(
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
         bool(causal), default_scale(scale, q),
     )  # fmt: skip
-    made = FORWARD.replay(*given)
-    if made is None:
-        refuse_gradients("mla_decode", [q, kv_cache])
-        made = FORWARD.call(*given)
-    out, lse = made
+    refuse_gradients("mla_decode", [q, kv_cache])
+    out, lse = FORWARD.call(*given)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

@@ -14,6 +14,7 @@ from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.rope.rope import rope as rotate
 from rtkernels.ops.shared.positions import check_positions
 from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
@@ -23,7 +24,6 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 _VECTORS = {"bf16": (8, 4, 1), "fp16": (8, 4, 1), "fp32": (4, 1)}
@@ -230,7 +230,7 @@ def _forward(qkv, q_norm, k_norm, cos, sin, pos, options, out, k_cache=None, v_c
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-@replayed
+@public(own_out=True)
 def qkv_split(
     qkv: Tensor, num_heads: int, num_kv_heads: int, *, rope: tuple[Tensor, Tensor] | None = None, style: str = "half",
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, k_cache: Tensor | None = None,

@@ -10,12 +10,11 @@ from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_grid, check_shared_heads, check_width, strides
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
-from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32, CODES = torch.float32, (torch.int8, torch.float8_e4m3fn)
 GRANULARITIES = ("token", "block")
@@ -115,7 +114,7 @@ QUANTIZE_V = Operator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def quantize_qk(
     q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
     scale: float | None = None,
@@ -140,8 +139,6 @@ def quantize_qk(
         Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and what smooth_k
         takes from scores, float32 [batch, heads, queries]: lse of the codes plus this is that of q and k.
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(quantize_qk, locals())
     _check_code_dtype(dtype)
     if granularity not in GRANULARITIES:
         raise ArgumentError(f"granularity is {granularity!r}; expected one of {', '.join(GRANULARITIES)}")
@@ -150,6 +147,7 @@ def quantize_qk(
     return QUANTIZE_QK.call(q, k, *options)
 
 
+@public
 def quantize_v(
     v: Tensor, *, dtype: torch.dtype = torch.int8, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -165,8 +163,6 @@ def quantize_v(
         Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros behind the last key, and a scale of each
         column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
     """
-    if out is not None or not isinstance(v, Tensor):
-        return redirected(quantize_v, locals())
     _check_code_dtype(dtype)
     refuse_gradients("quantize_v", [v])
     return QUANTIZE_V.call(v, dtype == CODES[1])

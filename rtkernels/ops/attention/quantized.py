@@ -27,14 +27,13 @@ from rtkernels.ops.attention.quantize_heads import (
     check_pair,
     dtype_name,
 )
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _FLOAT32 = torch.float32
 
@@ -169,7 +168,7 @@ FORWARD = Operator(
 plan.QUANTIZED.describe(attention_quantized_fwd=_problem)
 
 
-@replayed
+@public
 def attention_quantized(
     q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor | None = None, *,
     scale: float | None = None, causal: bool = False, window: int | Sequence[int | None] | None = None,
@@ -213,8 +212,6 @@ def attention_quantized(
         [batch, queries, heads, width of v] (packed as q is); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(attention_quantized, locals())
     if out_dtype not in HALVES:
         raise ArgumentError(f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float16")
     refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])

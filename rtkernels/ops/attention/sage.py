@@ -11,10 +11,9 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention import quantize_heads, quantized
 from rtkernels.ops.attention.checks import LAYOUTS
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -58,7 +57,7 @@ class _Sage(torch.autograd.Function):
         return *grads, *(None,) * len(ctx.options)
 
 
-@replayed
+@public
 def sage_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, qk: str = "int8", pv: str = "16",
@@ -90,8 +89,6 @@ def sage_attention(
         [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,
         queries].
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(sage_attention, locals())
     choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))
     for name, value, expected in (*choices, ("granularity", granularity, quantize_heads.GRANULARITIES)):
         if value not in expected:

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import attention
-from rtkernels.runtime.operator.into import into
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
-@replayed
+@public
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -42,8 +41,6 @@ def sdpa(
     Raises:
         ArgumentError: dropout_p is not 0 (attention here has no dropout), or the arguments do not fit together.
     """
-    if out is not None:
-        return into(sdpa, locals())
     if dropout_p != 0.0:
         raise ArgumentError(
             f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
 from rtkernels.ops.gemm.fp8_linear_checks import check_linear, check_rotation, given_codes
@@ -15,13 +14,12 @@ from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
 from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import in_shape, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -157,7 +155,7 @@ def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
     return recipe
 
 
-@replayed
+@public
 def fp8_weight(
     weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
@@ -187,7 +185,7 @@ def fp8_weight(
     return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
 
 
-@replayed
+@public
 def fp8_linear(
     x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "block", main_grad: Tensor | None = None,
     out_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None, pow2_scale: bool = False,
@@ -243,8 +241,6 @@ def fp8_linear(
     Returns:
         Dense ``[..., out features]``.
     """
-    if out is not None:
-        return into(fp8_linear, locals())
     _recipe(recipe)
     an_integer("rotation", rotation)
     options: dict[str, Any] = {
@@ -256,7 +252,7 @@ def fp8_linear(
     codes: tuple[Tensor | None, ...] = (None,) * 4
     if not isinstance(x, Tensor):
         if not hasattr(x, "q") or not hasattr(x, "scale"):
-            return interop.call(fp8_linear, x, weight, bias, **options)
+            raise ArgumentError(f"x is a {type(x).__name__}; expected a torch.Tensor, an array, or codes with scales")
         x, codes = given_codes(x, weight, recipe, scale_layout)
     if is_sharded(weight) or is_sharded(x):
         if codes[0] is not None:

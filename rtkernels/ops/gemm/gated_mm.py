@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan
 from rtkernels.ops.gemm.scaled_mm import (
@@ -18,8 +17,8 @@ from rtkernels.ops.gemm.scaled_mm import (
     refuse_quantised_gradients,
 )
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.declared import Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 FORWARD = Operator(
@@ -34,9 +33,9 @@ QUANTIZED = Operator(
     plan=partial(scaled_mm_plan.plan_quantized, gated=True),
     reference=partial(quantized_by_steps, FORWARD, _describe_quantized), check=_describe_quantized,
 )  # fmt: skip
-_replay = FORWARD.replay
 
 
+@public
 def gated_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
     act: str = "silu", recipe: str = "auto", bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -71,20 +70,6 @@ def gated_mm(
     Returns:
         ``[..., m, n]``, dense; with `quant_out` ``(codes, scales)``.
     """
-    if out is not None:
-        return into(gated_mm, locals())
-    if quant_out is None and nibble == "low":
-        result = _replay(
-            a, b, scale_a, scale_b, global_scale, bias, None, recipe, b_layout, packed, act, out_dtype, acc, backend
-        )  # fmt: skip
-        if result is not None:
-            return result
-    if not isinstance(a, Tensor):
-        return interop.call(
-            gated_mm, a, b, scale_a, scale_b, act=act, recipe=recipe, bias=bias, out_dtype=out_dtype, acc=acc,
-            packed=packed, nibble=nibble, global_scale=global_scale, quant_out=quant_out, b_layout=b_layout,
-            backend=backend,
-        )  # fmt: skip
     if act not in checks.ACTIVATIONS:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(checks.ACTIVATIONS)}")
     scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 FORWARD = Operator(
     "grouped_mm", TENSORS, options=OPTIONS, results="out", outputs=grouped_mm_plan.outputs, plan=grouped_mm_plan.plan,
@@ -34,7 +33,6 @@ WGRAD = Operator(
     plan=grouped_mm_plan.plan_wgrad, reference=grouped_mm_plan.run_reference_wgrad,
     check=grouped_mm_plan.describe_wgrad,
 )  # fmt: skip
-_replay = FORWARD.replay
 
 
 class _Grouped(torch.autograd.Function):
@@ -67,6 +65,7 @@ class _Grouped(torch.autograd.Function):
         return da, db, *(None,) * 6
 
 
+@public(own_out=True)
 def grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, *, offs: Tensor | None = None,
     m_indices: Tensor | None = None, align: int = 1, recipe: str = "auto", act: str | None = None,
@@ -104,19 +103,6 @@ def grouped_mm(
     Returns:
         ``[rows, n]``, dense, or `out`.
     """
-    if out is None and not zero_padding:
-        result = _replay(
-            a, b, scale_a, scale_b, offs, m_indices, None, align, 0, recipe, b_layout, packed, act, out_dtype, acc,
-            backend,
-        )  # fmt: skip
-        if result is not None:
-            return result
-    if not isinstance(a, Tensor):
-        return interop.call(
-            grouped_mm, a, b, scale_a, scale_b, offs=offs, m_indices=m_indices, align=align, recipe=recipe, act=act,
-            out_dtype=out_dtype, out=out, accumulate=accumulate, zero_padding=zero_padding, acc=acc, packed=packed,
-            b_layout=b_layout, backend=backend,
-        )  # fmt: skip
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
     options = (align, 0, recipe, b_layout, packed, act, out_dtype, acc, backend)
@@ -137,7 +123,7 @@ def grouped_mm(
     return FORWARD.call(*tensors, *options)
 
 
-@replayed
+@public(own_out=True)
 def grouped_mm_masked(
     a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, masked_m: Tensor | None = None,
     *, expected_m: int = 0, recipe: str = "auto", act: str | None = None, out_dtype: torch.dtype | None = None,
@@ -169,8 +155,6 @@ def grouped_mm_masked(
     Returns:
         ``[groups, m, n]``, dense, or `out`.
     """
-    if not isinstance(a, Tensor):
-        return interop.call_with(grouped_mm_masked, locals())
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
@@ -183,7 +167,7 @@ def grouped_mm_masked(
     return out
 
 
-@replayed
+@public(own_out=True)
 def grouped_wgrad(
     dy: Tensor, x: Tensor, scale_dy: Tensor | None = None, scale_x: Tensor | None = None, *, offs: Tensor,
     out: Tensor | None = None, accumulate: bool = True, align: int | None = None,
@@ -209,8 +193,6 @@ def grouped_wgrad(
     Returns:
         `out`, or a new tensor.
     """
-    if not isinstance(dy, Tensor):
-        return interop.call_with(grouped_wgrad, locals())
     refuse_quantised_gradients("grouped_mm (not grouped_wgrad)", dy, x, scale_dy, scale_x, out)
     if not isinstance(offs, Tensor) or not isinstance(x, Tensor):
         raise ArgumentError(f"x and offs are {type(x).__name__} and {type(offs).__name__}; expected tensors, as dy is")

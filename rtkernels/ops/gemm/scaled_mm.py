@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
 from rtkernels.ops.gemm.backend import PRODUCTS
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 FORWARD = Operator(
     "scaled_mm", TENSORS, options=OPTIONS, results="out", outputs=scaled_mm_plan.outputs, plan=scaled_mm_plan.plan,
@@ -54,7 +53,6 @@ QUANTIZED = Operator(
     reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
     check=scaled_mm_plan.describe_quantized,
 )  # fmt: skip
-_replay, _replay_out = FORWARD.replay, IN_PLACE.replay
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -119,6 +117,7 @@ def refuse_quantised_gradients(op: str, *tensors: Tensor | None) -> None:
         )
 
 
+@public(own_out=True)
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
     recipe: str = "auto", bias: Tensor | None = None, add: Tensor | None = None, act: str | None = None,
@@ -190,24 +189,6 @@ def scaled_mm(
     Returns:
         ``[..., m, n]``, dense, or `out`; with `quant_out` ``(codes, scales)``.
     """
-    if out is None and quant_out is None and nibble == "low" and not accumulate:
-        result = _replay(
-            a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc, backend
-        )  # fmt: skip
-        if result is not None:
-            return result
-    elif quant_out is None and nibble == "low" and not is_dynamo_compiling():
-        if _replay_out(
-            out, a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc,
-            backend, accumulate,
-        ):  # fmt: skip
-            return out
-    if not isinstance(a, Tensor):
-        return interop.call(
-            scaled_mm, a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, act=act, out_dtype=out_dtype, out=out,
-            accumulate=accumulate, acc=acc, packed=packed, nibble=nibble, global_scale=global_scale,
-            quant_out=quant_out, b_layout=b_layout, backend=backend,
-        )  # fmt: skip
     if scale_a is not None or scale_b is not None or global_scale is not None:
         scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
     if packed is not None or nibble != "low":

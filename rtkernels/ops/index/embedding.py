@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.index.embedding_parallel import looked_up_over
 from rtkernels.ops.index.embedding_plan import (
@@ -22,15 +21,14 @@ from rtkernels.ops.index.embedding_plan import (
     plan_bwd,
     plan_fwd,
 )
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import Way, shard
 
 NO_PADDING = -1  # as an operator argument; ids below 0 have no row anyway
@@ -103,7 +101,6 @@ def _shards(args: dict[str, Any]) -> Iterator[Way]:
 
 shard(FORWARD, _shards)
 shard(BACKWARD, _shards)
-_replay = FORWARD.replay
 
 
 class _Embedding(torch.autograd.Function):
@@ -144,6 +141,7 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
     return padding_idx + rows
 
 
+@public
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
     main_grad: Tensor | None = None, group: Any = None, same_ids: bool = True,
@@ -173,10 +171,6 @@ def embedding(
     Returns:
         Dense ``[*ids.shape, columns]`` of weight's dtype.
     """
-    if not isinstance(ids, Tensor):
-        return interop.call_with(embedding, locals())
-    if out is not None:
-        return into(embedding, locals())
     if group is not None:
         local = functools.partial(
             embedding, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
@@ -184,10 +178,6 @@ def embedding(
         return looked_up_over(group, local, ids, same_ids)
     if not isinstance(weight, Tensor):
         raise ArgumentError(f"weight is a {type(weight).__name__}; expected a torch.Tensor, as ids is one")
-    if main_grad is None and padding_idx is None:
-        y = _replay(weight, ids, vocab_start)
-        if y is not None:
-            return y
     padding = _padding(padding_idx, weight.shape[0] if weight.dim() else 0, vocab_start)
     if main_grad is not None:
         if main_grad.shape != weight.shape:
@@ -200,7 +190,7 @@ def embedding(
     return FORWARD.call(weight, ids, vocab_start)
 
 
-@replayed
+@public
 def embedding_grad_(
     main_grad: Tensor, ids: Tensor, dy: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0
 ) -> Tensor:
@@ -220,8 +210,6 @@ def embedding_grad_(
     Returns:
         main_grad.
     """
-    if not isinstance(main_grad, Tensor):
-        return interop.call_with(embedding_grad_, locals())
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
     refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
-from rtkernels.runtime.operator.replayed import replayed
 
 _THREADS = 256
 _SLICE = 4096  # elements of a block, as in id_bounds.cu
@@ -62,7 +61,7 @@ BOUNDS = Operator(
 )  # fmt: skip
 
 
-@replayed
+@public
 def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return where each stretch of equal ids begins in a sorted list, and its length after the last one.
 
@@ -78,6 +77,4 @@ def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     if not isinstance(ids, Tensor):
         raise ArgumentError(f"ids is a {type(ids).__name__}; expected a tensor of int32 or int64")
-    if out is not None:
-        return into(id_bounds, locals())
     return BOUNDS.call(ids)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.index import id_bounds
 from rtkernels.ops.index.row_moves_operators import CHUNKS, SCATTER, SCATTER_INTO, SELECT, SELECT_INTO
 from rtkernels.ops.index.row_moves_plan import KERNELS
+from rtkernels.runtime.call.out import with_out
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -78,6 +78,7 @@ _select, _scatter_add, _sort_chunks = map(applied, (_IndexSelect, _ScatterAdd, _
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
+@public(own_out=True)
 def index_select(
     x: Tensor, indices: Tensor, *, scale: Tensor | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
@@ -98,10 +99,8 @@ def index_select(
     Returns:
         ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(index_select, locals())
     if isinstance(out, (tuple, list)):
-        return into(index_select, locals())
+        return with_out(index_select, {"x": x, "indices": indices, "scale": scale, "out": out}, ())
     gradient = is_grad_enabled() and needs_grad(x)
     if out is not None:
         check_tensor("out", out)
@@ -113,6 +112,7 @@ def index_select(
     return y if scale is None else (y, moved)
 
 
+@public(own_out=True)
 def scatter_add(
     x: Tensor, indices: Tensor, rows: int | None = None, *, weights: Tensor | None = None, out: Tensor | None = None,
     accumulate: bool = False,
@@ -136,8 +136,6 @@ def scatter_add(
     Returns:
         `out`, or a dense ``[rows, columns]`` of x's dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(scatter_add, locals())
     gradient = is_grad_enabled() and needs_grad(x, weights)
     if out is None:
         if rows is None or accumulate:
@@ -154,6 +152,7 @@ def scatter_add(
     return out
 
 
+@public
 def sort_chunks(
     x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
@@ -177,10 +176,6 @@ def sort_chunks(
     Returns:
         A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(sort_chunks, locals())
-    if out is not None:
-        return into(sort_chunks, locals())
     if is_grad_enabled() and needs_grad(x):
         y, moved = _sort_chunks(x, counts, order, scale)
     else:

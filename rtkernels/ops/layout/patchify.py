@@ -5,34 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel
-
-
-def _result(
-    name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, lut: Tensor | None = None
-) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-    if out.dtype != dtype or tuple(out.shape) != shape or out.device != x.device:
-        raise ArgumentError(
-            f"{name} is {out.dtype} {tuple(out.shape)} on {out.device}; expected {dtype} {shape} on {x.device}"
-        )
-    if not out.is_contiguous():
-        raise ArgumentError(f"{name} has strides {out.stride()}; expected a contiguous tensor")
-    refuse_shared(name, out, [("an input", x), ("lut", lut)])
-    return out
 
 
 # ---- patchify -------------------------------------------------------------------------------------------------------
@@ -70,7 +52,7 @@ class _Patchify(torch.autograd.Function):
 _patchify = applied(_Patchify)
 
 
-@replayed
+@public
 def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
@@ -85,13 +67,11 @@ def patchify(
         img_layout: ``"nhwc"`` or ``"nchw"``.
         order: How the elements of a patch lie in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
         lut: ``[256]``, what the bytes of a uint8 image stand for; the result has its dtype.
-        out: Takes the result, contiguous. Not recorded by autograd.
+        out: Takes the result. Not with gradients.
 
     Returns:
         ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
     """
-    if not isinstance(img, Tensor):
-        return interop.call_with(patchify, locals())
     if img.dim() != 4:
         raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
     if img_layout not in ("nhwc", "nchw"):
@@ -109,13 +89,12 @@ def patchify(
     else:
         token("img", img.dtype)
     if is_grad_enabled() and needs_grad(img):
-        refuse_outputs(out=out)
         return _patchify(img, ph, pw, img_layout, order)
     (img,) = detached(img)
     view, shape = _patches(img, ph, pw, img_layout, order)
-    made = _result("out", out, shape, img.dtype if lut is None else lut.dtype, img, lut)
-    strided_copy(view, made.view(view.shape), None if lut is None else lut.detach().contiguous())
-    return made
+    result = torch.empty(shape, dtype=img.dtype if lut is None else lut.dtype, device=img.device)
+    strided_copy(view, result.view(view.shape), None if lut is None else lut.detach().contiguous())
+    return result
 
 
 # ---- repeat_heads ---------------------------------------------------------------------------------------------------
@@ -126,7 +105,7 @@ class _RepeatHeads(torch.autograd.Function):
     def forward(ctx, x, n):
         ctx.n = n
         ctx.made_gradient = False
-        return _repeat(x.detach(), n, None)
+        return _repeat(x.detach(), n)
 
     @staticmethod
     @once_differentiable
@@ -141,14 +120,14 @@ class _RepeatHeads(torch.autograd.Function):
 _repeat_heads = applied(_RepeatHeads)
 
 
-def _repeat(x: Tensor, n: int, out: Tensor | None) -> Tensor:
+def _repeat(x: Tensor, n: int) -> Tensor:
     *outer, heads, dim = x.shape
-    made = _result("out", out, (*outer, heads * n, dim), x.dtype, x)
-    strided_copy(x.unsqueeze(-2).expand(*outer, heads, n, dim), made.view(*outer, heads, n, dim))
-    return made
+    result = torch.empty(*outer, heads * n, dim, dtype=x.dtype, device=x.device)
+    strided_copy(x.unsqueeze(-2).expand(*outer, heads, n, dim), result.view(*outer, heads, n, dim))
+    return result
 
 
-@replayed
+@public
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
@@ -157,22 +136,19 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
         n: How often.
-        out: Takes the result: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
+        out: Takes the result, ``[..., heads * n, head_dim]``. Not with gradients.
 
     Returns:
         ``[..., heads * n, head_dim]``, dense, of x's dtype.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(repeat_heads, locals())
     token("x", x.dtype)
     if x.dim() < 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")
     if an_integer("n", n) < 1:
         raise ArgumentError(f"n is {n}; expected 1 or more")
     if is_grad_enabled() and needs_grad(x):
-        refuse_outputs(out=out)
         return _repeat_heads(x, n)
-    return _repeat(x.detach(), n, out)
+    return _repeat(x.detach(), n)
 
 
 OP = Op("patchify", public=("patchify", "repeat_heads"), kernels=(), torch_ops=(), uses=("strided_copy",))

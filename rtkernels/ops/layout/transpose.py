@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout import transpose_plan as plans
 from rtkernels.ops.layout.transpose_list import MATRICES, one_launch_fits
 from rtkernels.ops.layout.transpose_plan import check_pad, checked_dims, out_shape, padded, padded_rows
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
@@ -64,7 +62,6 @@ EXPERTS = Operator(
     ),
     plan=plans.plan_experts, reference=_reference_experts, check=plans.check_experts,
 )  # fmt: skip
-_replay = TRANSPOSE.replay
 
 
 class _Transpose(torch.autograd.Function):
@@ -83,21 +80,17 @@ class _Transpose(torch.autograd.Function):
 _differentiable = applied(_Transpose)
 
 
-def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int, out: Any) -> list[Tensor]:
+def _transposed_list(xs: Sequence[Tensor], dim0: int, dim1: int, pad_to: int) -> list[Tensor]:
     """Transpose several tensors: in one launch if they are slices at equal distances, or dense and of one shape."""
-    out = [None] * len(xs) if out is None else list(out)
-    if len(out) != len(xs):
-        raise ArgumentError(f"out has {len(out)} tensors; expected {len(xs)}, as many as x")
-    if not all(isinstance(x, Tensor) for x in xs):  # arrays, or an error for each
-        return [transpose(x, dim0, dim1, pad_to=pad_to, out=o) for x, o in zip(xs, out, strict=True)]
-    stacked = _stacked(xs) if len(xs) > 1 and all(o is None for o in out) and xs[0].dim() < 4 else None
-    if stacked is not None:
-        dims = [d + 1 if d >= 0 else d for d in (dim0, dim1)]
-        return list(transpose(stacked, *dims, pad_to=pad_to).unbind())
-    if len(xs) > 1 and {dim0, dim1} in ({0, 1}, {-2, -1}) and all(o is None for o in out) and one_launch_fits(xs):
-        check_pad(pad_to)
-        return list(MATRICES(list(xs), pad_to).unbind())
-    return [transpose(x, dim0, dim1, pad_to=pad_to, out=o) for x, o in zip(xs, out, strict=True)]
+    if all(isinstance(x, Tensor) for x in xs) and len(xs) > 1:
+        stacked = _stacked(xs) if xs[0].dim() < 4 else None
+        if stacked is not None:
+            dims = [d + 1 if d >= 0 else d for d in (dim0, dim1)]
+            return list(transpose(stacked, *dims, pad_to=pad_to).unbind())
+        if {dim0, dim1} in ({0, 1}, {-2, -1}) and one_launch_fits(xs):
+            check_pad(pad_to)
+            return list(MATRICES(list(xs), pad_to).unbind())
+    return [transpose(x, dim0, dim1, pad_to=pad_to) for x in xs]
 
 
 def _stacked(xs: Sequence[Tensor]) -> Tensor | None:
@@ -117,6 +110,7 @@ def _stacked(xs: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(xs), *first.shape), (step, *first.stride()))
 
 
+@public
 def transpose(
     x: Tensor | Sequence[Tensor], dim0: int = -2, dim1: int = -1, *, pad_to: int = 1,
     out: Tensor | Sequence[Tensor | None] | None = None,
@@ -143,17 +137,13 @@ def transpose(
         Dense, of x's dtype; a list for a list.
     """
     if isinstance(x, (list, tuple)):
-        return _transposed_list(x, dim0, dim1, pad_to, out)
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(transpose, locals())
-    y = _replay(x, dim0, dim1, pad_to)
-    if y is not None:
-        return y
+        return _transposed_list(x, dim0, dim1, pad_to)
     if is_grad_enabled() and needs_grad(x):
         return _differentiable(x, dim0, dim1, pad_to)
     return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
 
+@public
 def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor | None = None) -> Tensor:
     """Transpose the rows of each expert by themselves: matrices ``[c, n]`` to ``[n, p]``, one after the other.
 
@@ -174,8 +164,6 @@ def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor
     Returns:
         ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(transpose_experts, locals())
     if x.requires_grad:
         x = x.detach()
     return EXPERTS.call(x, counts, pad_to)

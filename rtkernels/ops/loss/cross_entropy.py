@@ -19,7 +19,7 @@ from rtkernels.ops.loss.cross_entropy_operators import (
 )
 from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_names, check_options
 from rtkernels.ops.loss.label_report import raise_pending
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -96,6 +96,7 @@ def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: b
     return loss, hits, stats
 
 
+@public
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, reduction: str = "mean", return_lse: bool = False, return_accuracy: bool = False,
@@ -144,8 +145,6 @@ def cross_entropy(
         The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
         ``(loss, lse, accuracy)`` without those not asked for.
     """
-    if out is not None or not isinstance(logits, Tensor):
-        return redirected(cross_entropy, locals())
     check_names(reduction, softcap)
     if is_sharded(logits):
         from rtkernels.ops.loss.cross_entropy_shards import cross_entropy_of_shards
@@ -179,6 +178,7 @@ def cross_entropy(
     return loss, *((lse,) if return_lse else ()), *((accuracy,) if return_accuracy else ())
 
 
+@public(recent=False)
 def check_labels(device: torch.device | int | str | None = None) -> None:
     """Wait for the GPU and raise if any finished ``cross_entropy`` had a label outside the vocabulary.
 

@@ -11,7 +11,7 @@ from rtkernels.ops.loss.cross_entropy_operators import SCALE
 from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWARD
 from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING, LOGARITHM, MIXED, PROBABILITY, REVERSE
 from rtkernels.ops.reduce.softmax import log_softmax
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -116,6 +116,7 @@ def _check_temperature(temperature: float, from_logits: bool) -> None:
         )
 
 
+@public
 def kl_div(
     input: Tensor, target: Tensor, *, log_target: bool = False, reduction: str = "batchmean",
     labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
@@ -149,8 +150,6 @@ def kl_div(
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
-    if out is not None or not isinstance(input, Tensor):
-        return redirected(kl_div, locals())
     _check_temperature(temperature, from_logits)
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
@@ -158,6 +157,7 @@ def kl_div(
     return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
 
+@public
 def jsd(
     input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
     ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
@@ -186,8 +186,6 @@ def jsd(
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
     """
-    if out is not None or not isinstance(input, Tensor):
-        return redirected(jsd, locals())
     _check_temperature(temperature, from_logits)
     if not 0.0 <= a_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")

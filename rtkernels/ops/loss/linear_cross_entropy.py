@@ -10,13 +10,12 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_names, check_options
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, check_inputs, scaled
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -54,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, dbias, *(None,) * 9
 
 
-@replayed
+@public
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
@@ -105,8 +104,6 @@ def linear_cross_entropy(
     Returns:
         As in ``cross_entropy``.
     """
-    if out is not None or not isinstance(hidden, Tensor):
-        return redirected(linear_cross_entropy, locals())
     check_names(reduction, softcap)
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_index_layout as layout
 from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
 from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
@@ -70,6 +68,7 @@ ROW_ID_MAP = Operator(
 )  # fmt: skip
 
 
+@public(recent=False)
 def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) -> int:
     """Return the most rows, pad rows included, that routed tokens can need, however they are routed.
 
@@ -91,7 +90,7 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
     return max_rows(tokens, top_k, num_experts, multiple_of)
 
 
-@replayed
+@public
 def moe_index(
     routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,
@@ -119,8 +118,6 @@ def moe_index(
     Returns:
         A :class:`MoeIndex`. Pad rows, those past the last expert's included, have slot -1.
     """
-    if not isinstance(routing, Tensor):
-        return MoeIndex(*interop.call_with(moe_index, locals()))
     tokens, width = routing.shape if routing.dim() == 2 else (0, 0)
     an_integer("multiple_of", multiple_of)
     top_k = None if top_k is None else an_integer("top_k", top_k)
@@ -138,6 +135,7 @@ def moe_index(
     return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
 
+@public
 def moe_row_id_map(
     routing_map: Tensor, multiple_of: int = 1, rows: int | None = None, *, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,8 +156,6 @@ def moe_row_id_map(
         each expert that have a row ``[experts]``; the first row of each expert ``[experts + 1]``, of which the last
         entry is the number of rows in use.
     """
-    if out is not None or not isinstance(routing_map, Tensor):
-        return redirected(moe_row_id_map, locals())
     an_integer("multiple_of", multiple_of)
     if routing_map.dim() != 2:
         raise ArgumentError(f"routing_map has shape {tuple(routing_map.shape)}; expected [tokens, experts]")

@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_permute_plan as plans
 from rtkernels.ops.moe import reference
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute_plan import KERNELS
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -165,17 +164,7 @@ def as_index(index: Any) -> MoeIndex:
     raise ArgumentError(f"index is a {type(index).__name__}; expected a MoeIndex")
 
 
-def with_arrays(function: Any, x: Any, index: Any, *more: Any, **options: Any) -> Any:
-    """Call a function of ``(x, index, *more, **options)`` with arrays of another library in all of them."""
-    fields = tuple(as_index(index))
-
-    def call(x: Tensor, *args: Any, **given: Any) -> Any:
-        return function(x, MoeIndex(*args[: len(fields)]), *args[len(fields) :], **given)
-
-    call.__name__ = function.__name__
-    return interop.call(call, x, *fields, *more, **options)
-
-
+@public
 def moe_permute(
     x: Tensor, index: MoeIndex, *, probs: Tensor | None = None, scale: Tensor | None = None,
     dense_probs: bool | None = None,
@@ -205,10 +194,6 @@ def moe_permute(
         y ``[R, H]`` of x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, probs being ``[R]`` and
         scale ``[R]`` or ``[R, s]``, and None for what was not given.
     """
-    if out is not None:
-        return into(moe_permute, locals())
-    if not isinstance(x, Tensor):
-        return with_arrays(moe_permute, x, index, probs=probs, scale=scale, dense_probs=dense_probs)
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     if is_grad_enabled() and needs_grad(x, probs):
@@ -220,6 +205,7 @@ def moe_permute(
     return MoePermuted(y, None if probs is None else probs_out, None if scale is None else scale_out)
 
 
+@public
 def moe_unpermute(
     y: Tensor, index: MoeIndex, *, probs: Tensor | None = None, dense_probs: bool | None = None,
     out: Tensor | None = None,
@@ -244,10 +230,6 @@ def moe_unpermute(
     Returns:
         Dense ``[T, H]`` of y's dtype.
     """
-    if out is not None:
-        return into(moe_unpermute, locals())
-    if not isinstance(y, Tensor):
-        return with_arrays(moe_unpermute, y, index, probs=probs, dense_probs=dense_probs)
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     if y.dim() == 2 and y.shape[0] != index.slots.shape[0]:

@@ -10,14 +10,14 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.ops.moe import reference
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
-from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense, with_arrays
+from rtkernels.ops.moe.moe_permute import PERMUTE, PROBS, UNPERMUTE, as_index, experts_if_dense
 from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan
 from rtkernels.ops.quant import quantize_fp8_experts as quantizer
 from rtkernels.ops.shared.fp8_layout import asked, groups_of
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -95,6 +95,7 @@ class _PermuteFp8(torch.autograd.Function):
 _differentiable = applied(_PermuteFp8)
 
 
+@public
 def moe_permute_fp8(
     x: Tensor, index: MoeIndex, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None, output: str | None = None,
@@ -129,12 +130,7 @@ def moe_permute_fp8(
     Returns:
         A :class:`MoePermutedFp8`; everything in it but y is dense.
     """
-    if out is not None:
-        return into(moe_permute_fp8, locals())
     layout = layout if output is None else output
-    if not isinstance(x, Tensor):
-        options = {"layout": layout, "dtype": dtype, "pow2_scale": pow2_scale}
-        return with_arrays(moe_permute_fp8, x, index, **options, probs=probs, dense_probs=dense_probs)
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
     y = None
@@ -145,8 +141,7 @@ def moe_permute_fp8(
         y = y if x.requires_grad else None
     else:
         given = x, index.rows, index.slots, index.offsets, probs, experts, layout, dtype, pow2_scale
-        made = QUANTIZE.replay(*given)
-        *codes, probs_out = QUANTIZE.call(*given) if made is None else made
+        *codes, probs_out = QUANTIZE.call(*given)
     return MoePermutedFp8(*asked(layout, codes), None if probs is None else probs_out, y)
 
 

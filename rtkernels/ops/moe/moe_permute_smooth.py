@@ -10,19 +10,19 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe import moe_permute_smooth_t as transposed
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
-from rtkernels.ops.moe.moe_permute import as_index, with_arrays
+from rtkernels.ops.moe.moe_permute import as_index
 from rtkernels.ops.moe.moe_permute_plan import check_permute
 from rtkernels.ops.moe.moe_permute_smooth_t import moe_permute_smooth_t, permuted_values
 from rtkernels.ops.moe.reference import gathered, kept
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, group_threads, nothing, row_blocks, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator, Rows, dense_as, misaligned
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -134,6 +134,7 @@ class MoePermutedSmooth(NamedTuple):
     dot: Tensor | None
 
 
+@public
 def moe_permute_smooth(
     x: Tensor, index: MoeIndex, smooth: Tensor, *, divide: bool = False, scale: Tensor | None = None,
     tokens: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False,
@@ -165,11 +166,6 @@ def moe_permute_smooth(
         A named tuple ``(q, scale, dot)``: codes ``[R, H]``, float32 scales ``[R]``, and float32 dot products ``[R]``
         (0 in rows that no choice fills) or None.
     """
-    if out is not None:
-        return into(moe_permute_smooth, locals())
-    if not isinstance(x, Tensor):
-        options = {"divide": divide, "scale": scale, "tokens": tokens, "dtype": dtype}
-        return with_arrays(moe_permute_smooth, x, index, smooth, **options, pow2_scale=pow2_scale)
     index = as_index(index)
     x, smooth, scale, tokens = detached(x, smooth, scale, tokens)
     factor = smooth.reciprocal() if divide else smooth

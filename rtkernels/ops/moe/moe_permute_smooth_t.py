@@ -9,22 +9,21 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
-from rtkernels.ops.moe.moe_permute import as_index, with_arrays
+from rtkernels.ops.moe.moe_permute import as_index
 from rtkernels.ops.moe.moe_permute_plan import check_permute
 from rtkernels.ops.moe.reference import gathered, kept
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.quantize_fp8_channel import whole_rows
 from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, MAX_EXPERTS, groups_of, row_blocks_of
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel, build_together
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
-from rtkernels.runtime.operator.replayed import replayed
 
 _WIDER = {E4M3: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}  # exact
 
@@ -124,7 +123,7 @@ class MoePermutedChannel(NamedTuple):
     scale: Tensor
 
 
-@replayed
+@public
 def moe_permute_smooth_t(
     x: Tensor, index: MoeIndex, row_factor: Tensor | None = None, *, scale: Tensor | None = None,
     smooth: Tensor | None = None, pow2_scale: bool = False,
@@ -153,11 +152,6 @@ def moe_permute_smooth_t(
         A named tuple ``(q_t, scale)``: float8_e4m3fn ``[R * H]``, of which ``[s * H : (s + c) * H]`` is the matrix
         ``[H, c]`` of the expert with rows s to s + c - 1, and zeros after the last one; float32 ``[experts, H]``.
     """
-    if out is not None:
-        return into(moe_permute_smooth_t, locals())
-    if not isinstance(x, Tensor):
-        options = {"scale": scale, "smooth": smooth, "pow2_scale": pow2_scale}
-        return with_arrays(moe_permute_smooth_t, x, index, row_factor, **options)
     index = as_index(index)
     x, row, scale, smooth = detached(x, row_factor, scale, smooth)
     return MoePermutedChannel(*CHANNEL.call(x, index.rows, index.slots, index.offsets, row, scale, smooth, pow2_scale))

@@ -6,12 +6,14 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.torch_private import refuse_lazy
 
 
+@public(recent=False)
 def multi_clip_(tensors: Tensors, limit: float) -> None:
     """Clamp every element of all tensors to ``-limit .. limit``, in place; NaN stays NaN.
 

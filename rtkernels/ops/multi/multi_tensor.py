@@ -15,11 +15,11 @@ from rtkernels.ops.multi import multi_adamw
 from rtkernels.ops.multi import reference as plain
 from rtkernels.ops.multi.multi_tables import ONE, THREADS, TWO, Table, check_one
 from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, out_dtype
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.lists import ListOperator, Number
 from rtkernels.runtime.operator.lists import Tensors as ListOf
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -107,6 +107,7 @@ _reduce, _scale, _clip, _copy = REDUCE.call, SCALE.call, CLIP.call, COPY.call
 Tensors = Sequence[Tensor] | Iterable[Tensor]
 
 
+@public(recent=False)
 def tensor_list(tensors: Tensors) -> TensorList:
     """Return a list of tensors whose table of addresses is made once and never looked up again.
 
@@ -126,6 +127,7 @@ def tensor_list(tensors: Tensors) -> TensorList:
     return made
 
 
+@public(recent=False)
 def multi_norm(
     tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None, root: bool = True,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
@@ -150,13 +152,10 @@ def multi_norm(
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
     """
-    if out is not None:
-        return into(multi_norm, locals())
     tensors = _listed(tensors)
     kind = _kind_of(ord)
     if group is None and root:
-        made = REDUCE.replay(tensors, kind, per_tensor, False)
-        made = _reduce(tensors, kind, per_tensor, False) if made is None else made
+        made = _reduce(tensors, kind, per_tensor, False)
     else:
         sums = _reduce(tensors, kind, per_tensor, True)
         sums = sums if group is None else _over_group(sums, kind, group)
@@ -164,6 +163,7 @@ def multi_norm(
     return (made[0], made[1:]) if per_tensor else made.reshape(())
 
 
+@public(recent=False)
 def multi_count_zeros(
     tensors: Tensors, *, per_tensor: bool = False, group: Any = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
@@ -179,8 +179,6 @@ def multi_count_zeros(
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
     """
-    if out is not None:
-        return into(multi_count_zeros, locals())
     out = _reduce(_listed(tensors), ZEROS, per_tensor, False)
     if group is not None:
         out = _where_group_is(out, group)
@@ -188,6 +186,7 @@ def multi_count_zeros(
     return (out[0], out[1:]) if per_tensor else out.reshape(())
 
 
+@public(recent=False)
 def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
     """Multiply every element of all tensors by one number, in place; fp32 arithmetic, one rounding.
 
@@ -206,6 +205,7 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
         _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
 
 
+@public(recent=False)
 def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) -> None:
     """Write ``inputs[i] * scale``, cast to the dtype of ``outputs[i]``, into ``outputs[i]``, for all tensors of a list.
 
@@ -231,6 +231,7 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
     _copy(_overwritten("multi_copy_", outputs), inputs, by, number)
 
 
+@public(recent=False)
 def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, group: Any = None) -> Tensor:
     """Scale all tensors in place so that their norm together is at most `max_norm`, without waiting for the device.
 

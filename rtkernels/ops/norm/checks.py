@@ -58,12 +58,6 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
     refuse_shared("out", out, others, ("x", "residual"))
 
 
-def prepare_out(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    """The ``prepare`` of operators that write into `out`, their last argument, behind parameters, eps and offset."""
-    check_out(rest[-1], x, residual, *rest[:-3])
-    return x, residual, *rest
-
-
 def prepare_over(dy: Tensor, h: Tensor, *rest: Any) -> tuple[Any, ...]:
     """The ``prepare`` of backwards that write over `h`; parameters and dsum are followed by three options."""
     check_over(h, dy, *rest[:-3])
@@ -75,15 +69,6 @@ def check_over(h: Tensor, *others: Tensor | None) -> None:
     if not h.is_contiguous():
         raise ArgumentError(f"h has strides {h.stride()}; expected a dense tensor to write the gradient over")
     refuse_shared("h", h, [("another input", t) for t in others])
-
-
-def check_no_gradient(out: Tensor, *inputs: Tensor | None) -> None:
-    """Raise an ArgumentError if a call with `out` would have to be recorded."""
-    if recorded(out, *inputs):
-        raise ArgumentError(
-            "out is given but a tensor needs gradients; expected torch.no_grad() around the call, detached tensors, or "
-            "no out"
-        )
 
 
 def recorded(*tensors: Tensor | None) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.ops.norm.group_rms_norm_gate_plan import KERNELS, check, check_bwd, plan_bwd, plan_fwd
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator
@@ -93,9 +93,10 @@ BACKWARD = Operator(
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 _differentiable = differentiable(FORWARD, BACKWARD, needs={"weight_grad": "weight"})
-_replay, _forward = FORWARD.replay, FORWARD.call
+_forward = FORWARD.call
 
 
+@public
 def group_rms_norm_gate(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, groups: int, eps: float | None = None,
     layout: str = "same",
@@ -123,13 +124,8 @@ def group_rms_norm_gate(
     Returns:
         ``y``, dense, of gate's shape and x's dtype.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(group_rms_norm_gate, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    y = _replay(x, gate, weight, groups, eps, layout)
-    if y is not None:
-        return y
     if is_grad_enabled() and needs_grad(x, gate, weight):
         return _differentiable(x, gate, weight, groups, eps, layout)
     return _forward(x, gate, weight, groups, eps, layout)

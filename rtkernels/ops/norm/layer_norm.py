@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_no_gradient
-from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD
 from rtkernels.ops.norm.layer_norm_plan import KERNELS
 from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -20,7 +19,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
+_forward, _add_forward, _backward = FORWARD.call, ADD_FORWARD.call, BACKWARD.call
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -58,6 +57,7 @@ class _LayerNorm(torch.autograd.Function):
 _differentiable = applied(_LayerNorm)
 
 
+@public(over="x residual")
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
@@ -101,8 +101,6 @@ def layer_norm(
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
         ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With options of inference as :func:`rms_norm`.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(layer_norm, locals())
     # One comparison: are they all None?
     plain = gate is x_bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
@@ -110,25 +108,15 @@ def layer_norm(
             raise ArgumentError("rstd, mean, return_statistics and reuse go without the options of inference")
         return normalize(
             x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
-            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
             residual_out=residual_out, scale_out=scale_out,
         )  # fmt: skip
     overwrites = False
     if reuse is not None:
-        if rstd is not None or mean is not None or return_statistics or out is not None:
-            raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
+        if rstd is not None or mean is not None or return_statistics:
+            raise ArgumentError("reuse goes without rstd, mean and return_statistics")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
-    if residual is None and out is None and rstd is None and mean is None and not return_statistics:
-        y = _replay(x, weight, bias, eps, offset)
-        if y is not None:
-            return y
-    if out is not None:
-        if rstd is not None or mean is not None or return_statistics:
-            raise ArgumentError("out goes without rstd, mean and return_statistics")
-        check_no_gradient(out, x, weight, bias, residual)
-        total = OUT_FORWARD(x, residual, weight, bias, eps, offset, out)
-        return out if residual is None else (out, total)
     if rstd is not None or mean is not None or return_statistics:
         return with_statistics(x, weight, bias, residual, rstd, mean, eps, offset, True, return_statistics)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)):
@@ -142,6 +130,6 @@ def layer_norm(
 
 OP = Op(
     "layer_norm", public=("layer_norm",), kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
 )  # fmt: skip

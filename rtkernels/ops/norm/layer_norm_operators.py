@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
+from rtkernels.ops.norm.checks import check_inputs, prepare_over
 from rtkernels.ops.norm.layer_norm_plan import check_bwd, parameter_sums, plan_bwd, plan_fwd
-from rtkernels.ops.norm.reference import added, into_out, over
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
+from rtkernels.ops.norm.reference import added, over
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -34,14 +34,6 @@ ADD_FORWARD = Operator(
     "add_layer_norm_fwd", (_X, _RESIDUAL, _WEIGHT, _BIAS), options=_OPTIONS, results="y sum",
     outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.layer_fwd),
     check=check_inputs,
-)  # fmt: skip
-# Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = InPlaceOperator(
-    "layer_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "),
-     InPlaceDense("out", None, over="x residual")),
-    results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=into_out(reference.layer_fwd), check=check_inputs, prepare=prepare_out,
 )  # fmt: skip
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
 _BWD_BIAS = Argument("bias", None, optional=True)

@@ -12,11 +12,10 @@ from rtkernels.ops.norm.norm_fp8_operators import FORWARD, SMOOTH
 from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
 from rtkernels.ops.norm.statistics import backward
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
 class NormFp8(NamedTuple):
@@ -144,7 +143,7 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
     return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))
 
 
-@replayed
+@public
 def rms_norm_fp8(
     x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
     residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
@@ -188,15 +187,13 @@ def rms_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(rms_norm_fp8, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
 
-@replayed
+@public
 def layer_norm_fp8(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float | None = None,
     offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,
@@ -231,8 +228,6 @@ def layer_norm_fp8(
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(layer_norm_fp8, locals())
     if eps is None:
         eps = 1e-5
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)

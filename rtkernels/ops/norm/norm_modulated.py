@@ -19,6 +19,7 @@ from rtkernels.ops.shared.row_quant import (
     result_shapes,
     wanted,
 )
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
@@ -162,7 +163,7 @@ def split_style(style: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | 
 def normalize(
     x: Tensor, weight: Tensor | None, norm_bias: Tensor | None, *, eps: float, offset: float, centred: bool,
     residual: Tensor | None, gate: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    style: Tensor | None, channel_scale: Tensor | None, quant: Any, keep: bool, out: Tensor | None,
+    style: Tensor | None, channel_scale: Tensor | None, quant: Any, keep: bool,
     residual_out: Tensor | None, scale_out: Tensor | None,
 ) -> Tensor | NormOut:  # fmt: skip
     """Normalise with any of the options of inference; see ``rms_norm``."""
@@ -186,7 +187,7 @@ def normalize(
     for name, t in operands.items():
         if t is not None and not isinstance(t, Tensor):
             raise ArgumentError(f"{name} is a {type(t).__name__}; expected a torch.Tensor or None")
-    outputs = {"out": out, "residual_out": residual_out, "scale_out": scale_out}
+    outputs = {"residual_out": residual_out, "scale_out": scale_out}
     if is_grad_enabled() and any(t is not None and t.requires_grad for t in operands.values()):
         refuse_recorded(quant, outputs)
         from rtkernels.ops.norm.norm_modulated_gradient import differentiable
@@ -197,7 +198,7 @@ def normalize(
     want = wanted(quant, x.dtype)
     operands = dict(zip(operands, detached(*operands.values()), strict=True))
     code_shape, scales = result_shapes(want, shape)
-    made_out = memory_for("out", out, code_shape, want.dtype, x, operands, ("x", "residual"))
+    made_out = new_tensor(tuple(code_shape), want.dtype, x)
     written = {"out": made_out}
     changed = residual is not None or gate is not None or bias is not None
     made_h = made_scale = made_global = None

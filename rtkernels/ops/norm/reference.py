@@ -93,22 +93,6 @@ def added(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]
     return add_forward
 
 
-def into_out(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward that writes y into out, its last argument, and gives the sum, empty without a residual."""
-
-    def out_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
-        *rest, out = rest
-        total = nothing(x)
-        if residual is None:
-            out.copy_(forward(x, *rest))
-        else:
-            y, total = added(forward)(x, residual, *rest)
-            out.copy_(y)
-        return total
-
-    return out_forward
-
-
 def over(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
     """Return a backward that writes dh over h and returns the rest."""
 

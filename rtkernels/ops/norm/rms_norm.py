@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.norm.checks import check_no_gradient
 from rtkernels.ops.norm.norm_modulated import normalize
-from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD, OUT_FORWARD
+from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD
 from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
 from rtkernels.ops.shared.row_quant import Quant
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -20,7 +19,7 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_replay, _forward, _add_forward, _backward = FORWARD.replay, FORWARD.call, ADD_FORWARD.call, BACKWARD.call
+_forward, _add_forward, _backward = FORWARD.call, ADD_FORWARD.call, BACKWARD.call
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -55,6 +54,7 @@ class _RmsNorm(torch.autograd.Function):
 _differentiable = applied(_RmsNorm)
 
 
+@public(over="x residual")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
@@ -80,12 +80,11 @@ def rms_norm(
             not worked out again. Not with a residual (give the sum as x). Gradients are those of the whole
             normalisation, as if it had been worked out.
         return_rstd: Return rstd too (last); it has no gradient.
-        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
-            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
-            if a gradient is needed. Not with rstd or return_rstd.
+        out: Takes y: of its shape, dtype and device. May be x or residual itself, must not overlap an input otherwise.
+            Not with gradients.
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
-            Not with rstd, return_rstd or out.
+            Not with rstd or return_rstd.
         gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
             to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
         bias: ``[n]``, added to x first.
@@ -107,8 +106,6 @@ def rms_norm(
     ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
     is more than one. Without quant and out, gradients are those of all tensors but channel_scale.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(rms_norm, locals())
     # One comparison: are they all None?
     plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
@@ -116,25 +113,15 @@ def rms_norm(
             raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
         return normalize(
             x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
-            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
+            scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
             residual_out=residual_out, scale_out=scale_out,
         )  # fmt: skip
     overwrites = False
     if reuse is not None:
-        if rstd is not None or return_rstd or out is not None:
-            raise ArgumentError("reuse goes without rstd, return_rstd and out")
+        if rstd is not None or return_rstd:
+            raise ArgumentError("reuse goes without rstd and return_rstd")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
-    if residual is None and out is None and rstd is None and not return_rstd:
-        y = _replay(x, weight, eps, offset)
-        if y is not None:
-            return y
-    if out is not None:
-        if rstd is not None or return_rstd:
-            raise ArgumentError("out goes without rstd and return_rstd")
-        check_no_gradient(out, x, weight, residual)
-        total = OUT_FORWARD(x, residual, weight, eps, offset, out)
-        return out if residual is None else (out, total)
     if rstd is not None or return_rstd:
         return with_statistics(x, weight, None, residual, rstd, None, eps, offset, False, return_rstd)
     if is_grad_enabled() and needs_grad(x, weight, residual):
@@ -148,6 +135,6 @@ def rms_norm(
 
 OP = Op(
     "rms_norm", public=("rms_norm",), kernels=KERNELS,
-    torch_ops=(FORWARD, ADD_FORWARD, OUT_FORWARD, BACKWARD, BACKWARD_OVER),
+    torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
     uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
 )  # fmt: skip

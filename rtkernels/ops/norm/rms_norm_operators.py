@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
-from rtkernels.ops.norm.reference import added, into_out, over
+from rtkernels.ops.norm.checks import check_inputs, prepare_over
+from rtkernels.ops.norm.reference import added, over
 from rtkernels.ops.norm.rms_norm_plan import check_bwd, plan_bwd, plan_fwd
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -28,14 +28,6 @@ ADD_FORWARD = Operator(
     "add_rms_norm_fwd", (_X, _RESIDUAL, _WEIGHT), options="float eps, float offset", results="y sum",
     outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.rms_fwd),
     check=check_inputs,
-)  # fmt: skip
-# Writes y into out; the result is the sum, or empty without a residual.
-OUT_FORWARD = InPlaceOperator(
-    "rms_norm_out",
-    (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset",
-     InPlaceDense("out", None, over="x residual")),
-    results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=into_out(reference.rms_fwd), check=check_inputs, prepare=prepare_out,
 )  # fmt: skip
 BACKWARD = Operator(
     "rms_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _DSUM), options="float eps, float offset, bool weight_grad",

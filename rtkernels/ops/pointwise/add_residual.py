@@ -5,32 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.row_operands import rows_of, summed
-from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 # ---- add_residual ---------------------------------------------------------------------------------------------------
 
 
 def _new(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return new_tensor(tuple(x.shape), x.dtype, x)
 
 
-def _add(residual: Tensor, x: Tensor, gate: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _add(residual: Tensor, x: Tensor, gate: Tensor | None, bias: Tensor | None) -> Tensor:
     residual, x, gate, bias = detached(residual, x, gate, bias)
     gates, cyclic = rows_of("gate", gate, x.shape)
-    inputs = {"residual": residual, "x": x, "gate": gate, "bias": bias}
-    made = memory_for("out", out, x.shape, residual.dtype, x, inputs, ("residual", "x"))
-    return combine(x, made, add0=_bias_row(bias, x), mul0=gates, base0=residual, cyclic="mul0" if cyclic else "")
+    out = new_tensor(tuple(x.shape), residual.dtype, x)
+    return combine(x, out, add0=_bias_row(bias, x), mul0=gates, base0=residual, cyclic="mul0" if cyclic else "")
 
 
 def _bias_row(bias: Tensor | None, x: Tensor) -> Tensor | None:
@@ -45,7 +42,7 @@ class _AddResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx, residual, x, gate, bias):
         ctx.save_for_backward(x, gate, bias)
-        return _add(residual, x, gate, bias, None)
+        return _add(residual, x, gate, bias)
 
     @staticmethod
     @once_differentiable
@@ -66,7 +63,7 @@ class _AddResidual(torch.autograd.Function):
 _add_differentiable = applied(_AddResidual)
 
 
-@replayed
+@public(over="residual x")
 def add_residual(
     residual: Tensor, x: Tensor, *, gate: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -81,19 +78,15 @@ def add_residual(
         gate: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own, any row stride; x's dtype
             or float32.
         bias: ``[n]`` of x's dtype or float32.
-        out: Takes the result: contiguous, of residual's shape and dtype. May be residual, or x. Not recorded by
-            autograd.
+        out: Takes the result: of residual's shape and dtype. May be residual, or x. Not with gradients.
 
     Returns:
         Of residual's shape and dtype, dense.
     """
-    if not isinstance(residual, Tensor):
-        return interop.call_with(add_residual, locals())
     _check_pair("x", x, residual, "residual")
     if is_grad_enabled() and (needs_grad(residual, x) or needs_grad(x, gate, bias)):
-        refuse_outputs(out=out)
         return _add_differentiable(residual, x, gate, bias)
-    return _add(residual, x, gate, bias, out)
+    return _add(residual, x, gate, bias)
 
 
 def _check_pair(name: str, x: Tensor, other: Tensor, of: str) -> None:
@@ -109,17 +102,16 @@ def _check_pair(name: str, x: Tensor, other: Tensor, of: str) -> None:
 # ---- add_bias -------------------------------------------------------------------------------------------------------
 
 
-def _biased(x: Tensor, bias: Tensor, pos: Tensor | None, out: Tensor | None) -> Tensor:
+def _biased(x: Tensor, bias: Tensor, pos: Tensor | None) -> Tensor:
     x, bias, pos = detached(x, bias, pos)
-    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "bias": bias, "pos": pos}, ("x",))
-    return combine(x, made, add0=_bias_row(bias, x), add1=pos, cyclic="add1" if pos is not None else "")
+    return combine(x, _new(x), add0=_bias_row(bias, x), add1=pos, cyclic="add1" if pos is not None else "")
 
 
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, pos):
         ctx.save_for_backward(bias, pos)
-        return _biased(x, bias, pos, None)
+        return _biased(x, bias, pos)
 
     @staticmethod
     @once_differentiable
@@ -136,7 +128,7 @@ class _AddBias(torch.autograd.Function):
 _biased_differentiable = applied(_AddBias)
 
 
-@replayed
+@public(over="x")
 def add_bias(
     x: Tensor, bias: Tensor, *, pos: Tensor | None = None, period: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -149,13 +141,11 @@ def add_bias(
         bias: ``[n]`` of x's dtype or float32.
         pos: ``[positions, n]`` of x's dtype or float32.
         period: How many rows of pos are used before they start over; all of them if None.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+        out: Takes the result: of x's shape and dtype. May be x. Not with gradients.
 
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(add_bias, locals())
     token("x", x.dtype)
     if not x.dim():
         raise ArgumentError("x has no dimensions; expected at least one")
@@ -170,38 +160,36 @@ def add_bias(
     elif period is not None:
         raise ArgumentError("period is given; expected None without pos")
     if is_grad_enabled() and needs_grad(x, bias, pos):
-        refuse_outputs(out=out)
         return _biased_differentiable(x, bias, pos)
-    return _biased(x, bias, pos, out)
+    return _biased(x, bias, pos)
 
 
 # ---- channel_mul ----------------------------------------------------------------------------------------------------
 
 
-def _multiplied(x: Tensor, s: Tensor, out: Tensor | None) -> Tensor:
+def _multiplied(x: Tensor, s: Tensor) -> Tensor:
     x, s = detached(x, s)
-    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "s": s}, ("x",))
-    return combine(x, made, mul0=s.reshape(1, -1))
+    return combine(x, _new(x), mul0=s.reshape(1, -1))
 
 
 class _ChannelMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, s):
         ctx.save_for_backward(x, s)
-        return _multiplied(x, s, None)
+        return _multiplied(x, s)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, s = ctx.saved_tensors
-        dx = _multiplied(dy, s, None) if ctx.needs_input_grad[0] else None
+        dx = _multiplied(dy, s) if ctx.needs_input_grad[0] else None
         return dx, summed(combine(x, _new(x), mul0=dy), s) if ctx.needs_input_grad[1] else None
 
 
 _multiplied_differentiable = applied(_ChannelMul)
 
 
-@replayed
+@public(over="x")
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``x * s``, a factor for each column.
 
@@ -210,21 +198,18 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
         s: ``[n]`` of x's dtype or float32.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+        out: Takes the result: of x's shape and dtype. May be x. Not with gradients.
 
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(channel_mul, locals())
     token("x", x.dtype)
     if not x.dim() or not isinstance(s, Tensor) or tuple(s.shape) != (x.shape[-1],):
         came = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__
         raise ArgumentError(f"s has shape {came}; expected ({x.shape[-1] if x.dim() else 'n'},), a row of x")
     if is_grad_enabled() and needs_grad(x, s):
-        refuse_outputs(out=out)
         return _multiplied_differentiable(x, s)
-    return _multiplied(x, s, out)
+    return _multiplied(x, s)
 
 
 OP = Op(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
-from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.recorded import refuse_outputs
-from rtkernels.runtime.operator.replayed import replayed
 
 
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
@@ -48,12 +46,12 @@ def _scaled(dy: Tensor, factor: Tensor | None, alpha: float, dtype: torch.dtype)
     return combine(rows, made, factor=factor, alpha=alpha).to(dtype).reshape(dy.shape)
 
 
-def _step(x: Tensor, v: Tensor, factor: Tensor | None, alpha: float, out: Tensor | None) -> Tensor:
+def _step(x: Tensor, v: Tensor, factor: Tensor | None, alpha: float) -> Tensor:
     x, v = detached(x, v)
-    made = memory_for("out", out, x.shape, x.dtype, x, {"x": x, "v": v}, ("x", "v"))
-    base, rows, to = _flat(x, v, made)
+    out = new_tensor(tuple(x.shape), x.dtype, x)
+    base, rows, to = _flat(x, v, out)
     combine(rows, to, base0=base, factor=factor, alpha=alpha)
-    return made
+    return out
 
 
 class _Euler(torch.autograd.Function):
@@ -61,7 +59,7 @@ class _Euler(torch.autograd.Function):
     def forward(ctx, x, v, factor, alpha):
         ctx.factor, ctx.alpha, ctx.dtype = factor, alpha, v.dtype
         ctx.made_gradient = False
-        return _step(x, v, factor, alpha, None)
+        return _step(x, v, factor, alpha)
 
     @staticmethod
     @once_differentiable
@@ -73,7 +71,7 @@ class _Euler(torch.autograd.Function):
 _step_differentiable = applied(_Euler)
 
 
-@replayed
+@public(over="x v")
 def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None = None) -> Tensor:
     """Return ``x + dt * v``.
 
@@ -85,28 +83,24 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
         v: Of x's shape, and of its dtype or one of both float32. To leave out leading rows, slice it.
         dt: A number, or one float32 element on the device, which the host never reads: a captured graph takes what it
             holds at each replay. It gets no gradient.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+        out: Takes the result: of x's shape and dtype. May be x, or v. Not with gradients.
 
     Returns:
         Of x's shape and dtype, dense.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(euler_step, locals())
     _check("v", v, x, "x")
     factor, alpha = _factor("dt", dt)
     if is_grad_enabled() and needs_grad(x, v):
-        refuse_outputs(out=out)
         return _step_differentiable(x, v, factor, alpha)
-    return _step(x, v, factor, alpha, out)
+    return _step(x, v, factor, alpha)
 
 
-def _guided(r, v_cond, v_uncond, factor, alpha, out):
+def _guided(r, v_cond, v_uncond, factor, alpha):
     r, v_cond, v_uncond = detached(r, v_cond, v_uncond)
-    inputs = {"r": r, "v_cond": v_cond, "v_uncond": v_uncond}
-    made = memory_for("out", out, r.shape, r.dtype, r, inputs, ("r", "v_cond", "v_uncond"))
-    base, cond, uncond, to = _flat(r, v_cond, v_uncond, made)
+    out = new_tensor(tuple(r.shape), r.dtype, r)
+    base, cond, uncond, to = _flat(r, v_cond, v_uncond, out)
     combine(cond, to, add0=uncond, subtract=True, base0=base, base1=uncond, factor=factor, alpha=alpha)
-    return made
+    return out
 
 
 class _Guided(torch.autograd.Function):
@@ -114,7 +108,7 @@ class _Guided(torch.autograd.Function):
     def forward(ctx, r, v_cond, v_uncond, factor, alpha):
         ctx.factor, ctx.alpha, ctx.dtypes = factor, alpha, (v_cond.dtype, v_uncond.dtype)
         ctx.made_gradient = False
-        return _guided(r, v_cond, v_uncond, factor, alpha, None)
+        return _guided(r, v_cond, v_uncond, factor, alpha)
 
     @staticmethod
     @once_differentiable
@@ -132,7 +126,7 @@ class _Guided(torch.autograd.Function):
 _guided_differentiable = applied(_Guided)
 
 
-@replayed
+@public(over="r v_cond v_uncond")
 def cfg_combine(
     r: Tensor, v_cond: Tensor, v_uncond: Tensor, beta: Tensor | float, *, out: Tensor | None = None
 ) -> Tensor:
@@ -145,17 +139,14 @@ def cfg_combine(
         v_cond: Of r's shape, and of its dtype or one of both float32.
         v_uncond: Likewise.
         beta: A number, or one float32 element on the device, which the host never reads. It gets no gradient.
-        out: Takes the result: contiguous, of r's shape and dtype. May be r. Not recorded by autograd.
+        out: Takes the result: of r's shape and dtype. May be r, v_cond or v_uncond. Not with gradients.
 
     Returns:
         Of r's shape and dtype, dense.
     """
-    if not isinstance(r, Tensor):
-        return interop.call_with(cfg_combine, locals())
     _check("v_cond", v_cond, r, "r")
     _check("v_uncond", v_uncond, r, "r")
     factor, alpha = _factor("beta", beta)
     if is_grad_enabled() and needs_grad(r, v_cond, v_uncond):
-        refuse_outputs(out=out)
         return _guided_differentiable(r, v_cond, v_uncond, factor, alpha)
-    return _guided(r, v_cond, v_uncond, factor, alpha, out)
+    return _guided(r, v_cond, v_uncond, factor, alpha)

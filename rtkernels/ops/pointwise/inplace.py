@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
@@ -119,6 +119,7 @@ class _Add(torch.autograd.Function):
 _differentiable_add = applied(_Add)
 
 
+@public(recent=False)
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.
 
@@ -136,8 +137,6 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     Returns:
         x.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(add_, locals())
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
     alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
@@ -148,6 +147,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     return x
 
 
+@public(recent=False)
 def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     """Set ``x = factor * x`` and return x.
 
@@ -161,8 +161,6 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     Returns:
         x.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(scale_, locals())
     refuse_gradients("scale_", (x,))
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)

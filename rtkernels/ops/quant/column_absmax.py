@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -118,6 +118,7 @@ ABSMAX = Operator(
 )  # fmt: skip
 
 
+@public
 def column_absmax(
     x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None, floor: float = 0.0,
     out: Tensor | None = None,
@@ -139,11 +140,7 @@ def column_absmax(
     Returns:
         ``[n]``, float32.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(column_absmax, locals())
-    amax = ABSMAX.replay(x, row_factor, column_factor)
-    if amax is None:
-        amax = ABSMAX.call(*detached(x, row_factor, column_factor))
+    amax = ABSMAX.call(*detached(x, row_factor, column_factor))
     return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
 
 

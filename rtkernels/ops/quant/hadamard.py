@@ -10,7 +10,7 @@ from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
@@ -18,10 +18,8 @@ from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
 from rtkernels.runtime.operator.gradient import applied
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 BLOCKS = (32, 64, 128, 256)
 _ELEMENTS = 8  # of a thread
@@ -149,6 +147,7 @@ class _Hadamard(torch.autograd.Function):
 _differentiable = applied(_Hadamard)
 
 
+@public
 def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """Multiply each block of neighbouring elements of a row by the orthonormal Hadamard matrix.
 
@@ -168,13 +167,12 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, o
     Returns:
         Dense, of x's shape.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(hadamard, locals())
     if is_grad_enabled() and needs_grad(x):
         return _differentiable(x, block, dtype or x.dtype)
     return TRANSFORM.call(x, block, dtype or x.dtype)
 
 
+@public
 def quantize_fp8_hadamard(
     x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False,
@@ -199,8 +197,6 @@ def quantize_fp8_hadamard(
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(quantize_fp8_hadamard, locals())
     if x.requires_grad:
         x = x.detach()
     if transposed:
@@ -211,7 +207,7 @@ def quantize_fp8_hadamard(
     return QUANTIZE.call(x, block, dtype, pow2_scale)
 
 
-@replayed
+@public
 def dequantize_fp8_hadamard(
     q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -233,8 +229,6 @@ def dequantize_fp8_hadamard(
     Returns:
         Dense, of q's shape; transposed: ``[rows, n]``.
     """
-    if out is not None:
-        return into(dequantize_fp8_hadamard, locals())
     token("the result", dtype, FLOAT_DTYPES)
     if rows is not None:
         an_integer("rows", rows)

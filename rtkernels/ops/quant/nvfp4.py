@@ -7,24 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.nvfp4_operators import CODES, DEQUANTIZE, QUANTIZE, scale_shape
 from rtkernels.ops.quant.nvfp4_plan import KERNELS
 from rtkernels.ops.quant.swizzle import KERNEL, SWIZZLE
 from rtkernels.ops.shared import block_formats as formats
 from rtkernels.ops.shared.fp8_layout import check_option
-from rtkernels.ops.shared.redirected import redirected
 from rtkernels.ops.shared.row_quant import memory_for
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
-@replayed
+@public(own_out=True)
 def quantize_nvfp4(
     x: Tensor, *, global_scale: Tensor | float | None = None, swizzled: bool = False, scale_rule: str = "rne",
     elem_rule: str = "rne", channel_scale: Tensor | None = None, out: Tensor | None = None,
@@ -53,8 +51,6 @@ def quantize_nvfp4(
         ``(codes, scales, g)``: uint8 ``[..., k/2]``, element 2i in the low half of byte i; float8_e4m3fn
         ``[..., ceil(k/16)]``, or one dimension of ``nvfp4_scale_bytes`` if swizzled; float32 ``[]``.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(quantize_nvfp4, locals())
     x, channel_scale = detached(x, channel_scale)
     _check_rows(x, 2)
     static, g, made = 0.0, None, None
@@ -74,7 +70,7 @@ def quantize_nvfp4(
     return codes, scales, g.reshape(()) if made is None else made
 
 
-@replayed
+@public
 def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
     dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
@@ -92,11 +88,10 @@ def dequantize_nvfp4(
     Returns:
         ``[..., k]`` of `dtype`, dense.
     """
-    if not isinstance(packed, Tensor):
-        return interop.call_with(dequantize_nvfp4, locals())
-    return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype, out)
+    return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype)
 
 
+@public(recent=False)
 def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     """Return how many bytes the swizzled scales of values take.
 
@@ -110,7 +105,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
-@replayed
+@public
 def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
 
@@ -124,12 +119,10 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         One dimension, of the dtype of scales, 0 where there is no row or block.
     """
-    if out is not None or not isinstance(scales, Tensor):
-        return redirected(nvfp4_swizzle, locals())
     return SWIZZLE.call(scales)
 
 
-@replayed
+@public
 def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None = None) -> Tensor:
     """Undo ``nvfp4_swizzle``.
 
@@ -142,12 +135,10 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
     Returns:
         ``[rows, ceil(cols / 16)]``.
     """
-    if out is not None or not isinstance(scales, Tensor):
-        return redirected(nvfp4_unswizzle, locals())
     return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
 
 
-@replayed
+@public(own_out=True)
 def quantize_mxfp8(
     x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: str = "ocp", swizzled: bool = False,
     out: Tensor | None = None, scale_out: Tensor | None = None,
@@ -167,13 +158,11 @@ def quantize_mxfp8(
     Returns:
         ``(codes, scales)``: `dtype` ``[..., k]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(quantize_mxfp8, locals())
     check_option("dtype", dtype, CODES["mxfp8"])
     return _quantize_mx(x, "mxfp8", dtype, rule, swizzled, out, scale_out)
 
 
-@replayed
+@public(own_out=True)
 def quantize_mxfp4(
     x: Tensor, *, rule: str = "ocp", swizzled: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -191,12 +180,10 @@ def quantize_mxfp4(
     Returns:
         ``(codes, scales)``: uint8 ``[..., k/2]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
     """
-    if not isinstance(x, Tensor):
-        return interop.call_with(quantize_mxfp4, locals())
     return _quantize_mx(x, "mxfp4", torch.uint8, rule, swizzled, out, scale_out)
 
 
-@replayed
+@public
 def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -213,14 +200,12 @@ def dequantize_mxfp8(
     Returns:
         ``[..., k]`` of `dtype`, dense.
     """
-    if not isinstance(codes, Tensor):
-        return interop.call_with(dequantize_mxfp8, locals())
     if codes.dtype not in CODES["mxfp8"]:
         raise ArgumentError(f"codes has dtype {codes.dtype}; expected float8_e4m3fn or float8_e5m2")
-    return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype, out)
+    return _dequantize(codes, scales, None, "mxfp8", swizzled, dtype)
 
 
-@replayed
+@public
 def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -237,9 +222,7 @@ def dequantize_mxfp4(
     Returns:
         ``[..., k]`` of `dtype`, dense.
     """
-    if not isinstance(packed, Tensor):
-        return interop.call_with(dequantize_mxfp4, locals())
-    return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype, out)
+    return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype)
 
 
 def _check_rows(x: Tensor, multiple: int) -> None:
@@ -261,7 +244,7 @@ def _quantize_mx(x, format, dtype, rule, swizzled, out, scale_out):
     return codes, scales
 
 
-def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Tensor:
+def _dequantize(codes, scales, global_scale, format, swizzled, dtype) -> Tensor:
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
     if codes.itemsize == 1 and codes.dtype not in (torch.uint8, *CODES["mxfp8"]):
@@ -275,9 +258,9 @@ def _dequantize(codes, scales, global_scale, format, swizzled, dtype, out) -> Te
         raise ArgumentError(f"{name} has no dimensions; expected at least one")
     codes, scales, global_scale = detached(codes, scales, global_scale)
     shape = (*codes.shape[:-1], codes.shape[-1] * (1 if format == "mxfp8" else 2))
-    made = memory_for("out", out, shape, dtype, codes, {"packed": codes, "scales": scales})
-    DEQUANTIZE(codes, scales, global_scale, made, format, swizzled)
-    return made
+    result = new_tensor(shape, dtype, codes)
+    DEQUANTIZE(codes, scales, global_scale, result, format, swizzled)
+    return result
 
 
 OP = Op(

@@ -8,16 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels import interop
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant import dequantize_fp8_plan as back
 from rtkernels.ops.quant import groups, reference
 from rtkernels.ops.quant import quantize_fp8_plan as plans
 from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
 from rtkernels.ops.shared.fp8_layout import groups_of
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator, Rows
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -40,7 +38,6 @@ DEQUANTIZE = Operator(
     options="str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout", results="y",
     outputs=back.outputs, plan=back.plan, reference=reference.dequantize, check=back.check_dequantize,
 )  # fmt: skip
-_quantize_replay, _dequantize_replay = QUANTIZE.replay, DEQUANTIZE.replay
 
 
 class QuantizedBoth(NamedTuple):
@@ -60,6 +57,7 @@ class QuantizedBoth(NamedTuple):
     scale_t: Tensor
 
 
+@public
 def quantize_fp8(
     x: Tensor, scale: Tensor | float | None = None, *, granularity: str = "tensor",
     dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False, scale_layout: str = "row",
@@ -109,8 +107,6 @@ def quantize_fp8(
     Returns:
         ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
     """
-    if out is not None:
-        return into(quantize_fp8, locals())
     if group_size != 128:
         plain = scale is None and layout == "row" and not with_transposed
         one = functools.partial(quantize_fp8, granularity="row", dtype=dtype, pow2_scale=pow2_scale)
@@ -119,13 +115,6 @@ def quantize_fp8(
         if layout != "both":
             raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
         with_transposed = True
-    if scale is None and not with_transposed:
-        found = _quantize_replay(x, granularity, dtype, pow2_scale, scale_layout)
-        if found is not None:
-            return found
-    if not isinstance(x, Tensor):
-        options = {"granularity": granularity, "dtype": dtype, "pow2_scale": pow2_scale, "scale_layout": scale_layout}
-        return interop.call(quantize_fp8, x, scale, **options, with_transposed=with_transposed)
     if x.requires_grad:
         x = x.detach()
     if isinstance(scale, float | int) and not isinstance(scale, bool):
@@ -152,6 +141,7 @@ def quantize_fp8(
     return STATIC.call(x, scale, dtype), scale
 
 
+@public
 def dequantize_fp8(
     q: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "row", code_dtype: torch.dtype | None = None, group_size: int = 128,
@@ -175,14 +165,9 @@ def dequantize_fp8(
     Returns:
         Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(dequantize_fp8, locals())
     if group_size != 128:
         one = functools.partial(dequantize_fp8, granularity="row", dtype=dtype, code_dtype=code_dtype)
         return groups.dequantize(one, q, scale, granularity, group_size, scale_layout)
-    y = _dequantize_replay(q, scale, granularity, code_dtype or q.dtype, dtype, scale_layout)
-    if y is not None:
-        return y
     if not isinstance(scale, Tensor):
         raise ArgumentError(f"scale is a {type(scale).__name__}; expected a torch.Tensor, as q is")
     if scale.requires_grad:

@@ -13,15 +13,14 @@ from rtkernels.ops.quant.quantize_fp8_kernels import EXPERTS, EXPERTS_STREAM, WI
 from rtkernels.ops.quant.quantize_fp8_plan import Matrix, tile_threads
 from rtkernels.ops.shared import fp8_layout
 from rtkernels.ops.shared.fp8_layout import MAX_EXPERTS, Fp8Layout, asked, groups_of, row_blocks_of
-from rtkernels.ops.shared.redirected import redirected
 from rtkernels.ops.shared.tile_stream import TILE_BYTES, stream_steps, supported, tile_map
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, nothing
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
 _STREAM_SLOTS = 2
@@ -119,7 +118,7 @@ class QuantizedExperts(NamedTuple):
     scale_t: Tensor | None
 
 
-@replayed
+@public
 def quantize_fp8_experts(
     x: Tensor, counts: Tensor, *, layout: str = "both", dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, output: str | None = None,
@@ -148,8 +147,6 @@ def quantize_fp8_experts(
     Returns:
         A :class:`QuantizedExperts`, all of it dense.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(quantize_fp8_experts, locals())
     layout = layout if output is None else output
     if x.requires_grad:
         x = x.detach()

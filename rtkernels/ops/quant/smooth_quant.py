@@ -17,7 +17,7 @@ from rtkernels.ops.quant.column_absmax import ABSMAX, column_steps, max_step
 from rtkernels.ops.quant.column_absmax import reference as absmax_reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_shape, check_tensor, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -33,10 +33,8 @@ from rtkernels.runtime.layout import (
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator
-from rtkernels.runtime.operator.into import into
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 GRANULARITIES = ("row", "channel")
 _THREADS = 512
@@ -151,6 +149,7 @@ def expert_of_rows(counts: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, numbers, right=True, out_int32=True).clamp_(max=counts.shape[0] - 1)
 
 
+@public
 def quantize_fp8_smooth(
     x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", dtype: torch.dtype = torch.float8_e4m3fn,
@@ -187,8 +186,6 @@ def quantize_fp8_smooth(
     Returns:
         A :class:`SmoothQuantized`.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(quantize_fp8_smooth, locals())
     _check_options(granularity, smooth, row_factor, counts, with_amax, pad_to)
     x, smooth, row = detached(x, smooth, row_factor)
     if divide and smooth is not None:
@@ -238,7 +235,7 @@ def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
     return expert_of_rows(counts, row_count(x.shape))
 
 
-@replayed
+@public
 def dequantize_fp8_smooth(
     q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
@@ -264,8 +261,6 @@ def dequantize_fp8_smooth(
     Returns:
         Dense, of q's shape; ``[rows, n]`` for "channel".
     """
-    if out is not None:
-        return into(dequantize_fp8_smooth, locals())
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
     if counts is not None and smooth is None:
         raise ArgumentError("counts is given without smooth; expected the factors of each expert with it")
@@ -297,7 +292,7 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         raise ArgumentError(f"{name} is {came}; expected float32 {list(shape)}")
 
 
-@replayed
+@public(over="amax")
 def smooth_factors(
     amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False,
     out: Tensor | None = None,
@@ -318,8 +313,6 @@ def smooth_factors(
     Returns:
         float32, of amax's shape.
     """
-    if out is not None:
-        return into(smooth_factors, locals(), over="amax")
     if not 0.0 <= a_number("alpha", alpha) <= 1.0:
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
     if not 0.0 < a_number("floor", floor) < float("inf"):

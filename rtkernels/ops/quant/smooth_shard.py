@@ -8,14 +8,14 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_tensor, token
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.replayed import replayed
 
 
-@replayed
+@public
 def quantize_fp8_shard_(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
     edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,

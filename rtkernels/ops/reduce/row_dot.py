@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.redirected import redirected
 from rtkernels.runtime import layout
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_tensor, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, block_of, group_threads, nothing, vector_bytes
@@ -98,6 +98,7 @@ BACKWARD = Operator(
 _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
 
 
+@public
 def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the sums of ``x * y`` over the last dimension.
 
@@ -112,8 +113,6 @@ def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         Dense, x's shape without the last dimension, of x's dtype.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(row_dot, locals())
     check_tensor("y", y)
     if y.dtype != x.dtype and x.dtype in FLOAT_DTYPES:
         token("y", y.dtype, (x.dtype, torch.float8_e4m3fn))

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_scale, plan_bwd, plan_fwd
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Operator, OwnRows, Rows
@@ -87,14 +87,10 @@ shard_rows(FORWARD, ("x", "lengths"))
 shard_rows(BACKWARD, ("dy", "y", "lengths"))
 _differentiable = differentiable(FORWARD, BACKWARD)
 _differentiable_in_place = differentiable(IN_PLACE, BACKWARD, dirty="y x")
-_replay, _forward = FORWARD.replay, FORWARD.call
+_forward = FORWARD.call
 
 
 def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
-    if dim == -1 and not in_place:
-        y = _replay(x, lengths, scale, log)
-        if y is not None:
-            return y
     rank = x.dim()
     if dim != -1 and dim != rank - 1:
         if not -rank <= an_integer("dim", dim) < rank:
@@ -116,6 +112,7 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
     return _forward(x, lengths, scale, log)
 
 
+@public(over="x")
 def softmax(
     x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False,
     out: Tensor | None = None,
@@ -140,11 +137,10 @@ def softmax(
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, False)
 
 
+@public(over="x")
 def log_softmax(
     x: Tensor, dim: int = -1, *, scale: float = 1.0, lengths: Tensor | None = None, in_place: bool = False,
     out: Tensor | None = None,
@@ -166,8 +162,6 @@ def log_softmax(
     Returns:
         Dense (for the last dim), of x's shape and dtype.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(log_softmax, locals(), over="x")
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 
 

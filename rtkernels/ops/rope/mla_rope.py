@@ -21,7 +21,7 @@ from rtkernels.ops.rope.rope_operators import (
     plain_tables,
     shape_in,
 )
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -30,7 +30,6 @@ from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable,
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
-from rtkernels.runtime.operator.replayed import replayed
 
 _UNIT = "rope/mla_rope.cu"
 _HEADS = 4  # kMlaHeads
@@ -269,7 +268,7 @@ def _check_q(q: Tensor, kv: Tensor, layout: str) -> None:
 _differentiable = applied(_MlaRope)
 
 
-@replayed
+@public
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "sbhd",
     output_layout: str | None = None, interleaved: bool = True, output_interleaved: bool = False,
@@ -308,8 +307,6 @@ def mla_rope(
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
     """
-    if out is not None or not isinstance(q, Tensor):
-        return redirected(mla_rope, locals())
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
         q_made = mla_rope(**arguments)[0]

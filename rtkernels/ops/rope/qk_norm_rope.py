@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import qk_norm_rope_plan as plans
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
@@ -150,6 +150,7 @@ class _QkNormRope(torch.autograd.Function):
 _differentiable = applied(_QkNormRope)
 
 
+@public
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *, q_heads: int,
     kv_heads: int, head_order: str = "grouped", layout: str = "sbhd", rotary: int | None = None,
@@ -196,8 +197,6 @@ def qk_norm_rope(
     Returns:
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
     """
-    if out is not None or not isinstance(qkv, Tensor):
-        return redirected(qk_norm_rope, locals())
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
         q_made = qk_norm_rope(**arguments)[0]
@@ -210,9 +209,6 @@ def qk_norm_rope(
         q_heads, kv_heads, head_order == "grouped", layout, rotary or 0, pairs, silu, eps, offset, cos, sin, positions,
         cu_seqlens, spelled, cp_rank, cp_size, mscale,
     )  # fmt: skip
-    made = FORWARD.replay(qkv, q_weight, k_weight, *args)
-    if made is not None:
-        return made
     if is_grad_enabled() and (needs_grad(qkv, q_weight, k_weight) or needs_grad(cos, sin)):
         if cos.requires_grad or sin.requires_grad:
             raise ArgumentError("cos or sin requires a gradient; qk_norm_rope is differentiable in qkv and the weights")

@@ -11,7 +11,7 @@ from rtkernels.ops.rope import mla_rope as mla
 from rtkernels.ops.rope import rope_operators as launch
 from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -52,6 +52,7 @@ class _Rope(torch.autograd.Function):
 _differentiable = applied(_Rope)
 
 
+@public
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: str = "bshd", rotary: int | None = None,
     interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
@@ -95,15 +96,9 @@ def rope(
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
         aligned, fp32 tables of ``tokens * n`` entries are made on the way.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(rope, locals())
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
-    if not in_place:
-        made = FORWARD.replay(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
-        if made is not None:
-            return made[0] if k is None else made
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         if in_place:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
@@ -90,6 +91,7 @@ def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
     return rates
 
 
+@public(recent=False)
 def rope_table(
     positions: int | Tensor, dim: int, *, base: float = 10000.0, scaling: float = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,

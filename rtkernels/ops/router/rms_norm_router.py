@@ -14,12 +14,11 @@ from rtkernels.ops.norm.statistics import backward
 from rtkernels.ops.router import router_gemm as router
 from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, outputs, plan
 from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 
 
 class NormRouter(NamedTuple):
@@ -88,7 +87,7 @@ class _RmsNormRouter(torch.autograd.Function):
 _differentiable = applied(_RmsNormRouter)
 
 
-@replayed
+@public
 def rms_norm_router(
     x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
     precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
@@ -121,8 +120,6 @@ def rms_norm_router(
     Returns:
         A :class:`NormRouter`.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(rms_norm_router, locals())
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     level = PRECISIONS.get(precision)

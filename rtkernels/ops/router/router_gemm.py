@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
 from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.layout import nothing, row_count
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -149,6 +149,7 @@ class _RouterGemm(torch.autograd.Function):
 _differentiable = applied(_RouterGemm)
 
 
+@public
 def router_gemm(
     x: Tensor, weight: Tensor, *, bias: Tensor | None = None, precision: str = "high", main_grad: Tensor | None = None,
     out: Tensor | None = None,
@@ -190,8 +191,6 @@ def router_gemm(
     Returns:
         Dense fp32 ``[..., experts]``.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(router_gemm, locals())
     level = PRECISIONS.get(precision)
     if level is None:
         raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")

@@ -6,13 +6,12 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.operator.arguments import a_number, an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
@@ -20,9 +19,6 @@ _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
 
 
 def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:
-    loss = FORWARD.replay(x, counts, kind, sequence_dim, k, coefficient)
-    if loss is not None:
-        return loss
     a_number("coefficient", coefficient)
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():
@@ -31,6 +27,7 @@ def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int
     return FORWARD.call(x, counts, kind, sequence_dim, k, coefficient)
 
 
+@public
 def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | None = None) -> Tensor:
     """Return ``coefficient * mean over tokens of logsumexp(logits)^2``, which keeps router logits small.
 
@@ -45,12 +42,10 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     Returns:
         float32, no dimensions; 0 without tokens.
     """
-    if out is not None or not isinstance(logits, Tensor):
-        return redirected(router_z_loss, locals())
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
-@replayed
+@public
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
     score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
@@ -82,8 +77,6 @@ def load_balancing_loss(
     Returns:
         float32, no dimensions; 0 without tokens.
     """
-    if out is not None or not isinstance(logits, Tensor):
-        return redirected(load_balancing_loss, locals())
     if score not in _SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():

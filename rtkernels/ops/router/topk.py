@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import warp_rows
 from rtkernels.ops.router.warp_rows import COLUMNS, KIND, OCTET, WARP_COLUMNS, check_k, check_rows
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
@@ -123,7 +123,7 @@ BACKWARD = Operator(
     outputs=lambda g, cols: (Memory((*g.shape[:-1], cols), g.dtype),), plan=_plan_bwd, reference=_reference_bwd,
     check=_check_bwd,
 )  # fmt: skip
-_replay, _forward = FORWARD.replay, FORWARD.call
+_forward = FORWARD.call
 
 
 class _TopK(torch.autograd.Function):
@@ -148,6 +148,7 @@ class _TopK(torch.autograd.Function):
 _differentiable = applied(_TopK)
 
 
+@public
 def topk(
     x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64, out: tuple[Tensor | None, ...] | None = None
 ) -> TopK:
@@ -168,14 +169,9 @@ def topk(
     Returns:
         TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.
     """
-    if out is not None or not isinstance(x, Tensor):
-        return redirected(topk, locals())
     if index_dtype is not torch.int64 and index_dtype is not torch.int32:
         raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")
     int64 = index_dtype is torch.int64
-    found = _replay(x, k, int64)
-    if found is not None:
-        return TopK(*found)
     if is_grad_enabled() and needs_grad(x):
         return TopK(*_differentiable(x, k, int64))
     return TopK(*_forward(x, k, int64))

@@ -10,14 +10,13 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import topk_router_plan as plans
 from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
-from rtkernels.ops.shared.redirected import redirected
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import an_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.replayed import replayed
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
@@ -122,7 +121,7 @@ def _mode(score: str, score_first: bool, renormalize: bool) -> int:
     return SOFTMAX * (score == "softmax") + SCORE_FIRST * bool(score_first) + RENORMALIZE * bool(renormalize)
 
 
-@replayed
+@public
 def topk_router(
     logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
     num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,
@@ -160,8 +159,6 @@ def topk_router(
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
         dense results or None.
     """
-    if out is not None or not isinstance(logits, Tensor):
-        return redirected(topk_router, locals())
     mode = _mode(score, score_first, renormalize)
     an_integer("k", k)
     an_integer("num_groups", num_groups)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.depends import meta_code
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
@@ -67,14 +68,14 @@ __all__ = [
 ]
 
 
-under_way: list[Any] = []  # notes of calls (``noting.Notes``), of all threads
+active_traces: list[Any] = []  # ``trace.Trace`` of all threads
 
 
-def own_notes() -> Any:
-    """Return the notes that this thread takes, unless it is inside of a call that they have as a whole."""
+def own_trace() -> Any:
+    """Return the active trace of this thread, unless it records the current operator as a whole."""
     thread = threading.get_ident()
-    others = tuple(under_way)  # from which other threads take theirs at any time
-    return next((notes for notes in others if notes.thread == thread and not notes.inside), None)
+    others = tuple(active_traces)  # other threads may remove theirs at any time
+    return next((trace for trace in others if trace.thread == thread and not trace.inside), None)
 
 
 class Declared:
@@ -158,7 +159,7 @@ class Declared:
             if kind is None:
                 keys += [] if name in self._numbers else [name]
                 continue
-            meta = f"({name}.dtype, {name}.shape, {name}.stride(), {name}.get_device(), {name}.data_ptr() & 15)"
+            meta = f"({meta_code(name)})"
             keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
         return f"plans[{', '.join(keys)},]"
 
@@ -179,8 +180,8 @@ def find({names}):
     {checks}return {self._key()}
 
 def launch({names}):
-    if under_way and (notes := own_notes()) is not None:
-        return notes.launched(operator, ({names},))
+    if active_traces and (trace := own_trace()) is not None:
+        return trace.launched(operator, ({names},))
     {prepare}{checks}plan = {self._key()}
     if type(plan) is StepPlan and not plan.converted:
         made = plan.run({", ".join([*given, *self._numbers])})
@@ -194,8 +195,8 @@ def launch({names}):
             "StepPlan": StepPlan,
             "increment_version": torch.autograd.graph.increment_version,
             "launch_prepared": self._launch_prepared,
-            "under_way": under_way,
-            "own_notes": own_notes,
+            "active_traces": active_traces,
+            "own_trace": own_trace,
             "operator": self,
         }
         exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
@@ -211,14 +212,13 @@ def launch({names}):
         kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
         tensors, options = ", ".join(kinds), "".join(f"{name}, " for name in self.option_names)
         pointers = "".join(f"    pointer_{name} = {self._address(name, kind)}\n" for name, kind in kinds.items())
-        wants_grad = " or ".join(f"({name} is not None and {name}.requires_grad)" for name in kinds)
         run = ", ".join([*(f"pointer_{name}" for name in kinds), *self._numbers])
         counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
         counted = "".join(map(counting.format, self._written))
         checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
         source = f"""
 def run_and_keep({names}):
-    global last_calls, last_plain_calls
+    global last_calls
 {checks}    plan = {self._key()}
     matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
     if matches is None or not matches({tensors}):
@@ -227,8 +227,6 @@ def run_and_keep({names}):
     if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
         return run_and_keep_slowly(plan, {names})
     last_calls = last_with(last_calls, matches, plan.run, ({options}))
-    if not ({wants_grad}):
-        last_plain_calls = last_with(last_plain_calls, matches, plan.run_plain, ({options}))
     made = plan.run({run})
 {counted}    return made
 """
@@ -387,7 +385,7 @@ def run_and_keep({names}):
 
 
 class Operator(Declared, TorchOp):
-    """A declared operator; ``replay`` runs the last plan if the call is like the one before."""
+    """A declared operator."""
 
     def _make_call(self) -> Callable[..., Any]:
         self.call = super()._make_call()
@@ -401,11 +399,11 @@ class Operator(Declared, TorchOp):
         Where several places call an operator by turns, each with other metadata, none of them is like the call before;
         but in a model of equal layers each is like the last one of its own place.
         """
-        call, replay = self.call, self.replay
+        call = self.call
         try:
             return self._make_call()
         finally:
-            self.call, self.replay = call, replay
+            self.call = call
 
 
 class InPlaceOperator(Declared, MutatingOp):

@@ -33,7 +33,7 @@ _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 # What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
 _NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
-_AT_HAND = 4  # calls that the next one is compared with, before a look-up: layers of different shapes alternate
+_FIRST_TRIED = 4  # recent calls that are compared before a look-up: layers of different shapes alternate
 _fell_back: set[str] = set()
 
 
@@ -41,16 +41,15 @@ def last_with(
     calls: tuple[Any, ...], matches: Callable[..., bool], run: Callable[..., Any], options: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Return the last calls of an operator, each with what it is compared by, its plan and options, with a new one."""
-    return (matches, run, options), *[call for call in calls if call[1] is not run][: _AT_HAND - 1]
+    return (matches, run, options), *[call for call in calls if call[1] is not run][: _FIRST_TRIED - 1]
 
 
 class TorchOp:
     """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
 
     Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
-    ``autograd.Function`` around it does. With a `plan`, public functions ask ``replay`` first, which takes the same
-    arguments: if this call is like one of the last, and no tensor requires a gradient, it runs that one's plan; if not,
-    it gives None.
+    ``autograd.Function`` around it does. A call like one of the last few runs that one's plan, which is found by one
+    comparison in C++: what autograd records is not replayed as a whole.
 
     Args:
         schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor, or a list of tensors on one
@@ -128,7 +127,7 @@ class TorchOp:
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
         replay, globals_, launch, on_gpu = "", "", "launch", resolved
         if self._plan is not None:
-            launch, replay, on_gpu = "run_and_keep", self._replay_lines("last_calls"), "True"
+            launch, replay, on_gpu = "run_and_keep", self._replay_lines(), "True"
             globals_ = "    global last_calls\n"
         source = f"""
 def call({names}):
@@ -172,12 +171,9 @@ def call({names}):
             "last_with": last_with,
         }
         if self._plan is not None:
-            scope |= {"last_calls": (), "last_plain_calls": ()}
-            Plans.replays.append(lambda: scope.update(last_calls=(), last_plain_calls=()))
-            source += f"\ndef replay({names}):\n    global last_plain_calls\n"
-            source += self._replay_lines("last_plain_calls")
+            scope["last_calls"] = ()
+            Plans.replays.append(lambda: scope.update(last_calls=()))
         exec(written_code(source, f"<rtkernels {self.name}>"), scope)
-        self.replay = scope.get("replay")
         return scope["call"]
 
     def _refusal(self) -> str:
@@ -189,8 +185,8 @@ def call({names}):
         refuse_tangents({self.name!r}, [{given}])
 """
 
-    def _replay_lines(self, last: str) -> str:
-        """Return the lines of ``call`` and ``replay`` that run a plan once more."""
+    def _replay_lines(self) -> str:
+        """Return the lines of ``call`` that run the plan of a recent call once more."""
         tensors, options, addresses = [], [], []
         for i, argument in enumerate(self.overload._schema.arguments):
             name = argument.name
@@ -206,20 +202,19 @@ def call({names}):
             counted = "; ".join(
                 f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
             )
-            done = "made" if last == "last_calls" else "True if made is None else made"  # None is: another call
-            run = f"made = {run.removeprefix('return ')}; {counted}; return {done}"
+            run = f"made = {run.removeprefix('return ')}; {counted}; return made"
         assign = "".join(f"                {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         same = f" and options == ({', '.join(options)},)" if options else ""
         return f"""\
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
-        calls = {last}
+        calls = last_calls
         for one in calls:
             matches, run, options = one
             if matches({", ".join(tensors)}){same}:
 {assign}\
                 if not ({" | ".join(pointers)}) & 15:
-                    if one is not calls[0] and calls is {last}:
-                        {last} = last_with(calls, *one)
+                    if one is not calls[0] and calls is last_calls:
+                        last_calls = last_with(calls, *one)
                     {run}
 """
 
@@ -257,9 +252,6 @@ def call({names}):
             options = tuple(value for i, value in enumerate(args) if i not in self._tensors)
             # One assignment: other threads see all or none.
             scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
-            if not any(tensor is not None and tensor.requires_grad for tensor in given):
-                run = getattr(plan, "run_plain", plan.run)
-                scope["last_plain_calls"] = last_with(scope["last_plain_calls"], plan.matches, run, options)
         elif self._lazy(args):
             return self._launch_resolved(args)
         if used is not args and self._written:

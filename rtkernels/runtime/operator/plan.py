@@ -24,7 +24,6 @@ from rtkernels.runtime.launch.memory import (
     zero_words_for,
 )
 from rtkernels.runtime.launch.tensor_map import tiled_map
-from rtkernels.runtime.operator import into
 from rtkernels.runtime.operator.aliasing import Guard, guard_lines
 from rtkernels.runtime.operator.written import written_code
 
@@ -59,7 +58,7 @@ class Memory(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds anything at first, and something at all."""
+        """True if uninitialised and non-empty."""
         return not self.zero and self.fill is None and not self.fresh and 0 not in self.shape
 
     @classmethod
@@ -165,9 +164,6 @@ IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks 
 class StepPlan(Plan):
     """A plan whose ``run`` is written out from its steps.
 
-    ``run_plain`` does the same for calls that no ``autograd.Function`` sees: results that nobody asked for are then the
-    same empty tensors in all calls, which saves their allocation.
-
     Args:
         name: The operator's, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
@@ -180,7 +176,7 @@ class StepPlan(Plan):
         guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
-    __slots__ = ("_launches", "_made_of", "converted", "run", "run_plain", "source", "steps")
+    __slots__ = ("_launches", "_made_of", "converted", "run", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -193,22 +189,14 @@ class StepPlan(Plan):
         if both := {*arguments, *numbers} & {*made, *steps.scratch}:
             raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
         self._launches = self._fixed_launches()
-        scope: dict[str, Any] = {"memory": into.memory, "calls_under_way": into.calls_under_way}
-        scope |= {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
+        scope: dict[str, Any] = {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
         allocations: list[str] = []
-        in_plain: dict[str, str] = {}  # lines of ``run`` and what ``run_plain`` has instead
         for variable, memory in made.items():
-            layout = scope[f"m_{variable}"] = layout_of(memory)
+            layout = layout_of(memory)
             scope |= {f"{part}_{variable}": value for part, value in zip(_PARTS, layout, strict=True)}
-            given = f"memory('{name}.{variable}', m_{variable}, allocate)"
             allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
-            made_by = f"{allocated} if not calls_under_way else {given}"
-            if memory.fresh:
-                made_by = f"fresh_zeros({device}, {memory.shape[0]}) if not calls_under_way else {given}.zero_()"
-            allocations.append(f"t_{variable} = ({made_by}){fill_call(memory)}")
-            if variable in outputs and outputs[variable] is None:
-                scope[f"e_{variable}"] = allocator(device)(*layout)
-                in_plain[allocations[-1]] = f"t_{variable} = e_{variable} if not calls_under_way else {given}"
+            source = f"fresh_zeros({device}, {memory.shape[0]})" if memory.fresh else allocated
+            allocations.append(f"t_{variable} = {source}{fill_call(memory)}")
         given = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
         where = {variable: f"t_{variable}.data_ptr()" for variable in made}
         for variable in (variable for variable in made if self.uses(variable) > 1):
@@ -236,12 +224,7 @@ class StepPlan(Plan):
             lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
         exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
-        self.run = self.run_plain = scope["run"]
-        if in_plain and steps.if_not_resident is None:
-            plain = [in_plain.get(line, line) for line in lines]
-            source = f"def run({names}):\n    " + "\n    ".join(plain) + "\n"
-            exec(written_code(source, f"<rtkernels plain plan of {name}>"), scope)
-            self.run_plain = scope["run"]
+        self.run = scope["run"]
 
     @property
     def arguments(self) -> Sequence[str]:

@@ -181,14 +181,13 @@ def test_compile(norm: Norm) -> None:
 X = torch.ones(5, 8)
 MEAN = {"rms": {}, "layer": {"mean": torch.ones(4)}}
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "shape": (lambda f: f(X, out=torch.empty(5, 7)), r"out has shape \(5, 7\); expected \(5, 8\), that of x"),
-    "dtype": (lambda f: f(X, out=X.half()), "out has dtype float16; expected float32, that of x"),
+    "shape": (lambda f: f(X, out=torch.empty(5, 7)), r"out has shape \(5, 7\); expected \(5, 8\)"),
+    "dtype": (lambda f: f(X, out=X.half()), "out has dtype float16; expected float32"),
     "expanded": (lambda f: f(X, out=torch.empty(8).expand(5, 8)), "expected memory of its own for every element"),
     "overlap": (lambda f: f(X[:4], out=X[1:]), "out shares memory with x; expected its own"),
     "overlap residual": (lambda f: f(X[:4] * 1, residual=X[:4], out=X[1:]), "out shares memory with residual"),
     "overlap weight": (lambda f: f(X[:4] * 1, X[2], out=X[:4]), "out shares memory with weight"),
-    "gradient": (lambda f: f(X, torch.ones(8, requires_grad=True), out=X * 1), "out is given but a tensor needs grad"),
-    "both": (lambda f: f(X, rstd=torch.ones(5), out=X), "out goes without rstd"),
+    "gradient": (lambda f: f(X, torch.ones(8, requires_grad=True), out=X * 1), "norm with out= is not differentiable"),
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral, Real
 from types import TracebackType
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.runtime.operator.written import written_code
 
 _INT64 = range(-(2**63), 2**63)
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -32,33 +32,20 @@ _WANTED = {
 }  # fmt: skip
 
 
-def explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like this one, whose failures raise an ArgumentError if an argument is to blame."""
+def explainer(function: Callable[..., Any]) -> Callable[[Exception, dict[str, Any]], None]:
+    """Return what a public function calls with an error and its arguments, before the error is raised again."""
     parameters = inspect.signature(function).parameters
-    listed, passed = [], []
-    for name, p in parameters.items():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            return function
-        if p.kind is p.KEYWORD_ONLY and "*" not in listed:
-            listed.append("*")
-        listed.append(name)
-        passed.append(name if p.kind is not p.KEYWORD_ONLY else f"{name}={name}")
-    source = f"""
-def {function.__name__}({", ".join(listed)}):
-    try:
-        return rtkernels_function({", ".join(passed)})
-    except Exception as rtkernels_error:
-        rtkernels_explain(rtkernels_error, {{{", ".join(f"{name!r}: {name}" for name in parameters)}}})
-        raise
-"""
-    scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
-        "rtkernels_function": function,
-        "rtkernels_explain": functools.partial(_explain, function.__name__, parameters),
-    }
-    exec(written_code(source, f"<rtkernels errors of {function.__name__}>"), scope)
-    made = functools.wraps(function)(scope[function.__name__])
-    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return made
+    return functools.partial(_explain, function.__name__, parameters)
+
+
+def _is_inside_another() -> bool:
+    """Return True if one public function called another: the outer one knows the caller's arguments."""
+    frame = sys._getframe(3)  # beyond the function that failed
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<rtkernels public "):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def names_one_of(message: str, names: Sequence[str]) -> bool:
@@ -74,7 +61,7 @@ def names_one_of(message: str, names: Sequence[str]) -> bool:
 
 def _explain(function: str, parameters: Any, error: Exception, arguments: dict[str, Any]) -> None:
     """Raise an ArgumentError that names an argument, if one is to blame for an error that names none."""
-    if isinstance(error, RtkError) and not isinstance(error, ArgumentError):
+    if _is_inside_another() or (isinstance(error, RtkError) and not isinstance(error, ArgumentError)):
         return
     if isinstance(error, ArgumentError) and names_one_of(str(error), [*arguments]):
         return

@@ -1,4 +1,4 @@
-"""A function written of the notes of a call (``noting.py``): it compares arguments, allocates, launches and returns."""
+"""The one writer: a trace becomes a function that compares arguments, allocates, launches and returns."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.runtime.call import memory as memory_of
+from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Record, Root, Trace, View
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
-from rtkernels.runtime.operator import replay_memory
-from rtkernels.runtime.operator.noting import Arguments, Line, Notes, NotRepeatable, Root, View
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
 from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
-MISS = object()  # what a written function returns for a call that is not like the one it was made of
+MISS = object()  # returned by a replay for a call that is not like the recorded one
 
 
-def written_call(name: str, arguments: Arguments, notes: Notes, result: Any) -> Callable[..., Any] | None:
-    """Return a function of the call's arguments that does what was noted, or returns MISS; None if there is none.
+def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Callable[..., Any] | None:
+    """Return a function that replays a recorded call, or returns MISS for other arguments; None if none can be written.
 
     Args:
-        name: Of the public function, for tracebacks.
-        arguments: Its arguments.
-        notes: Of a call of it.
-        result: What that call returned.
+        name: The public function's, for tracebacks.
+        arguments: Those of the recorded call.
+        trace: The recorded call.
+        result: What it returned.
     """
-    if notes.refused is not None:
+    if trace.refused is not None:
         return None
     try:
-        return _Writer(name, arguments, notes).function(result)
+        return _Writer(name, arguments, trace).function(result)
     except NotRepeatable as error:
-        notes.refuse(str(error))
+        trace.refuse(str(error))
         return None
 
 
 class _Writer:
-    def __init__(self, name: str, arguments: Arguments, notes: Notes) -> None:
-        self.name, self.arguments, self.notes = name, arguments, notes
-        self.device = next(iter(notes.arguments.values())).get_device()
+    def __init__(self, name: str, arguments: Arguments, trace: Trace) -> None:
+        self.name, self.arguments, self.trace = name, arguments, trace
+        self.device = next(iter(trace.arguments.values())).get_device()
         self.scope: dict[str, Any] = {
             "MISS": MISS, "allocate": allocator(self.device), "is_grad_enabled": torch.is_grad_enabled,
             "increment_versions": increment_versions, "fresh_zeros": fresh_zeros,
         }  # fmt: skip
         self.body: list[str] = []
         self.constants = 0
-        self.scratch: list[str] = []  # names of memory of plans
-        self.given_memory: dict[int, View] = {}  # what results of plans are written to, by root
-        self.packed: dict[Any, int] = {}  # where in the memory that is allocated as one: of roots and scratch
+        self.shared: dict[tuple[View, View], str] = {}  # names of functions that compare distances
+        self.scratch: list[str] = []  # names of the memory of plans
+        self.given_memory: dict[int, View] = {}  # where plans write results, by root
+        self.packed: dict[Any, int] = {}  # offsets of roots and scratch in one allocation
 
     def constant(self, value: Any) -> str:
-        """Return an expression of a value."""
+        """Return the expression of a value."""
         if value is None or type(value) in (bool, int):
             return repr(value)
         self.constants += 1
@@ -66,17 +67,21 @@ class _Writer:
         """Return the written function."""
         returned: list[View] = []
         expression = self.returned(result, returned)
-        self.given_memory = replay_memory.write_in_place(self.notes, returned)
-        replay_memory.drop_unused(self.notes, returned)
-        seen = replay_memory.seen_views(self.notes, returned)
-        replay_memory.reshape_memory(self.notes, seen)
-        self.packed, total = replay_memory.packed_memory(self.notes, seen, self.given_memory)
+        self.given_memory = memory_of.write_in_place(self.trace, returned)
+        memory_of.drop_unused(self.trace, returned)
+        seen = memory_of.seen_views(self.trace, returned)
+        memory_of.reshape_memory(self.trace, seen)
+        self.packed, total = memory_of.packed_memory(self.trace, seen, self.given_memory)
         if self.packed:
-            self.scope["uint8"] = torch.uint8
-            self.body.append(f"memory_between = allocate({self.constant((total,))}, {self.constant((1,))}, uint8)")
-            self.body.append("p_between = memory_between.data_ptr()")
-        for i, line in enumerate(self.notes.lines):
-            self.write(i, line, seen)
+            if self.trace.has_out:
+                self.scope["kept"] = memory_of.Kept(self.device, total)
+                self.body.append("scratch = kept()")
+            else:
+                layout = ", ".join(map(self.constant, ((total,), (1,), torch.uint8)))
+                self.body.append(f"scratch = allocate({layout})")
+            self.body.append("p_scratch = scratch.data_ptr()")
+        for i, record in enumerate(self.trace.records):
+            self.write(i, record, seen)
         self.body.append(f"return {expression()}")
         self.keep_addresses()
         self.free_memory()
@@ -85,11 +90,11 @@ class _Writer:
         exec(written_code(source, f"<rtkernels replay of {self.name}>"), self.scope)
         return self.scope[self.name]
 
-    # ---- is it a call like that one ----
+    # ---- the guard ----
 
     def comparison(self) -> list[str]:
-        """Return the lines that return MISS for other calls, and take the addresses of tensors."""
-        tensors, lines = self.notes.arguments, []
+        """Return the lines that return MISS for other calls, and read the addresses of tensors (``depends.py``)."""
+        tensors, lines = self.trace.arguments, []
         for name, (kind, parts) in self.arguments.parts.items():
             self.scope[f"kind_of_{name}"] = kind
             lines.append(f"if type({name}) is not kind_of_{name} or len({name}) != {len(parts)}:\n        return MISS")
@@ -101,17 +106,24 @@ class _Writer:
                 same.append(f"{name} is {first}")
         if any(t.requires_grad for t in tensors.values()):
             same.append("not is_grad_enabled()")
-        if torch.is_autocast_enabled(self.notes.device.type):  # that it is, ``matches`` sees
+        if torch.is_autocast_enabled(self.trace.device.type):  # ``matches`` sees whether it is
             self.scope["autocast_dtype"] = torch.get_autocast_dtype
-            kind = self.notes.device.type
+            kind = self.trace.device.type
             same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
-        if self.notes.debug:
+        if any(record.function is not None for record in self.trace.records):
+            self.scope |= {
+                "default_dtype": torch.get_default_dtype,
+                "deterministic": torch.are_deterministic_algorithms_enabled,
+            }
+            same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
+            same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
+        if self.trace.debug:
             self.scope["environ"] = os.environ
             same.append("not environ.get('RTKERNELS_DEBUG')")
         self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
         same.append(f"matches({', '.join(distinct.values())})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
-        others = [self.shares(a, b) for a, b in self.notes.apart]
+        others = [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
         used = _words([*self.body, *others])
         misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
         others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
@@ -122,16 +134,19 @@ class _Writer:
         return lines
 
     def shares(self, a: View, b: View) -> str:
-        """Return the question whether two views of arguments share memory."""
+        """Return the expression of whether two views of arguments share memory."""
         found = sharing(*((v.shape, v.strides, v.dtype.itemsize) for v in (a, b)))
         if found is None:
             return "False"
         low, high, share = found
+        name = f"share_{len(self.shared)}"
+        name = self.shared.setdefault((a, b), name)
+        self.scope[name] = share
         distance = f"p_{b.root.name} - p_{a.root.name} + {b.first - a.first}"
-        return f"({low} < {distance} < {high} and {self.constant(share)}({distance}))"
+        return f"({low} < {distance} < {high} and {name}({distance}))"
 
     def same(self, name: str, value: Any) -> str:
-        """Return the comparison of an argument that is no tensor. A different type or sign of zero is another call."""
+        """Return the comparison of an argument that is not a tensor; types and signs of zeros count."""
         if value is None or type(value) is bool or isinstance(value, (torch.dtype, torch.layout)):
             return f"{name} is {self.constant(value)}"
         kind = type(value)
@@ -141,54 +156,58 @@ class _Writer:
             equal += f" and str({name}) == {str(value)!r}"
         return f"({name} is given_as_{name} or ({equal}))"
 
-    # ---- what it does ----
+    # ---- the body ----
 
-    def write(self, i: int, line: Line, seen: replay_memory.Seen) -> None:
-        """Write one line."""
-        made = replay_memory.results_of(self.notes, line)
-        names = "".join(f"{root.name}, " for root in made) if made and made[0].part is not None else ""
-        names = f"{names or made[0].name} = " if made else ""
-        if line.plan is not None:
+    def write(self, i: int, record: Record, seen: memory_of.Seen) -> None:
+        """Write one record."""
+        results = memory_of.results_of(self.trace, record)
+        names = "".join(f"{root.name}, " for root in results) if results and results[0].part is not None else ""
+        names = f"{names or results[0].name} = " if results else ""
+        if record.plan is not None:
             given = [
-                self.address(v) if isinstance(v, View) else self.constant(0 if v is None else v) for v in line.given
+                self.address(v) if isinstance(v, View) else self.constant(0 if v is None else v) for v in record.given
             ]
-            if line.plan.is_straight:
-                self.write_plan(i, line.plan, given, made, seen)
+            if record.plan.is_straight:
+                self.write_plan(i, record.plan, given, results, seen)
             else:
-                self.scope[f"run_{i}"] = line.plan.run_plain
+                self.scope[f"run_{i}"] = record.plan.run
                 self.body.append(f"{names}run_{i}({', '.join(given)})")
-            for name in dict.fromkeys(view.root.name for view in line.written if view.root.argument):
+            for name in dict.fromkeys(view.root.name for view in record.written if view.root.argument):
                 self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
-        elif line.function is None:
-            if id(made[0]) not in self.packed:
-                self.allocate(made[0].name, Memory(made[0].shape, made[0].dtype, made[0].strides, **line.keywords))
+        elif record.function is None:
+            if id(results[0]) not in self.packed:
+                self.allocate(
+                    results[0].name, Memory(results[0].shape, results[0].dtype, results[0].strides, **record.keywords)
+                )
         else:
-            given = [self.value(v) for v in line.given] + [f"{k}={self.value(v)}" for k, v in line.keywords.items()]
-            if _converts(line):
-                self.body.append(f"{names}{given[0]}.to({self.constant(line.keywords['dtype'])})")
+            given = [self.value(v) for v in record.given] + [f"{k}={self.value(v)}" for k, v in record.keywords.items()]
+            if _converts(record):
+                self.body.append(f"{names}{given[0]}.to({self.constant(record.keywords['dtype'])})")
             else:
-                self.scope[f"call_{i}"] = _fast(line.function)
+                self.scope[f"call_{i}"] = _fast(record.function)
                 self.body.append(f"{names}call_{i}({', '.join(given)})")
 
     def write_plan(
-        self, i: int, plan: StepPlan, given: Sequence[str], made: Sequence[Root], seen: replay_memory.Seen
+        self, i: int, plan: StepPlan, given: Sequence[str], results: Sequence[Root], seen: memory_of.Seen
     ) -> None:
-        """Write what the ``run`` of a plan does, without memory that nobody needs."""
+        """Inline the ``run`` of a plan, without memory that nobody needs."""
         known = dict(zip(plan.arguments, given, strict=True))
-        results, at = dict(zip(plan.results, made, strict=True)), len(self.body)
+        by_name, at = dict(zip(plan.results, results, strict=True)), len(self.body)
         for name, memory in plan.memory().items():
-            root = results.get(name)
+            root = by_name.get(name)
             where = (i, name) if root is None else id(root)
             variable = f"t_{i}_{name}" if root is None else root.name
             if where in self.packed:
                 known[name] = self.in_packed(where)
             elif where in self.given_memory:
                 known[name] = self.address(self.given_memory[where])
+                fill = ".zero_()" if memory.fresh else fill_call(memory)
+                self.body += [f"{self.tensor(self.given_memory[where])}{fill}"] if fill else []
             elif plan.is_asked_for(name):
                 self.allocate(variable, memory)
                 known[name] = f"{variable}.data_ptr()"
                 self.scratch += [variable] if root is None else []
-            elif id(root) in seen:  # an empty one, the same in all calls
+            elif id(root) in seen:  # empty, and the same in all calls
                 self.scope[f"e_{variable}"] = self.scope["allocate"](*layout_of(memory))
                 self.body.append(f"{variable} = e_{variable}")
         before, launches = plan.launch_lines(f"{i}_", known, self.scope)
@@ -196,17 +215,17 @@ class _Writer:
         self.body += launches
 
     def allocate(self, name: str, memory: Memory) -> None:
-        """Write the line that makes a tensor."""
+        """Write an allocation."""
         layout = ", ".join(map(self.constant, layout_of(memory)))
-        made_by = f"fresh_zeros({self.device}, {memory.shape[0]})" if memory.fresh else f"allocate({layout})"
-        self.body.append(f"{name} = {made_by}{fill_call(memory)}")
+        source = f"fresh_zeros({self.device}, {memory.shape[0]})" if memory.fresh else f"allocate({layout})"
+        self.body.append(f"{name} = {source}{fill_call(memory)}")
 
     def in_packed(self, where: Any) -> str:
-        """Return the address of memory that is allocated with other memory."""
-        return f"p_between + {self.packed[where]}" if self.packed[where] else "p_between"
+        """Return the address of memory that is a part of the scratch."""
+        return f"p_scratch + {self.packed[where]}" if self.packed[where] else "p_scratch"
 
     def value(self, value: Any) -> str:
-        """Return the expression of an argument of torch's functions."""
+        """Return the expression of an argument of a function of torch."""
         if isinstance(value, View):
             return self.tensor(value)
         if isinstance(value, (list, tuple)):
@@ -231,9 +250,9 @@ class _Writer:
         if (view.first, view.dtype, view.shape, view.strides) == (0, root.dtype, root.shape[::-1], root.strides[::-1]):
             if len(root.shape) == 2:
                 return f"{name}.t()"
-        dense = _is_dense(root.shape, root.strides)
-        same_size = not view.first and replay_memory.size(view) == replay_memory.size(root)
-        if same_size and dense and _is_dense(view.shape, view.strides):
+        dense = memory_of.is_dense(root.shape, root.strides)
+        same_size = not view.first and memory_of.size(view) == memory_of.size(root)
+        if same_size and dense and memory_of.is_dense(view.shape, view.strides):
             retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
             if retyped and view.dtype.itemsize != root.dtype.itemsize:
                 retyped = f".view(-1){retyped}"
@@ -241,14 +260,14 @@ class _Writer:
         if view.dtype.itemsize != root.dtype.itemsize or view.first % view.dtype.itemsize:
             raise NotRepeatable("a view has elements of another size")
         retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
-        first = f"{name}.storage_offset()"  # of zeros that are cut from a batch (``fresh_zeros``), as of arguments
+        first = f"{name}.storage_offset()"  # arguments and ``fresh_zeros`` may begin anywhere in their storage
         first += f" + {view.first // view.dtype.itemsize}" if view.first else ""
         return f"{name}{retyped}.as_strided({self.constant(view.shape)}, {self.constant(view.strides)}, {first})"
 
     def returned(self, result: Any, views: list[View]) -> Callable[[], str]:
-        """Return what gives the expression of a result, when the memory of all roots is known; collect its tensors."""
+        """Return a function that gives the expression of a result once memory is assigned; collect its tensors."""
         if isinstance(result, Tensor):
-            view = self.notes.view_of(result)
+            view = self.trace.view_of(result)
             views.append(view)
             return lambda: self.tensor(view) + self.alias(view, result)
         if isinstance(result, (tuple, list)):
@@ -263,8 +282,8 @@ class _Writer:
         raise NotRepeatable(f"the result is a {type(result).__name__}")
 
     def alias(self, view: View, result: Tensor) -> str:
-        """Return what makes a tensor of its own of an argument, or of a view of it, if the call returned such."""
-        given = self.notes.arguments.get(view.root.name)
+        """Return the method that turns an argument into a new tensor, if the call returned an alias of it."""
+        given = self.trace.arguments.get(view.root.name)
         if given is None or given is result:
             return ""
         if given.requires_grad and not result.requires_grad:
@@ -272,19 +291,19 @@ class _Writer:
         return f".view({self.constant(view.shape)})" if view.is_root else ""
 
     def keep_addresses(self) -> None:
-        """Ask for an address that is used several times in the line after the one that makes its tensor."""
-        names = [root.name for root in self.notes.roots() if not root.argument] + self.scratch
+        """Read an address that is used several times once, right after its allocation."""
+        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
         for name in names:
             asked = re.compile(rf"\b{name}\.data_ptr\(\)")
             if len(asked.findall("\n".join(self.body))) < 2:
                 continue
             self.body = [asked.sub(f"p_{name}", line) for line in self.body]
-            made = next(i for i, line in enumerate(self.body) if name in _words([line.partition(" = ")[0]]))
-            self.body.insert(made + 1, f"p_{name} = {name}.data_ptr()")
+            first = next(i for i, line in enumerate(self.body) if name in _words([line.partition(" = ")[0]]))
+            self.body.insert(first + 1, f"p_{name} = {name}.data_ptr()")
 
     def free_memory(self) -> None:
-        """Let go of what no later line uses, as a function does whose variables are overwritten."""
-        names = [root.name for root in self.notes.roots() if not root.argument] + self.scratch
+        """Free memory after its last use."""
+        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
         last: dict[int, list[str]] = {}
         for name in names:
             uses = [i for i, line in enumerate(self.body) if {name, f"p_{name}"} & _words([line])]
@@ -298,27 +317,19 @@ def _words(lines: Sequence[str]) -> set[str]:
     return set(re.findall(r"\w+", " ".join(lines)))
 
 
-def _converts(line: Line) -> bool:
-    """Return True for a copy with another dtype and nothing else that is new."""
-    name = getattr(getattr(line.function, "_schema", None), "name", "")
-    return name == "aten::_to_copy" and [*line.keywords] == ["dtype"] and line.keywords["dtype"] != line.given[0].dtype
+def _converts(record: Record) -> bool:
+    """Return True for a copy that changes the dtype and nothing else."""
+    name = getattr(getattr(record.function, "_schema", None), "name", "")
+    return (
+        name == "aten::_to_copy"
+        and [*record.keywords] == ["dtype"]
+        and record.keywords["dtype"] != record.given[0].dtype
+    )
 
 
 def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what takes the least host time: Python's own binding of an operator, or the operator without its wrapper.
-
-    Arguments are the same for both.
-    """
+    """Return the cheapest equivalent: the Python binding of an operator, or the operator without its wrapper."""
     name = getattr(getattr(function, "_schema", None), "name", "").removeprefix("aten::")
     if name in _BINDINGS:
         return getattr(Tensor if name.endswith("_") else torch, name)
     return getattr(function, "_op", function)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True

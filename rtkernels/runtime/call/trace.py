@@ -1,9 +1,8 @@
-"""What a public function does, noted while it runs: calls of operators, views and memory.
+"""What a public function does, recorded while it runs: operators, views and memory.
 
-A dispatch mode sees all that torch and our operators compute, whatever Python is around it. Of calls whose tensors have
-the same metadata and whose other arguments are the same, nothing but addresses can differ, unless the host reads values
-(such calls are refused) or asks whether tensors overlap (the function that is written of the notes asks that, too:
-``written_replay.py``).
+A dispatch mode sees everything that torch and our operators compute, whatever Python is around it. Two calls whose
+tensors have the same metadata and whose other arguments are equal differ in addresses only, unless the host reads
+values (such calls are refused) or asks whether tensors overlap (the replay asks that, too: ``codegen.py``).
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from rtkernels import emulator
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulate_features
-from rtkernels.runtime.operator.declared import Declared, under_way
+from rtkernels.runtime.operator.declared import Declared, active_traces
 from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 
-MAX_PARTS = 16  # of a list among the arguments
-_MAX_LINES = 64
+_MAX_RECORDS = 64
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _UNKNOWN_RESULTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class NotRepeatable(Exception):
-    """Why no function can be written."""
+    """Why a call cannot be replayed."""
 
 
 class Arguments:
@@ -59,19 +57,19 @@ class Arguments:
 
 
 class Root:
-    """A tensor whose memory others may view: an argument, or what a line of the written function makes."""
+    """A tensor whose memory others may view: an argument, or the result of a record."""
 
-    __slots__ = ("argument", "dtype", "line", "name", "offset", "part", "shape", "storage", "strides")
+    __slots__ = ("argument", "dtype", "name", "offset", "part", "record", "shape", "storage", "strides")
 
-    def __init__(self, name: str, tensor: Tensor, line: Line | None, part: int | None = None) -> None:
-        self.name, self.line, self.part, self.argument = name, line, part, line is None
+    def __init__(self, name: str, tensor: Tensor, record: Record | None, part: int | None = None) -> None:
+        self.name, self.record, self.part, self.argument = name, record, part, record is None
         self.shape, self.strides, self.dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         self.offset = tensor.storage_offset() * tensor.element_size()
         self.storage = StorageWeakRef(tensor.untyped_storage())  # keeps its identity from being given to another one
 
 
 class View(NamedTuple):
-    """A tensor of the call as the written function has it: `first` bytes behind the first element of a root."""
+    """A tensor of the call: it begins `first` bytes behind the first element of a root."""
 
     root: Root
     first: int
@@ -85,16 +83,16 @@ class View(NamedTuple):
         return (self.first, self.shape, self.strides, self.dtype) == (0, root.shape, root.strides, root.dtype)
 
 
-class Line(NamedTuple):
+class Record(NamedTuple):
     """One thing that the call did.
 
     Attributes:
-        plan: Of an operator, which takes addresses; None for others.
-        function: Of torch, or an operator that wants tensors; None for a plan, and for memory that is only allocated.
-        given: Its arguments: ``View`` for tensors.
-        keywords: The same by name; of memory that is only allocated, whether it is to be cleared.
-        written: Arguments of the operator that it overwrites.
-        changes: It overwrites memory, so that it is called whether or not its results are used.
+        plan: The plan of an operator, which takes addresses; None for anything else.
+        function: A function of torch, or an operator that takes tensors; None for plans and for plain allocations.
+        given: Its arguments, with a ``View`` for each tensor.
+        keywords: Its keyword arguments; for an allocation, whether it is zeroed.
+        written: Tensors that it overwrites.
+        changes: It overwrites memory, so it runs whether or not its results are used.
     """
 
     plan: StepPlan | None
@@ -105,40 +103,43 @@ class Line(NamedTuple):
     changes: bool = False
 
 
-class Notes(TorchDispatchMode):
-    """While it is on, notes everything that is computed.
+class Trace(TorchDispatchMode):
+    """While active, records everything that is computed.
 
     Args:
         arguments: Tensors among the arguments of the call, by name.
+        over: Names of those that a result may be written over.
     """
 
-    def __init__(self, arguments: dict[str, Tensor]) -> None:
+    def __init__(self, arguments: dict[str, Tensor], *, over: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.arguments, self.lines, self.refused = arguments, [], None
-        self.debug = False  # the call asked whether it is to look at values
-        self.inside = False  # of an operator that is noted as a whole
+        self.over = over
+        self.has_out = any(name == "out" or name.startswith("out_") for name in arguments)
+        self.arguments, self.records, self.refused = arguments, [], None
+        self.debug = False  # True once the call has asked for RTKERNELS_DEBUG
+        self.inside = False  # an operator that is recorded as a whole
         self.thread = threading.get_ident()
         self.device = next(iter(arguments.values())).device
-        self.apart: list[tuple[View, View]] = []  # tensors that do not overlap, which the call wanted to know
+        self.apart: list[tuple[View, View]] = []  # pairs that the call found not to overlap
         self._roots: dict[int, list[Root]] = {}  # by storage
-        self._views: dict[Any, View | None] = {}  # by all that a tensor is; None: of several roots
+        self._views: dict[Any, View | None] = {}  # by identity; None if several roots could be meant
         for name, tensor in arguments.items():
             self._add_root(Root(name, tensor, None), tensor)
 
-    def __enter__(self) -> Notes:
-        layout.overlap_questions.append(self._note_overlap)
-        env.questions.append(self._note_variable)
-        under_way.append(self)
+    def __enter__(self) -> Trace:
+        layout.overlap_questions.append(self._record_overlap)
+        env.questions.append(self._record_variable)
+        active_traces.append(self)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> Any:
-        layout.overlap_questions.remove(self._note_overlap)
-        env.questions.remove(self._note_variable)
-        under_way.remove(self)
+        layout.overlap_questions.remove(self._record_overlap)
+        env.questions.remove(self._record_variable)
+        active_traces.remove(self)
         return super().__exit__(*exc)
 
     def refuse(self, why: str) -> None:
-        """Say that no function can be written of this call."""
+        """Give up: this call cannot be replayed."""
         self.refused = self.refused or why
 
     # ---- tensors ----
@@ -155,7 +156,7 @@ class Notes(TorchDispatchMode):
             self._views[_identity(tensor)] = None
 
     def view_of(self, tensor: Tensor) -> View:
-        """Return what the written function has in the place of a tensor."""
+        """Return a tensor of the call as a view of a root."""
         found = self._views.get(identity := _identity(tensor))
         if found is None and identity not in self._views:
             roots = self._roots.get(identity[0], [])
@@ -163,15 +164,17 @@ class Notes(TorchDispatchMode):
                 self._add_view(tensor, roots[0])
                 found = self._views[identity]
         if found is None:
-            raise NotRepeatable("a tensor is neither an argument nor made by the call, or one of several")
+            raise NotRepeatable(
+                "a tensor is neither an argument nor a result of the call, or it could be one of several"
+            )
         return found
 
     def roots(self) -> Iterator[Root]:
-        """Yield the arguments and what the call made."""
+        """Yield arguments and results."""
         for roots in self._roots.values():
             yield from roots
 
-    def _note_overlap(self, a: Tensor, b: Tensor, overlap: bool) -> None:
+    def _record_overlap(self, a: Tensor, b: Tensor, overlap: bool) -> None:
         if self.thread != threading.get_ident():
             return
         try:
@@ -184,11 +187,13 @@ class Notes(TorchDispatchMode):
         elif views[0].root.argument and views[1].root.argument:
             self.apart.append(views)
 
-    def _note_variable(self, name: str) -> None:
-        if name == "RTKERNELS_DEBUG" and self.thread == threading.get_ident():  # others are for what is slow anyway
+    def _record_variable(self, name: str) -> None:
+        if (
+            name == "RTKERNELS_DEBUG" and self.thread == threading.get_ident()
+        ):  # other variables decide how kernels are built
             self.debug = True
 
-    # ---- what is called ----
+    # ---- calls ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -200,7 +205,7 @@ class Notes(TorchDispatchMode):
             try:
                 if operator is not None:
                     raise NotRepeatable(f"{operator.name} has lists of tensors")
-                self._note_call(func, args, kwargs, result)
+                self._record_call(func, args, kwargs, result)
             except NotRepeatable as error:
                 self.refuse(str(error))
         return result
@@ -213,7 +218,7 @@ class Notes(TorchDispatchMode):
             self.inside = before
 
     def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
-        """Launch an operator that was not called by the dispatcher, and note it."""
+        """Launch an operator that the dispatcher did not call, and record it."""
         if isinstance(operator, TorchOp):
             return operator.overload(*args)
         with _disable_current_modes():
@@ -223,29 +228,29 @@ class Notes(TorchDispatchMode):
         plan, used = None, args
         if operator._prepare is None:
             try:
-                with self:  # copies are noted
+                with self:  # copies are recorded
                     plan, used = operator._planned(tuple(args))
             except CANNOT_LAUNCH as error:  # the operator may fall back, or raises it once more
                 self.refuse(str(error))
         if type(plan) is Steps and plan.instead is not None:
-            with self:  # and so is what other operators do
-                made = plan.instead(*used)
+            with self:  # and so are the operators that it calls
+                result = plan.instead(*used)
         else:
-            made = self._as_a_whole(self._launch, operator, used)
+            result = self._as_a_whole(self._launch, operator, used)
             try:
                 if type(plan) is StepPlan:
-                    self._note_plan(operator, plan, used, made)
-                else:  # it asks for addresses, or plain torch does its work
+                    self._record_plan(operator, plan, used, result)
+                else:  # it depends on addresses, or plain torch does its work
                     views = [self.view_of(v) if isinstance(v, Tensor) else v for v in used]
                     call = operator.call if isinstance(operator, TorchOp) else operator.launch
-                    self._add_line(Line(None, call, views, {}, changes=bool(operator._written)), made)
+                    self._add_record(Record(None, call, views, {}, changes=bool(operator._written)), result)
             except NotRepeatable as error:
                 self.refuse(str(error))
         with self:
             for i in operator._places:
                 if operator._kinds[i].written and used[i] is not args[i]:
                     args[i].copy_(used[i])
-        return made
+        return result
 
     @staticmethod
     def _launch(operator: Declared, args: tuple[Any, ...]) -> Any:
@@ -259,15 +264,15 @@ class Notes(TorchDispatchMode):
             with emulator.recording():
                 return operator.launch(*args)
 
-    def _note_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], made: Any) -> None:
+    def _record_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], result: Any) -> None:
         given = [None if used[i] is None else self.view_of(used[i]) for i in operator._places]
         given += [used[i] for i in operator._number_places]
         written = [
             self.view_of(used[i]) for i in operator._places if operator._kinds[i].written and used[i] is not None
         ]
-        self._add_line(Line(plan, None, given, {}, written, changes=bool(written)), made)
+        self._add_record(Record(plan, None, given, {}, written, changes=bool(written)), result)
 
-    def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tag in func.tags for tag in _UNKNOWN_RESULTS):
             raise NotRepeatable(f"{func} reads values")
         results = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -287,24 +292,24 @@ class Notes(TorchDispatchMode):
             raise NotRepeatable(f"{func} returns views of some arguments")
         name = func._schema.name.removeprefix("aten::")
         if (name in _ALLOCATIONS or name in _ZEROS) and self._is_plain(result):
-            self._add_line(Line(None, None, (), {"zero": True} if name in _ZEROS else {}), result)
+            self._add_record(Record(None, None, (), {"zero": True} if name in _ZEROS else {}), result)
             return
         views = torch.utils._pytree.tree_map(lambda v: self.view_of(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        self._add_line(Line(None, func, views[0], views[1], changes=writes), None if writes else result)
+        self._add_record(Record(None, func, views[0], views[1], changes=writes), None if writes else result)
 
     def _is_plain(self, t: Tensor) -> bool:
         return t.device == self.device and t.layout == torch.strided and not t.is_pinned()
 
-    def _add_line(self, line: Line, made: Any) -> None:
-        if len(self.lines) >= _MAX_LINES:
-            raise NotRepeatable(f"the call does more than {_MAX_LINES} things")
-        number = len(self.lines)
-        self.lines.append(line)
-        if isinstance(made, Tensor):
-            self._add_root(Root(f"t_{number}", made, line), made)
-        elif made is not None:
-            for part, tensor in enumerate(made):
-                self._add_root(Root(f"t_{number}_{part}", tensor, line, part), tensor)
+    def _add_record(self, record: Record, result: Any) -> None:
+        if len(self.records) >= _MAX_RECORDS:
+            raise NotRepeatable(f"the call does more than {_MAX_RECORDS} things")
+        number = len(self.records)
+        self.records.append(record)
+        if isinstance(result, Tensor):
+            self._add_root(Root(f"t_{number}", result, record), result)
+        elif result is not None:
+            for part, tensor in enumerate(result):
+                self._add_root(Root(f"t_{number}_{part}", tensor, record, part), tensor)
 
 
 def _storage(t: Tensor) -> int:
@@ -316,7 +321,7 @@ def _identity(t: Tensor) -> tuple[Any, ...]:
 
 
 def _all_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what the dispatcher gives a mode with the defaults that it leaves out."""
+    """Return the arguments of a dispatched call, with the defaults that the dispatcher leaves out."""
     return [
         args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(func._schema.arguments)

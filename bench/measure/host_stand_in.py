@@ -1,0 +1,316 @@
+"""``python -m bench host --stand-in``: host time per call without a GPU, and its ratio between two trees.
+
+A process per tree has the stand-in CUDA device of ``tests/support/stand_in``, whose launches are counted and compute
+nothing. Rows are the host rows, and beside them every public function with ``out=``, with gradients and with its
+backward, where it has these, and every aten override (``aten NAME``). A time is the smallest of many short batches, all
+rows by turns, so that what else the machine does hardly shows.
+
+The absolute times are not those of a machine with a GPU: allocations, launches and torch's own operators cost another
+time here. Compare trees, not devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.meta import ROOT
+
+BATCH_NS = 300_000  # shorter than a time slice: most batches are not interrupted
+MAX_BATCH = 200
+SECONDS = 30.0  # of measuring, per process
+REPEAT = 2  # processes per tree, by turns
+ATEN_SHAPE = (64, 64)
+
+Case = Callable[[], Any]
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+class _Captured(Exception):
+    """Ends a call whose arguments are wanted, not its result."""
+
+
+class _Capturing:
+    """In the place of the package: keeps the function and the arguments of the next public call."""
+
+    def __init__(self, package: Any) -> None:
+        self._package = package
+        self.active, self.call = False, None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._package, name)
+        if not inspect.isfunction(found):
+            return found
+
+        @functools.wraps(found)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return found(*args, **kwargs)
+            self.call = found, args, kwargs
+            raise _Captured
+
+        return function
+
+
+def _public_calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """Yield name, function and arguments of every host row of a public function."""
+    import rtkernels
+    from bench.measure.host_calls import calls
+
+    package = _Capturing(rtkernels)
+    for name, (_, make) in calls(package, "cuda").items():
+        case = make()
+        package.active = True
+        try:
+            case()
+        except _Captured:
+            yield name, *package.call
+        finally:
+            package.active = False
+
+
+def _with_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case | None:
+    if "out" not in inspect.signature(function).parameters or "out" in kwargs:
+        return None
+    return functools.partial(function, *args, **kwargs, out=function(*args, **kwargs))
+
+
+def _with_gradients(
+    function: Callable[..., Any], args: Any, kwargs: Any, most: int = sys.maxsize
+) -> tuple[Case, Case] | None:
+    """Return the call on leaves that want gradients, and the same with its backward; None if it has none.
+
+    Leaves are all its tensors of these dtypes, or the first one where others have no gradient.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    leaves: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float32)
+        if not floating or len(leaves) >= most:
+            return value
+        leaves.append(value.detach().clone().requires_grad_())
+        return leaves[-1]
+
+    given = args, kwargs
+    args, kwargs = _pytree.tree_map(leaf, given)
+    call = functools.partial(function, *args, **kwargs)
+    try:
+        call()
+    except ValueError:  # an ArgumentError of this tree or another one
+        return None if most == 1 else _with_gradients(function, *given, 1)
+    results = [t for t in _pytree.tree_leaves(call()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not results:
+        return None
+    gradients = [torch.ones_like(t) for t in results]
+
+    def backward() -> Any:
+        made = [t for t in _pytree.tree_leaves(call()) if isinstance(t, torch.Tensor) and t.requires_grad]
+        return torch.autograd.grad(made, leaves, gradients, allow_unused=True)
+
+    backward()
+    return call, backward
+
+
+def _aten() -> Iterator[tuple[str, Case]]:
+    """Enable all overrides and yield a small call of each."""
+    import torch
+
+    import rtkernels
+    from bench.measure.aten import arguments
+    from rtkernels.aten import table
+
+    for name in table.MIN_ELEMENTS:  # small tensors have the same host time
+        table.MIN_ELEMENTS[name] = 0
+    rows = table.table()
+    rtkernels.enable("all")
+    for name, row in rows.items():
+        made = arguments(row, ATEN_SHAPE, torch.float32, "cuda")
+        if made is not None:
+            base, _, overload = name.partition(".")
+            function = getattr(getattr(torch.ops.aten, base), overload or "default")
+            yield f"aten {name}", functools.partial(function, *made[0], **made[1])
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
+def rows(wanted: str) -> tuple[dict[str, Case], dict[str, str]]:
+    """Return the rows whose names match, and why others that match cannot be called."""
+    import torch
+
+    from bench.measure import host
+
+    found: dict[str, Case] = {}
+    failed: dict[str, str] = {}
+
+    def add(name: str, make: Callable[[], Case | None]) -> None:
+        if not re.search(wanted, name):
+            return
+        try:
+            case = make()
+            if case is not None:
+                with torch.inference_mode(name.endswith(" inference")):
+                    case()
+                found[name] = case
+        except Exception as error:
+            failed[name] = _told(error)
+
+    for name, case in host.cases().items():
+        if isinstance(case, str):
+            failed[name] = case
+        else:
+            add(name, lambda case=case: case)
+    for name, *call in _public_calls():
+        add(f"{name} out", lambda call=call: _with_out(*call))
+        if f"{name} grad" not in found and re.search(wanted, f"{name} grad"):
+            both: list[Any] = []
+            add(f"{name} grad", lambda call=call, both=both: (both.extend(_with_gradients(*call) or ()), *both, None)[1])
+            if both:
+                add(f"{name} grad_backward", lambda both=both: both[1])
+    if re.search(wanted, "aten") or wanted.startswith("aten"):
+        for name, case in _aten():
+            add(name, lambda case=case: case)
+    return found, failed
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+def _batch(case: Case, count: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(count):
+        case()
+    return (time.perf_counter_ns() - start) / count
+
+
+def measure(found: dict[str, Case], failed: dict[str, str], seconds: float) -> dict[str, float]:
+    """Return µs per call: the smallest of batches, rows by turns. Rows that raise go to `failed`."""
+    import torch
+
+    torch.autograd.set_multithreading_enabled(False)  # a backward in its own thread is scheduling, not our time
+    best: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for name, case in list(found.items()):
+        try:
+            with torch.inference_mode(name.endswith(" inference")):
+                _batch(case, 5)  # calls are recorded, and replayed from the third one on
+                best[name] = _batch(case, 5)
+        except Exception as error:
+            del found[name]
+            failed[name] = _told(error)
+            continue
+        counts[name] = max(2, min(MAX_BATCH, int(BATCH_NS / best[name])))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        gc.collect()
+        gc.disable()
+        for name, case in found.items():
+            with torch.inference_mode(name.endswith(" inference")):
+                best[name] = min(best[name], _batch(case, counts[name]))
+        gc.enable()
+    return {name: round(taken / 1e3, 3) for name, taken in best.items()}
+
+
+def child(tree: Path, wanted: str, seconds: float, arch: str) -> dict[str, Any]:
+    """Measure one tree, in a process that has imported nothing of rtkernels."""
+    sys.path[:0] = [str(ROOT / "tests"), str(tree)]
+    from support import stand_in
+
+    device = stand_in.install("count", arch)
+    import rtkernels
+
+    if tree not in Path(rtkernels.__file__).resolve().parents:
+        raise SystemExit(f"rtkernels comes from {rtkernels.__file__}, not from {tree}")
+    warnings.simplefilter("ignore")
+    device.skip_known_calls()
+    found, failed = rows(wanted)
+    return {"tree": str(tree), "us_per_call": measure(found, failed, seconds), "failed": failed}
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what ``python -m bench host`` takes."""
+    command.add_argument("--stand-in", action="store_true", required=True, help="the only way: no GPU is used")
+    command.add_argument(
+        "--tree", type=Path, action="append", help="checkout to measure; two of them are compared; default: this one"
+    )
+    command.add_argument("--rows", default="", help="regular expression on names of rows; 'aten' for overrides")
+    command.add_argument("--seconds", type=float, default=SECONDS, help="of measuring in each process")
+    command.add_argument("--repeat", type=int, default=REPEAT, help="processes per tree, by turns")
+    command.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89, sm_90a or sm_120a")
+    command.add_argument("--out", type=Path, help="write JSON here as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every tree, print JSON, or for two trees a table of ratios, largest first."""
+    trees = [path.resolve() for path in args.tree or [ROOT]]
+    if missing := [str(tree) for tree in trees if not (tree / "rtkernels").is_dir()]:
+        print(f"bench host: no package rtkernels in {', '.join(missing)}", file=sys.stderr)
+        return 2
+    results: list[dict[str, Any]] = [{} for _ in trees]
+    for _ in range(args.repeat):
+        for tree, result in zip(trees, results, strict=True):
+            _merge(result, _start(tree, args))
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if len(results) == 2:
+        print(_table(*results))
+    elif not args.out:
+        print(json.dumps(results, indent=1))
+    return 0
+
+
+def _start(tree: Path, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", __name__, str(tree), args.rows, str(args.seconds), args.arch]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RTKERNELS_EMULATE")}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _merge(result: dict[str, Any], new: dict[str, Any]) -> None:
+    times = result.get("us_per_call", {})
+    result |= new
+    result["us_per_call"] = {
+        name: min(taken, times.get(name, taken)) for name, taken in new["us_per_call"].items()
+    }  # fmt: skip
+
+
+def _table(old: dict[str, Any], new: dict[str, Any]) -> str:
+    before, after = old["us_per_call"], new["us_per_call"]
+    both = sorted(before.keys() & after.keys(), key=lambda name: before[name] / after[name])
+    lines = [f"{'ratio':>6} {'old us':>9} {'new us':>9}  row"]
+    lines += [f"{after[name] / before[name]:6.3f} {before[name]:9.2f} {after[name]:9.2f}  {name}" for name in both]
+    for name in sorted(before.keys() ^ after.keys()):
+        which, side = ("old", old) if name not in after else ("new", new)
+        other = (new if side is old else old)["failed"].get(name, "no such row")
+        lines.append(f"only in the {which} tree: {name} ({other})")
+    slower = sum(after[name] > 1.05 * before[name] for name in both)
+    lines.append(f"{len(both)} rows, {slower} of them more than 5 % slower")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    path, pattern, limit, target = sys.argv[1:]
+    print(json.dumps(child(Path(path), pattern, float(limit), target)))

@@ -1,0 +1,1 @@
+"""The way of a public call: arrays of other libraries, ``out=``, recent calls, errors (``public.py``)."""

@@ -1,0 +1,93 @@
+"""``@public``: what every public function does beside its own work.
+
+Arrays of other libraries are converted (``interop.py``), results go to `out` if the caller gives one (``out.py``), a
+call like a recent one is replayed (``recent.py``), and errors name an argument of the caller (``explained.py``). A
+public function is its docstring, its checks and its operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rtkernels import interop
+from rtkernels.runtime.call.codegen import MISS
+from rtkernels.runtime.call.explained import explainer
+from rtkernels.runtime.call.out import with_out
+from rtkernels.runtime.call.recent import Recent, miss
+from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def public(function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True) -> F:
+    """Make a function public.
+
+    Args:
+        function: Its results follow from the metadata of tensors, from its other arguments, and from what the
+            dispatcher sees. An argument called `out` is always None when it is called, unless it has `own_out`.
+        own_out: Its operators write to `out` themselves, because `out` is also read or may have other strides.
+        over: Names of arguments that `out` may be.
+        recent: Replay recent calls. False for functions of lists of tensors, which are found by their tables, and where
+            host time does not count.
+    """
+    if function is None:
+        return functools.partial(public, own_out=own_out, over=over, recent=recent)  # type: ignore[return-value]
+    parameters = inspect.signature(function).parameters
+    listed, passed = [], []
+    for name, p in parameters.items():
+        if p.kind is p.KEYWORD_ONLY and "*" not in listed:
+            listed.append("*")
+        listed.append(name)
+        passed.append(name if p.kind is not p.KEYWORD_ONLY else f"{name}={name}")
+    names, by_name = ", ".join(parameters), "{" + ", ".join(f"{name!r}: {name}" for name in parameters) + "}"
+    first = next(iter(parameters))
+    is_array = f"not isinstance({first}, Tensor)"
+    if parameters[first].annotation != "Tensor":  # it may be other things than tensors and arrays
+        is_array += f" and hasattr({first}, '__dlpack__')"
+    out = f"    if out is not None:\n        return _with_out(_function, {by_name}, _over)\n"
+    # While autograd records a call, there is nothing to replay: it is not compared with other recent calls.
+    required = [n for n, p in parameters.items() if p.annotation == "Tensor" and p.default is p.empty][:2]
+    wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required)
+    replay = f"""\
+        if not _is_dynamo_compiling() and _forward_ad._current_level < 0 and not _dispatch_modes():
+            _result = _last({names})
+            if _result is not _MISS:
+                return _result
+            if not ({wants_grad or "False"}) or not _is_grad_enabled():
+                return _find({names})
+"""
+    source = f"""
+def {function.__name__}({", ".join(listed)}):
+    try:
+{replay if recent else ""}\
+        return _call({names})
+    except Exception as _error:
+        _explain(_error, {by_name})
+        raise
+
+def _call({names}):
+    if {is_array}:
+        return _with_arrays(_public, {by_name})
+{out if "out" in parameters and not own_out else ""}\
+    return _function({", ".join(passed)})
+"""
+    scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
+        "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,
+        "_over": over.split(), "_explain": explainer(function), "_is_dynamo_compiling": is_dynamo_compiling,
+        "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,
+        "_with_out": with_out, "_with_arrays": interop.with_arrays,
+    }  # fmt: skip
+    exec(written_code(source, f"<rtkernels public {function.__name__}>"), scope)
+    result = scope["_public"] = functools.wraps(function)(scope[function.__name__])
+    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    if recent:
+        result.recent = Recent(function.__name__, scope, [*parameters], tuple(over.split()))
+        scope["_find"] = result.recent.find
+    return result

@@ -1,0 +1,131 @@
+"""Recent calls of a public function: the third call of a kind costs no more host time than its launches.
+
+The second call with one key (``depends.py``) is recorded (``trace.py``), and a function is written that compares
+arguments, allocates and launches (``codegen.py``). A call like one of the last few is found by a comparison in C++, any
+other by its key. Calls that need gradients, tensor subclasses, dispatch modes, transforms and compilation go to the
+function itself, and so does what cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rtkernels import emulator
+from rtkernels.runtime.call.codegen import MISS, replay_of
+from rtkernels.runtime.call.trace import Arguments, Trace
+from rtkernels.runtime.depends import call_key
+from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.torch_private import functorch_transform, jit_tracing_state
+
+_LIMIT = 1024  # calls that a function remembers
+_FIRST_TRIED = 4  # of them, compared one by one before a look-up: layers of different shapes alternate
+_ATTEMPTS = 4  # at recording calls of one key: the comparison in C++ sees more than a key holds
+
+
+class Known:
+    """What is known of calls with one key."""
+
+    __slots__ = ("attempts", "replay", "why_not")
+
+    def __init__(self) -> None:
+        self.attempts, self.replay = 0, None
+        self.why_not: str | None = None
+
+
+def miss(*_: Any) -> Any:
+    """Stand in for a replay when there is none."""
+    return MISS
+
+
+class Recent:
+    """Finds the replay of a call of one function, or records one.
+
+    Args:
+        name: The function's.
+        scope: Globals of the function that users call: ``_last`` is tried first, ``_call`` is the function itself with
+            ``out=`` and foreign arrays.
+        names: Its arguments.
+        over: Those that `out` may be.
+    """
+
+    def __init__(self, name: str, scope: dict[str, Any], names: list[str], over: tuple[str, ...]) -> None:
+        self.name, self._scope, self._names, self._over = name, scope, names, over
+        self.known: dict[Any, Known] = {}
+        self._first_tried: tuple[Callable[..., Any], ...] = ()
+        Plans.replays.append(self.forget)
+
+    def forget(self) -> None:
+        """Forget all calls: plans may have changed."""
+        self.known.clear()
+        self._first_tried = ()
+        self._scope["_last"] = miss
+
+    def find(self, *values: Any) -> Any:
+        """Make a call that is not like the last one."""
+        last = self._scope["_last"]
+        for replay in self._first_tried:
+            if replay is not last:
+                result = replay(*values)
+                if result is not MISS:
+                    self._scope["_last"] = replay
+                    return result
+        key = self._key(values)
+        if key is None:
+            return self._scope["_call"](*values)
+        if key[0] < 0:
+            return self._emulated(values)
+        return self._found(key, values)
+
+    def _found(self, key: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+        known = self.known.get(key)
+        if known is None:  # shapes that come once are not worth a trace
+            result = self._scope["_call"](*values)
+            if len(self.known) >= _LIMIT:
+                self.known.clear()
+            self.known[key] = Known()
+            return result
+        if known.replay is not None:
+            result = known.replay(*values)
+            if result is not MISS:
+                self._scope["_last"] = known.replay
+                if known.replay not in self._first_tried:
+                    self._first_tried = known.replay, *self._first_tried[: _FIRST_TRIED - 1]
+                return result
+        if known.attempts >= _ATTEMPTS:
+            return self._scope["_call"](*values)
+        return self._recorded(known, values)
+
+    def _key(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the key of a call, None for one that is not recorded."""
+        if functorch_transform() is not None or jit_tracing_state() is not None:
+            return None
+        key = call_key(values)
+        return None if key is None or (key[0] < 0 and emulator.active() is None) else key
+
+    def _recorded(self, known: Known, values: tuple[Any, ...]) -> Any:
+        arguments = Arguments(dict(zip(self._names, values, strict=True)))
+        known.attempts += 1
+        if any(t.is_neg() or t.is_conj() or not t.numel() for t in arguments.tensors.values()):
+            return self._scope["_call"](*values)
+        trace = Trace(arguments.tensors, over=self._over)
+        with trace:
+            result = self._scope["_call"](*values)
+        known.replay = replay_of(self.name, arguments, trace, result)
+        if known.replay is None:
+            known.attempts, known.why_not = _ATTEMPTS, trace.refused
+        return result
+
+    def _emulated(self, values: tuple[Any, ...]) -> Any:
+        """Do the same on the CPU: in the emulator addresses are objects, and operators begin and end a recording."""
+        with emulator.lock:
+            emulate_features(emulator.active())  # which may forget what is known
+            known = self.known.get(key := self._key(values))
+            if known is not None and known.replay is not None:
+                with emulator.recording():
+                    result = known.replay(*values)
+                if result is not MISS:
+                    return result
+                known.replay = None
+        return self._found(key, values)

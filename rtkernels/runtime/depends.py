@@ -1,0 +1,76 @@
+"""Everything that a call may depend on, in one place: keys and guards of recent calls are made from this list.
+
+===================  ================================================  ============================================
+item                 in a key                                          in the guard of a replay
+===================  ================================================  ============================================
+tensors              dtype, shape, strides, device, address modulo 16  one comparison in C++, then addresses
+lazy negatives       such calls are not recorded                       dispatch keys, compared in C++
+aliasing             which arguments are one tensor                    ``is``; pairs found apart are compared again
+other arguments      type and value, the sign of a zero                likewise
+gradients            calls that record one are not recorded            ``requires_grad`` in C++; grad mode
+inference mode       yes                                               dispatch keys, compared in C++
+autocast             whether, and to which dtype                       dispatch keys in C++; the dtype
+default dtype        yes                                               where torch computes a part of the call
+deterministic mode   yes                                               where torch computes a part of the call
+environment          nothing                                           RTKERNELS_DEBUG, if the call asked for it
+emulation            changing the target forgets all calls             likewise
+dispatch modes, ...  such calls are neither recorded nor replayed      asked before anything else
+stream, capture      nothing: launches go to the current stream        likewise
+threads              nothing: kept scratch belongs to a thread         likewise
+plans                forgetting plans forgets all calls                likewise
+===================  ================================================  ============================================
+
+Dispatch modes and the like: functorch transforms, forward-mode differentiation, tracing, Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rtkernels.runtime.torch_private import TENSOR_TYPES
+
+MAX_PARTS = 16  # elements of a list among the arguments
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+
+
+def meta_code(x: str, address: str | None = None) -> str:
+    """Return the expression of what a key holds of a tensor, in the order of ``kinds.Meta``."""
+    return f"{x}.dtype, {x}.shape, {x}.stride(), {x}.get_device(), {address or f'{x}.data_ptr()'} & 15"
+
+
+def call_key(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return the key of a public call, its device first; None if it cannot be recorded."""
+    key: list[Any] = [None]
+    tensors: list[int] = []
+    if not _add_values(key, values, torch.is_grad_enabled(), tensors) or key[0] is None:
+        return None
+    if len({*tensors}) < len(tensors):  # which of them are one
+        key.append(tuple(map(tensors.index, tensors)))
+    kind = "cpu" if key[0] < 0 else "cuda"
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key += [torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()]
+    key.append(torch.are_deterministic_algorithms_enabled())
+    return tuple(key)
+
+
+def _add_values(key: list[Any], values: Iterable[Any], grads: bool, tensors: list[int]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind in TENSOR_TYPES:
+            if value.layout is not torch.strided or value.is_meta or (value.requires_grad and grads):
+                return False
+            device = key[0] = value.get_device()
+            key.append((value.dtype, value.shape, value.stride(), device, value.data_ptr() & 15))
+            tensors.append(id(value))
+        elif kind in _PLAIN:
+            key.append((kind, value if value or kind is not float else str(value)))
+        elif isinstance(value, (tuple, list)) and len(value) <= MAX_PARTS:
+            key.append((kind, len(value)))
+            if not _add_values(key, value, grads, tensors):
+                return False
+        else:
+            return False
+    return True
