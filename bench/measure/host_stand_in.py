@@ -3,7 +3,8 @@
 A process per tree has the stand-in CUDA device of ``tests/support/stand_in``, whose launches are counted and compute
 nothing. Rows are the host rows, and beside them every public function with ``out=``, with gradients and with its
 backward, where it has these, and every aten override (``aten NAME``). A time is the smallest of many short batches, all
-rows by turns, so that what else the machine does hardly shows.
+rows by turns, so that what else the machine does hardly shows. The number of bytecode instructions that Python executes
+in a call is counted as well: it is the same in every run, however busy the machine.
 
 The absolute times are not those of a machine with a GPU: allocations, launches and torch's own operators cost another
 time here. Compare trees, not devices.
@@ -180,11 +181,10 @@ def rows(wanted: str) -> tuple[dict[str, Case], dict[str, str]]:
             add(name, lambda case=case: case)
     for name, *call in _public_calls():
         add(f"{name} out", lambda call=call: _with_out(*call))
-        if f"{name} grad" not in found and re.search(wanted, f"{name} grad"):
-            both: list[Any] = []
-            add(f"{name} grad", lambda call=call, both=both: (both.extend(_with_gradients(*call) or ()), *both, None)[1])
-            if both:
-                add(f"{name} grad_backward", lambda both=both: both[1])
+        if f"{name} grad" not in found:
+            both = functools.cache(lambda call=call: _with_gradients(*call) or (None, None))
+            add(f"{name} grad", lambda both=both: both()[0])
+            add(f"{name} grad_backward", lambda both=both: both()[1])
     if re.search(wanted, "aten") or wanted.startswith("aten"):
         for name, case in _aten():
             add(name, lambda case=case: case)
@@ -229,6 +229,32 @@ def measure(found: dict[str, Case], failed: dict[str, str], seconds: float) -> d
     return {name: round(taken / 1e3, 3) for name, taken in best.items()}
 
 
+def opcodes(found: dict[str, Case]) -> dict[str, int]:
+    """Return how many bytecode instructions a call executes."""
+    import torch
+
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    result: dict[str, int] = {}
+    for name, case in found.items():
+        with torch.inference_mode(name.endswith(" inference")):
+            case()
+            count = 0
+            sys.settrace(trace)
+            try:
+                case()
+            finally:
+                sys.settrace(None)
+        result[name] = count
+    return result
+
+
 def child(tree: Path, wanted: str, seconds: float, arch: str) -> dict[str, Any]:
     """Measure one tree, in a process that has imported nothing of rtkernels."""
     sys.path[:0] = [str(ROOT / "tests"), str(tree)]
@@ -242,7 +268,8 @@ def child(tree: Path, wanted: str, seconds: float, arch: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     device.skip_known_calls()
     found, failed = rows(wanted)
-    return {"tree": str(tree), "us_per_call": measure(found, failed, seconds), "failed": failed}
+    times = measure(found, failed, seconds)
+    return {"tree": str(tree), "us_per_call": times, "opcodes": opcodes(found), "failed": failed}
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -300,8 +327,10 @@ def _merge(result: dict[str, Any], new: dict[str, Any]) -> None:
 def _table(old: dict[str, Any], new: dict[str, Any]) -> str:
     before, after = old["us_per_call"], new["us_per_call"]
     both = sorted(before.keys() & after.keys(), key=lambda name: before[name] / after[name])
-    lines = [f"{'ratio':>6} {'old us':>9} {'new us':>9}  row"]
-    lines += [f"{after[name] / before[name]:6.3f} {before[name]:9.2f} {after[name]:9.2f}  {name}" for name in both]
+    lines = [f"{'time':>6} {'opcodes':>7} {'old us':>9} {'new us':>9}  row (ratios: new / old)"]
+    for name in both:
+        codes = new["opcodes"][name] / max(old["opcodes"][name], 1)
+        lines.append(f"{after[name] / before[name]:6.3f} {codes:7.3f} {before[name]:9.2f} {after[name]:9.2f}  {name}")
     for name in sorted(before.keys() ^ after.keys()):
         which, side = ("old", old) if name not in after else ("new", new)
         other = (new if side is old else old)["failed"].get(name, "no such row")
