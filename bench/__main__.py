@@ -1,4 +1,4 @@
-"""``python -m bench run``, ``check``, ``sweep``, ``aten``, ``host``, ``report``, ``record``, ``readme``, ``zoo`` and ``e2e``."""
+"""``python -m bench``: run, check, sweep, aten, host, report, record, readme, zoo and e2e."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """``python -m bench host --stand-in``: host time per call without a GPU, and its ratio between two trees.
 
+    python -m bench host --stand-in --tree ../before --tree .
+
 A process per tree has the stand-in CUDA device of ``tests/support/stand_in``, whose launches are counted and compute
 nothing. Rows are the host rows, and beside them every public function with ``out=``, with gradients and with its
-backward, where it has these, and every aten override (``aten NAME``). A time is the smallest of many short batches, all
-rows by turns, so that what else the machine does hardly shows.
+backward, where it has these, and every aten override (``aten NAME``). A time is the thread's CPU time in the quickest
+of many short batches; the ratio of two trees is the median over batches that were measured right after each other, on
+one core, so that what else the machine does hardly shows. The number of bytecode instructions that Python executes in a
+call is counted as well: it is the same in every run, however busy the machine.
 
 The absolute times are not those of a machine with a GPU: allocations, launches and torch's own operators cost another
 time here. Compare trees, not devices.
@@ -18,6 +22,7 @@ import inspect
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -30,8 +35,8 @@ from bench.meta import ROOT
 
 BATCH_NS = 300_000  # shorter than a time slice: most batches are not interrupted
 MAX_BATCH = 200
-SECONDS = 30.0  # of measuring, per process
-REPEAT = 2  # processes per tree, by turns
+SECONDS = 40.0  # of measuring, per tree
+TOGETHER = 10  # rows that are measured in one tree before the other one has its turn
 ATEN_SHAPE = (64, 64)
 
 Case = Callable[[], Any]
@@ -141,10 +146,12 @@ def _aten() -> Iterator[tuple[str, Case]]:
     rows = table.table()
     rtkernels.enable("all")
     for name, row in rows.items():
+        base, _, overload = name.partition(".")
+        function = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if torch.Tag.dynamic_output_shape in function.tags:  # no kernel writes the size that the host reads
+            continue
         made = arguments(row, ATEN_SHAPE, torch.float32, "cuda")
         if made is not None:
-            base, _, overload = name.partition(".")
-            function = getattr(getattr(torch.ops.aten, base), overload or "default")
             yield f"aten {name}", functools.partial(function, *made[0], **made[1])
 
 
@@ -180,11 +187,10 @@ def rows(wanted: str) -> tuple[dict[str, Case], dict[str, str]]:
             add(name, lambda case=case: case)
     for name, *call in _public_calls():
         add(f"{name} out", lambda call=call: _with_out(*call))
-        if f"{name} grad" not in found and re.search(wanted, f"{name} grad"):
-            both: list[Any] = []
-            add(f"{name} grad", lambda call=call, both=both: (both.extend(_with_gradients(*call) or ()), *both, None)[1])
-            if both:
-                add(f"{name} grad_backward", lambda both=both: both[1])
+        if f"{name} grad" not in found:
+            both = functools.cache(lambda call=call: _with_gradients(*call) or (None, None))
+            add(f"{name} grad", lambda both=both: both()[0])
+            add(f"{name} grad_backward", lambda both=both: both()[1])
     if re.search(wanted, "aten") or wanted.startswith("aten"):
         for name, case in _aten():
             add(name, lambda case=case: case)
@@ -195,42 +201,75 @@ def rows(wanted: str) -> tuple[dict[str, Case], dict[str, str]]:
 
 
 def _batch(case: Case, count: int) -> float:
-    start = time.perf_counter_ns()
+    start = time.thread_time_ns()
     for _ in range(count):
         case()
-    return (time.perf_counter_ns() - start) / count
+    return (time.thread_time_ns() - start) / count
 
 
-def measure(found: dict[str, Case], failed: dict[str, str], seconds: float) -> dict[str, float]:
-    """Return µs per call: the smallest of batches, rows by turns. Rows that raise go to `failed`."""
+class Rows:
+    """Rows that can be measured again and again; those that raise go to `failed`."""
+
+    def __init__(self, found: dict[str, Case], failed: dict[str, str]) -> None:
+        import torch
+
+        torch.autograd.set_multithreading_enabled(False)  # a backward in its own thread is scheduling, not our time
+        self.found, self.failed = found, failed
+        self._counts = dict.fromkeys(found, 5)
+        self.measure([*found])  # calls are recorded, and replayed from the third one on
+        for name, taken in self.measure([*found]).items():
+            self._counts[name] = max(2, min(MAX_BATCH, int(BATCH_NS / taken)))
+
+    def measure(self, names: list[str]) -> dict[str, float]:
+        """Return ns of CPU time per call in one batch of each row."""
+        import torch
+
+        result: dict[str, float] = {}
+        gc.disable()
+        for name in names:
+            if name not in self.found:
+                continue
+            try:
+                with torch.inference_mode(name.endswith(" inference")):
+                    result[name] = max(_batch(self.found[name], self._counts[name]), 1.0)
+            except Exception as error:  # of torch, which looks at values
+                del self.found[name]
+                self.failed[name] = _told(error)
+        gc.enable()
+        return result
+
+
+def opcodes(found: dict[str, Case]) -> dict[str, int]:
+    """Return how many bytecode instructions a call executes."""
     import torch
 
-    torch.autograd.set_multithreading_enabled(False)  # a backward in its own thread is scheduling, not our time
-    best: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for name, case in list(found.items()):
-        try:
-            with torch.inference_mode(name.endswith(" inference")):
-                _batch(case, 5)  # calls are recorded, and replayed from the third one on
-                best[name] = _batch(case, 5)
-        except Exception as error:
-            del found[name]
-            failed[name] = _told(error)
-            continue
-        counts[name] = max(2, min(MAX_BATCH, int(BATCH_NS / best[name])))
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        gc.collect()
-        gc.disable()
-        for name, case in found.items():
-            with torch.inference_mode(name.endswith(" inference")):
-                best[name] = min(best[name], _batch(case, counts[name]))
-        gc.enable()
-    return {name: round(taken / 1e3, 3) for name, taken in best.items()}
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    result: dict[str, int] = {}
+    for name, case in found.items():
+        with torch.inference_mode(name.endswith(" inference")):
+            case()
+            count = 0
+            sys.settrace(trace)
+            try:
+                case()
+            finally:
+                sys.settrace(None)
+        result[name] = count
+    return result
 
 
-def child(tree: Path, wanted: str, seconds: float, arch: str) -> dict[str, Any]:
-    """Measure one tree, in a process that has imported nothing of rtkernels."""
+def child(tree: Path, wanted: str, arch: str) -> None:
+    """Measure one tree, in a process that has imported nothing of rtkernels.
+
+    It prints a line of JSON about its rows, and for every line of names that it reads one with a batch of each.
+    """
     sys.path[:0] = [str(ROOT / "tests"), str(tree)]
     from support import stand_in
 
@@ -241,8 +280,13 @@ def child(tree: Path, wanted: str, seconds: float, arch: str) -> dict[str, Any]:
         raise SystemExit(f"rtkernels comes from {rtkernels.__file__}, not from {tree}")
     warnings.simplefilter("ignore")
     device.skip_known_calls()
-    found, failed = rows(wanted)
-    return {"tree": str(tree), "us_per_call": measure(found, failed, seconds), "failed": failed}
+    measured = Rows(*rows(wanted))
+    gc.collect()
+    gc.freeze()  # what is there stays: collections look at what batches leave only
+    print(json.dumps({"opcodes": opcodes(measured.found), "failed": measured.failed}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measured.measure(json.loads(line))), flush=True)
+        gc.collect()
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -255,8 +299,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--tree", type=Path, action="append", help="checkout to measure; two of them are compared; default: this one"
     )
     command.add_argument("--rows", default="", help="regular expression on names of rows; 'aten' for overrides")
-    command.add_argument("--seconds", type=float, default=SECONDS, help="of measuring in each process")
-    command.add_argument("--repeat", type=int, default=REPEAT, help="processes per tree, by turns")
+    command.add_argument(
+        "--seconds", type=float, default=SECONDS, help="of measuring per tree, after 10 to 20 of setup"
+    )
     command.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89, sm_90a or sm_120a")
     command.add_argument("--out", type=Path, help="write JSON here as well")
 
@@ -267,10 +312,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [str(tree) for tree in trees if not (tree / "rtkernels").is_dir()]:
         print(f"bench host: no package rtkernels in {', '.join(missing)}", file=sys.stderr)
         return 2
-    results: list[dict[str, Any]] = [{} for _ in trees]
-    for _ in range(args.repeat):
-        for tree, result in zip(trees, results, strict=True):
-            _merge(result, _start(tree, args))
+    results = _measured(trees, args)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if len(results) == 2:
@@ -280,37 +322,75 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(tree: Path, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", __name__, str(tree), args.rows, str(args.seconds), args.arch]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RTKERNELS_EMULATE")}
-    done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+class _Child:
+    """The process of one tree, and what it has measured."""
+
+    def __init__(self, tree: Path, args: argparse.Namespace) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RTKERNELS_EMULATE")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(tree), args.rows, args.arch],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.tree, self.batches = tree, {}
+        self.about = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"bench host: the process of {self.tree} ended")
+        return json.loads(line)
+
+    def measure(self, names: list[str]) -> float:
+        """Measure a batch of each row; return the seconds that took."""
+        self._process.stdin.write(json.dumps(names) + "\n")
+        self._process.stdin.flush()
+        start, answer = time.perf_counter(), self._answer()
+        for name in names:
+            self.batches.setdefault(name, []).append(answer.get(name))
+        return time.perf_counter() - start
+
+    def end(self) -> dict[str, Any]:
+        """Return what it measured."""
+        self._process.stdin.close()
+        self._process.wait()
+        times = {name: [ns for ns in batches if ns] for name, batches in self.batches.items()}
+        best = {name: round(min(batches) / 1e3, 3) for name, batches in times.items() if batches}
+        return {"tree": str(self.tree), "us_per_call": best, **self.about, "batches_ns": self.batches}
 
 
-def _merge(result: dict[str, Any], new: dict[str, Any]) -> None:
-    times = result.get("us_per_call", {})
-    result |= new
-    result["us_per_call"] = {
-        name: min(taken, times.get(name, taken)) for name, taken in new["us_per_call"].items()
-    }  # fmt: skip
+def _measured(trees: list[Path], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure trees by turns, a few rows at a time, so that both see the machine in the same state."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # cores differ; the processes inherit it
+    children = [_Child(tree, args) for tree in trees]
+    names = list(dict.fromkeys(name for child in children for name in child.about["opcodes"]))
+    spent = 0.0
+    while spent < args.seconds * len(children):
+        for first in range(0, len(names), TOGETHER):
+            spent += sum(child.measure(names[first : first + TOGETHER]) for child in children)
+    return [child.end() for child in children]
+
+
+def _ratio(name: str, old: dict[str, Any], new: dict[str, Any]) -> float:
+    """Return the median of new / old over batches that were measured right after each other."""
+    pairs = zip(old["batches_ns"][name], new["batches_ns"][name], strict=True)
+    return statistics.median(b / a for a, b in pairs if a and b)
 
 
 def _table(old: dict[str, Any], new: dict[str, Any]) -> str:
     before, after = old["us_per_call"], new["us_per_call"]
-    both = sorted(before.keys() & after.keys(), key=lambda name: before[name] / after[name])
-    lines = [f"{'ratio':>6} {'old us':>9} {'new us':>9}  row"]
-    lines += [f"{after[name] / before[name]:6.3f} {before[name]:9.2f} {after[name]:9.2f}  {name}" for name in both]
+    ratios = {name: _ratio(name, old, new) for name in before.keys() & after.keys()}
+    lines = [f"{'time':>6} {'opcodes':>7} {'old us':>9} {'new us':>9}  row (ratios: new / old)"]
+    for name, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
+        codes = new["opcodes"][name] / max(old["opcodes"][name], 1)
+        lines.append(f"{ratio:6.3f} {codes:7.3f} {before[name]:9.2f} {after[name]:9.2f}  {name}")
     for name in sorted(before.keys() ^ after.keys()):
-        which, side = ("old", old) if name not in after else ("new", new)
-        other = (new if side is old else old)["failed"].get(name, "no such row")
-        lines.append(f"only in the {which} tree: {name} ({other})")
-    slower = sum(after[name] > 1.05 * before[name] for name in both)
-    lines.append(f"{len(both)} rows, {slower} of them more than 5 % slower")
+        which, other = ("old", new) if name in before else ("new", old)
+        lines.append(f"only in the {which} tree: {name} ({other['failed'].get(name, 'no such row')})")
+    slower = sum(ratio > 1.05 for ratio in ratios.values())
+    lines.append(f"{len(ratios)} rows, {slower} of them more than 5 % slower")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    path, pattern, limit, target = sys.argv[1:]
-    print(json.dumps(child(Path(path), pattern, float(limit), target)))
+    child(Path(sys.argv[1]), *sys.argv[2:])

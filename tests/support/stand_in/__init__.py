@@ -58,7 +58,8 @@ class StandIn:
         self.module, self.arch, self.sm_count = module, arch, sm_count
         self.kernels: list[tuple[Any, tuple[Any, ...]]] = []  # by handle, which begin at 1
         self.maps: dict[int, tuple[Any, ...]] = {}  # what a tensor map says, by its address
-        self.tables: dict[int, dict[int, int]] = {}  # word -> address that it holds, by address of a table
+        # Tables of addresses by their own address: the table, and the address that each of its words holds.
+        self.tables: dict[int, tuple[Callable[[], Any], dict[int, int]]] = {}
         self.features = int("".join(filter(str.isdigit, arch)))  # 90 of sm_90a
         self._emulated = 0
 

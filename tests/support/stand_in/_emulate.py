@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,10 +14,10 @@ from rtkernels import emulator
 from rtkernels.emulator import Pointer, points_to
 from rtkernels.emulator._dependent import history
 from rtkernels.runtime.launch import driver
-from rtkernels.runtime.launch.tensor_map import EmulatedMap, _TYPES
+from rtkernels.runtime.launch.tensor_map import _TYPES, EmulatedMap
 
 _KINDS = {"ptr": ctypes.c_uint64, "i64": ctypes.c_int64, "f64": ctypes.c_double}
-_BYTES_OF_MAP = {number: size for number, size in _TYPES.values()}
+_BYTES_OF_MAP = dict(_TYPES.values())  # by number
 _PROGRAMMATIC, _COOPERATIVE, _CLUSTER = (
     driver._PROGRAMMATIC_SERIALIZATION, driver._COOPERATIVE, driver._CLUSTER_DIMENSION,
 )  # fmt: skip
@@ -61,7 +62,8 @@ def recording_targets(
     def remembering(words: numpy.ndarray, ordinal: int, targets: Callable[[], Mapping[int, torch.Tensor]]) -> Any:
         table = upload(words, ordinal, targets)
         if ordinal >= 0:
-            device.tables[table.data_ptr()] = {word: t.data_ptr() for word, t in targets().items()}
+            addresses = {word: t.data_ptr() for word, t in targets().items()}
+            device.tables[table.data_ptr()] = weakref.ref(table), addresses
         return table
 
     return remembering
@@ -83,9 +85,8 @@ def _run(
         values.append(blocks.pointer(value) if kind == "ptr" and value else value)
     together = grid[0] if resident else cluster
     history().begin_op()
-    emulator.bind(
-        kernel, variant, device.features, grid, block, shared, together, resident=resident, overlap=overlap
-    )(*values)
+    how = {"resident": resident, "overlap": overlap}
+    emulator.bind(kernel, variant, device.features, grid, block, shared, together, **how)(*values)
     device.count_emulated()
     return 0
 
@@ -105,8 +106,8 @@ class _Blocks:
         if start not in self._found:
             memory = (ctypes.c_uint8 * size).from_address(start)
             self._found[start] = tensor = torch.frombuffer(memory, dtype=torch.uint8)
-            targets = self._device.tables.get(start)
-            if targets is not None:
+            table, targets = self._device.tables.get(start, (lambda: None, {}))
+            if table() is not None:  # or its memory is another one's by now
                 points_to(tensor, {word: self.pointer(target).tensor for word, target in targets.items() if target})
         made = Pointer(address)
         made.tensor = self._found[start]

@@ -15,8 +15,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
 #include <cstdlib>
@@ -28,6 +26,9 @@
 #include <unordered_map>
 #include <variant>
 #include <vector>
+
+// Of torch/csrc/autograd/python_variable.h, which takes longer to compile than all the rest.
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace {
 
@@ -87,15 +88,18 @@ void give_back(void* block) {
 }
 
 struct Memory final : c10::Allocator {
+    c10::Device device;
+    explicit Memory(c10::Device device) : device(device) {}
     c10::DataPtr allocate(size_t bytes) override {
         void* block = bytes ? blocks().take(bytes) : nullptr;
-        return {block, block, &give_back, kDevice};
+        return {block, block, &give_back, device};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
     void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
 };
 
-Memory memory;
+Memory memory(kDevice);
+Memory pinned_memory{c10::Device(c10::DeviceType::CPU)};  // kernels may write to it, as to pinned memory
 REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &memory)
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
@@ -158,7 +162,7 @@ struct Hooks final : at::CUDAHooksInterface {
     c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
     c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
-    c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+    c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
     void deviceSynchronize(c10::DeviceIndex) const override {}
 };
 
@@ -441,10 +445,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 unsigned long long launches = 0;
 
 PyObject* python_empty_strided(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(
-        count == 3 && PyTuple_CheckExact(args[0]) && PyTuple_CheckExact(args[1]) && THPDtype_Check(args[2]),
-        "expected two tuples and a dtype");
+    if (count != 3 || !PyTuple_CheckExact(args[0]) || !PyTuple_CheckExact(args[1]) || !THPDtype_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "expected two tuples and a dtype");
+        return nullptr;
+    }
     c10::SmallVector<int64_t, 8> dims[2];
     for (int i = 0; i < 2; ++i)
         for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(args[i]); ++j) {
@@ -452,15 +456,13 @@ PyObject* python_empty_strided(PyObject*, PyObject* const* args, Py_ssize_t coun
             if (n == -1 && PyErr_Occurred()) return nullptr;
             dims[i].push_back(n);
         }
-    return THPVariable_Wrap(
-        empty_strided_cuda(dims[0], dims[1], reinterpret_cast<THPDtype*>(args[2])->scalar_type));
-    END_HANDLE_TH_ERRORS
-}
-
-PyObject* python_as_cpu(PyObject*, PyObject* tensor) {
-    HANDLE_TH_ERRORS
-    return THPVariable_Wrap(as_cpu(THPVariable_Unpack(tensor)));
-    END_HANDLE_TH_ERRORS
+    try {
+        return THPVariable_Wrap(
+            empty_strided_cuda(dims[0], dims[1], reinterpret_cast<THPDtype*>(args[2])->scalar_type));
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
 }
 
 // Any launch function of the driver: counts, and answers "success".
@@ -495,7 +497,6 @@ PyObject* python_skip_known_calls(PyObject*, PyObject* on) {
 
 // Registers `run_on_cpu` for operators of aten that have a CPU kernel and no CUDA kernel.
 PyObject* python_take_cpu_kernels(PyObject*, PyObject*) {
-    HANDLE_TH_ERRORS
     static std::unique_ptr<torch::Library> library;
     if (library) Py_RETURN_NONE;
     library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
@@ -510,12 +511,10 @@ PyObject* python_take_cpu_kernels(PyObject*, PyObject*) {
         library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
     }
     Py_RETURN_NONE;
-    END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef methods[] = {
     {"empty_strided_cuda", reinterpret_cast<PyCFunction>(python_empty_strided), METH_FASTCALL, nullptr},
-    {"as_cpu", python_as_cpu, METH_O, nullptr},
     {"launch", reinterpret_cast<PyCFunction>(python_launch), METH_FASTCALL, nullptr},
     {"launches", python_launches, METH_NOARGS, nullptr},
     {"block_of", python_block_of, METH_O, nullptr},
