@@ -120,7 +120,7 @@ def _plan_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, check_counts, 
     rows = _step(given, dy, cols, ("factor", "q", "scale", "dx", "dweight", "amax"), device)
     blocks = row_blocks_of(row_count(x.shape), experts_of(counts))
     results = 0, 0, "q_t", "scale_t", 0, 0, "factor", "amax"
-    columns = generic_step(given._replace(check=False), dy, blocks, results, device, pad_to=pad_to)
+    columns = generic_step(given._replace(check_counts=False), dy, blocks, results, device, pad_to=pad_to)
     return Steps(rows, columns, scratch={"amax": Memory(_line(counts, 2 * cols), torch.float32, zero=True)})
 
 

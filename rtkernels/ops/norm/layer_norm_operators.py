@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from rtkernels.ops.norm import reference
 from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
 from rtkernels.ops.norm.layer_norm_plan import check_bwd, parameter_sums, plan_bwd, plan_fwd
-from rtkernels.ops.norm.reference import added, into_out, over
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import (
+    Argument,
+    Dense,
+    InPlace,
+    InPlaceDense,
+    InPlaceOperator,
+    Meta,
+    Operator,
+    Rows,
+)
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -18,9 +26,14 @@ def _gradients(h, weight, bias, parameter_grad):
     return (Memory((sums, h.shape[-1]), dtype) if sums else None,)
 
 
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=over(BACKWARD.launch)) if "stats" in steps.scratch else steps  # a second kernel reads h
+def _plan_over(
+    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, eps: float, offset: float,
+    parameter_grad: bool, device: int,
+) -> Steps:  # fmt: skip
+    steps = plan_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad, device, dh="h")
+    if "stats" in steps.scratch:  # a second kernel reads h
+        return Steps(instead=partial(reference.layer_bwd_over, backward=BACKWARD.launch))
+    return steps
 
 
 _X, _RESIDUAL, _DY, _DSUM = Rows("x", None), Rows("residual", None), Rows("dy", None), Rows("dsum", None, optional=True)
@@ -32,7 +45,7 @@ FORWARD = Operator(
 )  # fmt: skip
 ADD_FORWARD = Operator(
     "add_layer_norm_fwd", (_X, _RESIDUAL, _WEIGHT, _BIAS), options=_OPTIONS, results="y sum",
-    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.layer_fwd),
+    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=reference.add_layer_fwd,
     check=check_inputs,
 )  # fmt: skip
 # Writes y into out; the result is the sum, or empty without a residual.
@@ -41,7 +54,7 @@ OUT_FORWARD = InPlaceOperator(
     (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "),
      InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=into_out(reference.layer_fwd), check=check_inputs, prepare=prepare_out,
+    reference=reference.layer_fwd_out, check=check_inputs, prepare=prepare_out,
 )  # fmt: skip
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
 _BWD_BIAS = Argument("bias", None, optional=True)
@@ -54,7 +67,7 @@ BACKWARD = Operator(
 BACKWARD_OVER = InPlaceOperator(
     "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
     options=f"{_OPTIONS}, bool parameter_grad", results="gradients", outputs=_gradients, plan=_plan_over,
-    reference=over(reference.layer_bwd), check=check_bwd, prepare=prepare_over,
+    reference=reference.layer_bwd_over, check=check_bwd, prepare=prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.act.combine import combine
-from rtkernels.ops.norm import norm_modulated
 from rtkernels.ops.norm.norm_modulated_bwd import BACKWARD
+from rtkernels.ops.norm.norm_modulated_operators import FORWARD
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.shared.row_operands import summed
 from rtkernels.runtime.layout import row_count
@@ -35,7 +35,7 @@ def _run(x: Tensor, *operands: Any, eps: float, offset: float, centred: bool) ->
     y = _new(x)
     changed = any(t is not None for t in operands[:3])  # residual, gate, bias
     h = _new(x) if changed else x
-    norm_modulated.FORWARD(
+    FORWARD(
         x, *operands, None, y, h if changed else None, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0
     )
     return y, h

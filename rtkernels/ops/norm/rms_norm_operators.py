@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from rtkernels.ops.norm import reference
 from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
-from rtkernels.ops.norm.reference import added, into_out, over
 from rtkernels.ops.norm.rms_norm_plan import check_bwd, plan_bwd, plan_fwd
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceDense, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceDense, InPlaceOperator, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
 
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=over(BACKWARD.launch)) if "rstd" in steps.scratch else steps  # a second kernel reads h
+def _plan_over(
+    dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, eps: float, offset: float, weight_grad: bool, device: int
+) -> Steps:
+    steps = plan_bwd(dy, h, weight, dsum, eps, offset, weight_grad, device, dh="h")
+    if "rstd" in steps.scratch:  # a second kernel reads h
+        return Steps(instead=partial(reference.rms_bwd_over, backward=BACKWARD.launch))
+    return steps
 
 
 _X, _RESIDUAL, _WEIGHT = Rows("x", None), Rows("residual", None), Dense("weight", None, optional=True)
@@ -26,7 +29,7 @@ FORWARD = Operator(
 )  # fmt: skip
 ADD_FORWARD = Operator(
     "add_rms_norm_fwd", (_X, _RESIDUAL, _WEIGHT), options="float eps, float offset", results="y sum",
-    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.rms_fwd),
+    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=reference.add_rms_fwd,
     check=check_inputs,
 )  # fmt: skip
 # Writes y into out; the result is the sum, or empty without a residual.
@@ -35,7 +38,7 @@ OUT_FORWARD = InPlaceOperator(
     (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset",
      InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=into_out(reference.rms_fwd), check=check_inputs, prepare=prepare_out,
+    reference=reference.rms_fwd_out, check=check_inputs, prepare=prepare_out,
 )  # fmt: skip
 BACKWARD = Operator(
     "rms_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _DSUM), options="float eps, float offset, bool weight_grad",
@@ -47,7 +50,7 @@ BACKWARD_OVER = InPlaceOperator(
     "rms_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _DSUM),
     options="float eps, float offset, bool weight_grad", results="dweight",
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,), plan=_plan_over,
-    reference=over(reference.rms_bwd), check=check_bwd, prepare=prepare_over,
+    reference=reference.rms_bwd_over, check=check_bwd, prepare=prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))
