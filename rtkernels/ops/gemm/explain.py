@@ -33,10 +33,8 @@ def _dense(given: dict[str, Any], gated: bool) -> Described:
     tensors = (*tensors, given["bias"], given.get("add"))
     options = (given["recipe"], given["b_layout"], as_packed(given["packed"], given["nibble"], a))
     options = (*options, *(given[name] for name in ("act", "out_dtype", "acc", "backend")))
-    return scaled_mm_plan.describe(
-        *map(_meta, tensors), *options, out=_meta(given.get("out")), accumulate=given.get("accumulate", False),
-        gated=gated, quantized=given["quant_out"],
-    )  # fmt: skip
+    more = _meta(given.get("out")), given.get("accumulate", False), given["quant_out"]
+    return scaled_mm_plan.describe(scaled_mm_plan.ScaledMm(*map(_meta, tensors), *options, *more), gated)
 
 
 def _grouped(given: dict[str, Any]) -> Described:
@@ -46,7 +44,7 @@ def _grouped(given: dict[str, Any]) -> Described:
     options = (given.get("align", 1), given.get("expected_m", 0), given["recipe"], given["b_layout"])
     options = (*options, as_packed(given["packed"]), *(given[n] for n in ("act", "out_dtype", "acc", "backend")))
     out, accumulate = _meta(given["out"]), given.get("accumulate", False)
-    return grouped_mm_plan.describe(*map(_meta, tensors), *options, out=out, accumulate=accumulate)
+    return grouped_mm_plan.describe(grouped_mm_plan.GroupedMm(*map(_meta, tensors), *options, out, accumulate))
 
 
 def _wgrad(given: dict[str, Any]) -> Described:
@@ -60,7 +58,7 @@ def _wgrad(given: dict[str, Any]) -> Described:
     metas = [_meta(t) for t in (out, a, b, *scales, offs)]
     metas[0] = metas[0]._replace(device=metas[1].device)
     options = (given["align"] or (1 if floats else 128), given["accumulate"], given["recipe"], given["acc"])
-    return grouped_mm_plan.describe_wgrad(*metas, *options, given["backend"])
+    return grouped_mm_plan.describe_wgrad(grouped_mm_plan.Wgrad(*metas, *options, given["backend"]))
 
 
 # By what public functions wrap: a wrapper may be added to a function before or after it is imported here.
