@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +83,8 @@ def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int
     return min(range(1, min(rounds, MAX_SPLITS) + 1), key=time)
 
 
-def _check(
-    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float
-) -> None:
+def _check(q: Meta, kv_cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, scale: float) -> None:
+    cache = kv_cache
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, tokens, heads, width]")
     if cache.dim() != 3:
@@ -102,7 +100,7 @@ def _check(
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and 2^31 rows")
 
 
-def _outputs(q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, *_: Any):
+def _outputs(q: Meta, value_width: int):
     out = Memory((*q.shape[:-1], value_width), q.dtype)
     return out, Memory((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
 
@@ -112,9 +110,9 @@ def _step(meta: Meta, dim: int) -> int:
 
 
 def _plan(
-    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float,
-    device: int,
-) -> Steps:  # fmt: skip
+    q: Meta, kv_cache: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float, device: int
+) -> Steps:
+    cache = kv_cache
     (batch, lq, heads, width), token, info = q.shape, DTYPE_TOKEN[q.dtype], device_info(device)
     pages = 1 if page_table is None else page_table.shape[1]
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
