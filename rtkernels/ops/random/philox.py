@@ -70,7 +70,7 @@ _DRAWN = Primitive(
 _DROPPED = Primitive(
     "random_dropout", (Argument("x", None), _SEED), "keep, scale, key, offset", results="y mask",
     numbers="keep scale key offset", plan=_plan_dropout,
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
+    outputs=lambda x: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
 )  # fmt: skip
 _OTHER_THAN_TORCHS = 0xD1B54A32D192ED03  # or torch's own kernels would draw some of the same words
 _lock = threading.Lock()

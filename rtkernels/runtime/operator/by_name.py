@@ -21,7 +21,7 @@ def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
     """
     parameters = [*inspect.signature(function).parameters.values()]
     if starred := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-        return function
+        raise ValueError(f"{_called(function)} takes {starred[0]}; expected parameters named {', '.join(names)}")
     if [p.name for p in parameters] == [*names]:
         return function
     places = {name: i for i, name in enumerate(names)}
@@ -32,9 +32,6 @@ def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
         elif record := _record_of(function, parameter):
             found[parameter.name] = _record(record, places, function)
         elif parameter.default is parameter.empty:
-            required = [p for p in parameters if p.default is p.empty]
-            if len(required) <= len(names) <= len(parameters):
-                return function
             raise ValueError(f"{_called(function)} takes {parameter.name}; expected some of {', '.join(names)}")
     return lambda *values: function(**{name: get(values) for name, get in found.items()})
 
