@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
@@ -56,18 +54,6 @@ def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor 
         raise ArgumentError(f"out has strides {out.stride()}; expected memory of its own for every element")
     others = (("x", x), ("residual", residual), *(("weight or bias", v) for v in vectors))
     refuse_shared("out", out, others, ("x", "residual"))
-
-
-def prepare_out(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    """The ``prepare`` of operators that write into `out`, their last argument, behind parameters, eps and offset."""
-    check_out(rest[-1], x, residual, *rest[:-3])
-    return x, residual, *rest
-
-
-def prepare_over(dy: Tensor, h: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The ``prepare`` of backwards that write over `h`; parameters and dsum are followed by three options."""
-    check_over(h, dy, *rest[:-3])
-    return dy, h, *rest
 
 
 def check_over(h: Tensor, *others: Tensor | None) -> None:

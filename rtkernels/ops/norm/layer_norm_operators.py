@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
+from rtkernels.ops.norm.checks import check_inputs, check_out, check_over
 from rtkernels.ops.norm.layer_norm_plan import check_bwd, parameter_sums, plan_bwd, plan_fwd
 from rtkernels.runtime.operator.declared import (
     Argument,
@@ -24,6 +27,22 @@ from rtkernels.runtime.operator.sharding import shard_rows
 def _gradients(h, weight, bias, parameter_grad):
     sums, dtype = parameter_sums(weight, bias, parameter_grad)
     return (Memory((sums, h.shape[-1]), dtype) if sums else None,)
+
+
+def _prepare_out(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    out: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    check_out(out, x, residual, weight, bias)
+    return x, residual, weight, bias, eps, offset, out
+
+
+def _prepare_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
+    parameter_grad: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    check_over(h, dy, weight, bias, dsum)
+    return dy, h, weight, bias, dsum, eps, offset, parameter_grad
 
 
 def _plan_over(
@@ -54,7 +73,7 @@ OUT_FORWARD = InPlaceOperator(
     (_X, Rows("residual", None, optional=True), _WEIGHT, _BIAS, *_OPTIONS.split(", "),
      InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=reference.layer_fwd_out, check=check_inputs, prepare=prepare_out,
+    reference=reference.layer_fwd_out, check=check_inputs, prepare=_prepare_out,
 )  # fmt: skip
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
 _BWD_BIAS = Argument("bias", None, optional=True)
@@ -67,7 +86,7 @@ BACKWARD = Operator(
 BACKWARD_OVER = InPlaceOperator(
     "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
     options=f"{_OPTIONS}, bool parameter_grad", results="gradients", outputs=_gradients, plan=_plan_over,
-    reference=reference.layer_bwd_over, check=check_bwd, prepare=prepare_over,
+    reference=reference.layer_bwd_over, check=check_bwd, prepare=_prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))

@@ -84,7 +84,7 @@ def normalize(
     outputs = {"out": out, "residual_out": residual_out, "scale_out": scale_out}
     if is_grad_enabled() and any(t is not None and t.requires_grad for t in operands.values()):
         refuse_recorded(quant, outputs)
-        y, h = differentiable(*operands.values(), eps, offset, centred)
+        y, h = differentiable([*operands.values()], eps, offset, centred)
         asked = residual is not None or gate is not None or bias is not None
         return NormOut(y, h if asked else None, next_gate) if asked or style is not None else y
     want = wanted(quant, x.dtype)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_out, prepare_over
+from rtkernels.ops.norm.checks import check_inputs, check_out, check_over
 from rtkernels.ops.norm.rms_norm_plan import check_bwd, plan_bwd, plan_fwd
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceDense, InPlaceOperator, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
+
+
+def _prepare_out(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, out: Tensor
+) -> tuple[Any, ...]:
+    check_out(out, x, residual, weight)
+    return x, residual, weight, eps, offset, out
+
+
+def _prepare_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+) -> tuple[Any, ...]:
+    check_over(h, dy, weight, dsum)
+    return dy, h, weight, dsum, eps, offset, weight_grad
 
 
 def _plan_over(
@@ -38,7 +55,7 @@ OUT_FORWARD = InPlaceOperator(
     (_X, Rows("residual", None, optional=True), _WEIGHT, "float eps", "float offset",
      InPlaceDense("out", None, over="x residual")),
     results="sum", outputs=lambda x, residual: (None if residual is None else Memory.like(x),), plan=plan_fwd,
-    reference=reference.rms_fwd_out, check=check_inputs, prepare=prepare_out,
+    reference=reference.rms_fwd_out, check=check_inputs, prepare=_prepare_out,
 )  # fmt: skip
 BACKWARD = Operator(
     "rms_norm_bwd", (_DY, Rows("h", None), _WEIGHT, _DSUM), options="float eps, float offset, bool weight_grad",
@@ -50,7 +67,7 @@ BACKWARD_OVER = InPlaceOperator(
     "rms_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _DSUM),
     options="float eps, float offset, bool weight_grad", results="dweight",
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,), plan=_plan_over,
-    reference=reference.rms_bwd_over, check=check_bwd, prepare=prepare_over,
+    reference=reference.rms_bwd_over, check=check_bwd, prepare=_prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))
