@@ -109,7 +109,10 @@ def test_device_code_includes_no_toolkit_header() -> None:
 
 
 def test_kernel_parameters_match_their_records() -> None:
-    """The packed argument buffer is read by position: a record that is one off would shift every argument."""
+    """The packed argument buffer is read by position: a record that is one off would shift every argument.
+
+    Names are compared as well: two strides that change places have the same kind.
+    """
     import re
 
     kinds = {"ptr": r"\*", "i64": r"\bi64\b", "f64": r"\bdouble\b", "tmap": "const __grid_constant__ ptx::TensorMap "}
@@ -124,3 +127,5 @@ def test_kernel_parameters_match_their_records() -> None:
         assert len(parameters) == len(kernel.args), kernel
         for parameter, (name, kind) in zip(parameters, kernel.args, strict=True):
             assert re.search(kinds[kind], parameter), f"{kernel}: {name} is {kind}, but the kernel has {parameter!r}"
+            called = re.search(r"[\s*](\w+)$", parameter)  # None for one that this kernel does not use
+            assert not called or called[1] == name, f"{kernel}: {name} is {parameter!r} in the kernel"

@@ -51,7 +51,7 @@ KERNEL = Kernel(
 
 KERNEL_SM90 = Kernel(
     "attention/mla_decode_sm90.cu", "mla_decode_sm90", template="T", max_registers=168, needs=("wgmma",), tier="serve",
-    args="cache:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
+    args="cache_map:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
     "d_qk:i64 d_v:i64 splits:i64 page_size:i64 box_rows:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 right:i64 "
     "scale:f64",
     variants=[("bf16",), ("fp16",)],

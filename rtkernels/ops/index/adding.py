@@ -29,7 +29,7 @@ _ADD = Kernel(
     variants=[(t, v) for t, n in (("bf16", 8), ("fp16", 8), ("fp32", 4)) for v in (n, 1)],
     args="x:ptr index:ptr source:ptr out:ptr tokens:i64 rows:i64 rows_per_block:i64 units:i64 lane_bits:i64 "
     "source_stride:i64 index_stride:i64 index_int64:i64 from_end:i64 ignored:i64 share:i64 copies:i64 slice_bits:i64 "
-    "alpha:f64",
+    "factor:f64",
 )  # fmt: skip
 
 

@@ -32,9 +32,9 @@ _MAX_STATS_BYTES = 128 << 10
 _STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
     "norm/norm_fp8.cu", "norm_fp8_row", template="T W CHUNKS CENTRED", max_registers=128,
-    args=f"x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr rows:i64 cols:i64 "
-    "x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 eps:f64 "
-    "offset:f64",
+    args="x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr rstd_at:ptr mean_at:ptr y:ptr sum:ptr rows:i64 "
+    "cols:i64 x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 "
+    "eps:f64 offset:f64",
     variants=[(t, w, _ROW_CHUNKS, centred) for t, w in WEIGHTED_TYPES for centred in (False, True)],
 )  # fmt: skip
 _STATS = Kernel(

@@ -26,11 +26,11 @@ KINDS = {"uniform": 0, "normal": 1, "exponential": 2, "bernoulli": 3}  # cuda_sr
 _THREADS = 256
 _FILL = Kernel(
     "random/random.cu", "random_fill", template="T", variants=TYPES, max_registers=64, tier="aten",
-    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 key:i64 offset:i64",
+    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 known_key:i64 offset:i64",
 )  # fmt: skip
 _DROPOUT = Kernel(
     "random/random.cu", "random_dropout", template="T", variants=TYPES, max_registers=48, tier="aten",
-    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 key:i64 offset:i64",
+    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 known_key:i64 offset:i64",
 )  # fmt: skip
 
 

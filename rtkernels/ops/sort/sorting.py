@@ -37,7 +37,7 @@ _ROWS = Kernel(
 )  # fmt: skip
 _BLOCK = Kernel(
     "sort/block_sort.cu", "block_sort", template="T", variants=_TYPES, max_registers=128, tier="aten",
-    args="x:ptr values:ptr indices:ptr n:i64 rounds:i64 descending:i64",
+    args="x:ptr values:ptr indices:ptr n:i64 rounds_:i64 descending:i64",
 )  # fmt: skip
 _HISTOGRAM = Kernel(
     "sort/radix.cu", "radix_histogram", template="T", variants=_TYPES, max_registers=64, tier="aten",
