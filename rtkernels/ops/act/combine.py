@@ -147,7 +147,7 @@ class _Walk(NamedTuple):
     strides: dict[str, int]  # of x and of the operands that are there
     each: dict[str, int]  # rows that share one of the operand's; negative: that many rows over and over
     aligned: bool  # all rows begin at a multiple of 16 bytes
-    wide: int  # flags of the operands in float32
+    fp32_flags: int  # flags of the operands in float32
 
     @property
     def present(self) -> list[str]:
@@ -169,17 +169,17 @@ def _walk_of(wanted: Combination) -> _Walk:
         rows, cols = 1, rows * cols
         strides = dict.fromkeys(strides, 0)
     names: dict[str, str | Offset] = {name: name for name in OPERANDS}
-    unfit, wide = cols * dtype.itemsize, 0
+    unfit, fp32_flags = cols * dtype.itemsize, 0
     for name, meta in metas.items():
         unfit |= meta.misaligned | strides[name] * meta.dtype.itemsize
-        wide |= _FP32[name] * (meta.dtype == torch.float32)
+        fp32_flags |= _FP32[name] * (meta.dtype == torch.float32)
     if layout == "concat":
         names["mul0"], strides["mul0"], each["mul0"] = Offset("x", cols * x.dtype.itemsize), strides["x"], 1
         unfit |= cols * x.dtype.itemsize
-        wide |= _FP32["mul0"] * (x.dtype == torch.float32)
+        fp32_flags |= _FP32["mul0"] * (x.dtype == torch.float32)
     for meta in (wanted.out, wanted.kept):
         unfit |= 0 if meta is None else meta.misaligned
-    return _Walk(rows, cols, dtype, names, strides, each, unfit % 16 == 0, wide)
+    return _Walk(rows, cols, dtype, names, strides, each, unfit % 16 == 0, fp32_flags)
 
 
 class _Split(NamedTuple):
@@ -200,7 +200,7 @@ def _split_of(wanted: Combination, walk: _Walk, device: int) -> _Split:
     padded = -(-walk.rows // 128) * 128 if wanted.swizzled else walk.rows
     three = (
         walk.aligned and len(walk.present) <= 2 and wanted.layout != "interleaved" and span < 2**30
-        and (quant != "nvfp4" if size == 4 else not walk.wide)
+        and (quant != "nvfp4" if size == 4 else not walk.fp32_flags)
     )  # fmt: skip
     # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
     waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
@@ -251,7 +251,7 @@ def _launch_of_all(wanted: Combination, walk: _Walk, split: _Split, device: int)
     variant = DTYPE_TOKEN[walk.dtype], FORMATS[wanted.quant], walk.aligned
     launch = _KERNEL.bind(variant, device, split.row_blocks * split.slices, block_of(split.threads), overlap=True)
     steps_of = [value for name in OPERANDS for value in (walk.strides.get(name, 0), walk.each.get(name, 1))]
-    flags = walk.wide | _SLOPE * wanted.slope | _SUBTRACT * wanted.subtract
+    flags = walk.fp32_flags | _SLOPE * wanted.slope | _SUBTRACT * wanted.subtract
     flags |= _INTERLEAVED * (wanted.layout == "interleaved")
     numbers = [*steps_of, split.threads, split.slices, split.slice_cols, flags]
     return launch, ["x", *walk.names.values()], numbers

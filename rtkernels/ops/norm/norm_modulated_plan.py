@@ -103,21 +103,21 @@ class _Walk(NamedTuple):
 
     strides: dict[str, tuple[int, int]]  # from row to row, and how many rows of x share one
     aligned: bool  # all rows begin at a multiple of 16 bytes
-    wide: int  # flags of the operands in float32
+    fp32_flags: int  # flags of the operands in float32
 
 
 def _walk_of(given: Modulated) -> _Walk:
     rows, cols = row_count(given.x.shape), given.x.shape[-1]
-    strides, unfit, wide = {}, cols * given.x.dtype.itemsize, 0
+    strides, unfit, fp32_flags = {}, cols * given.x.dtype.itemsize, 0
     for name, meta in given.operands.items():
         stride = 0 if meta is None or row_count(meta.shape) == 1 else row_stride(meta.shape, meta.stride)
         strides[name] = stride, 1 if meta is None else max(rows // max(row_count(meta.shape), 1), 1)
         if meta is not None:
             unfit |= meta.misaligned | stride * meta.dtype.itemsize
-            wide |= _FP32.get(name, 0) * (meta.dtype == torch.float32)
+            fp32_flags |= _FP32.get(name, 0) * (meta.dtype == torch.float32)
     for meta in (given.out, given.residual_out, given.kept):
         unfit |= 0 if meta is None else meta.misaligned
-    return _Walk(strides, unfit % 16 == 0, wide)
+    return _Walk(strides, unfit % 16 == 0, fp32_flags)
 
 
 def plan(given: Modulated, device: int) -> Steps:
@@ -143,7 +143,7 @@ def _around(given: Modulated) -> tuple[list[str], list[str]]:
 def _threads_in_registers(given: Modulated, walk: _Walk, device: int) -> int | None:
     """Return how many threads have a row in their registers, or None for a call that needs the kernel for all."""
     rows, span, each, quant = row_count(given.x.shape), given.span, given.per_vector, given.quant
-    uniform = quant != "nvfp4" if given.x.dtype.itemsize == 4 else not walk.wide
+    uniform = quant != "nvfp4" if given.x.dtype.itemsize == 4 else not walk.fp32_flags
     many = rows * span > each * _WAVE_THREADS * device_info(device).sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
@@ -181,7 +181,7 @@ def _step_of_any(
 ) -> list[Step]:
     each, strides = given.per_vector, walk.strides
     threads = group_threads(-(-given.span // each), _MAX_THREADS)
-    groups, flags = block_of(threads) // threads, _CENTRED * given.centred | walk.wide
+    groups, flags = block_of(threads) // threads, _CENTRED * given.centred | walk.fp32_flags
     shared = groups * -(-given.span // (threads * each)) * threads * each * given.x.dtype.itemsize
     if shared <= device_info(device).shared_per_block // 2:
         flags |= _IN_SHARED
