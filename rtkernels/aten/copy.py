@@ -169,7 +169,7 @@ def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
 
 
 _FLIPPED = Primitive(
-    "flip", (Dense("x", None),), "dims", results="out", outputs=lambda x, _: (Memory(x.shape, x.dtype),),
+    "flip", (Dense("x", None),), "dims", results="out", outputs=lambda x: (Memory(x.shape, x.dtype),),
     plan=_plan_flip,
 )  # fmt: skip
 
@@ -303,7 +303,7 @@ def _plan_triangle(x: Meta, diagonal: int, upper: bool, device: int) -> Steps:
 
 _TRIANGLES = Primitive(
     "triangle", (Argument("x", None),), "diagonal, upper", results="y",
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=_plan_triangle,
+    outputs=lambda x: (Memory(x.shape, x.dtype),), plan=_plan_triangle,
 )  # fmt: skip
 
 

@@ -126,7 +126,10 @@ def test_device_code_includes_no_toolkit_header() -> None:
 
 @pytest.mark.every_op
 def test_kernel_parameters_match_their_records() -> None:
-    """The packed argument buffer is read by position: a record that is one off would shift every argument."""
+    """The packed argument buffer is read by position: a record that is one off would shift every argument.
+
+    Names are compared as well: two strides that change places have the same kind.
+    """
     import re
 
     for kernel in KERNELS.values():

@@ -81,7 +81,8 @@ def layer_of(module: str) -> str:
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Return what a file imports of this package, and whether it does so inside a function."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    inner = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inner = {id(node) for f in ast.walk(tree) if isinstance(f, functions) for node in ast.walk(f)}
     typing = {
         id(node) for f in ast.walk(tree) if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.unparse(f.test)
         for node in ast.walk(f)
@@ -122,6 +123,40 @@ def test_imports_go_down(path: Path) -> None:
             continue
         wrong.append(name)
     assert not wrong, f"{layer} must not import {', '.join(wrong)}"
+
+
+def circles(below: dict[str, set[str]]) -> list[list[str]]:
+    """Return modules that import each other, directly or by way of others; `below`: what each one imports."""
+
+    def reached(start: str) -> set[str]:
+        found, waiting = set(), [start]
+        while waiting:
+            new = below.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    of_each = {module: reached(module) for module in below}
+    together = {frozenset(n for n in found if m in of_each[n]) for m, found in of_each.items() if m in found}
+    return sorted(map(sorted, together))
+
+
+@pytest.mark.parametrize("family", ["shared", *FAMILIES])
+def test_no_circle_inside_a_family(family: str) -> None:
+    """Imports inside functions count: they only hide that two modules need each other."""
+    prefix = f"rtkernels.ops.{family}."
+    below = {
+        path.stem: {name.removeprefix(prefix) for name, _ in imports(path) if name.startswith(prefix)}
+        for path in (PACKAGE / "ops" / family).glob("*.py")
+    }
+    found = circles(below)
+    assert not found, f"move what both need into a module below them: {found}"
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"a"}, "b": {"a"}}) == [["a"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize("folder", sorted(p.name for p in (ROOT / "cuda_src").iterdir() if p.is_dir()))

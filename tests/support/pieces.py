@@ -8,6 +8,7 @@ messages. docs/adding_an_op.md shows all of them.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ def parameters(kernel: Any, given: list[str]) -> str:
                 f"{kernel!r}: {name} is {kind} in its record, which is {spelled[kind]}, but cuda_src/{kernel.unit} has "
                 f"{parameter!r} in its place"
             )
+        called = re.search(r"[\s*](\w+)$", parameter)  # None for one that this kernel does not use
+        if called and called[1] != name:
+            return f"{kernel!r}: {name} is called {called[1]} in cuda_src/{kernel.unit}; give both one name"
     return ""
 
 

@@ -5,7 +5,7 @@ Not public: ``act``, ``glu`` with options, and ``ops/pointwise`` are written wit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from rtkernels.runtime.checks import DTYPE_TOKEN, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import block_of, divisor, group_threads, row_count, row_stride
-from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Argument, InPlaceExact, Operator, Rows
 from rtkernels.runtime.operator.plan import Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -53,38 +53,81 @@ _SUBTRACTED = 2
 _FP32 = {"x": 16, "add0": 32, "add1": 64, "mul0": 128, "mul1": 256, "base0": 512, "base1": 1024}
 
 
-def _result_shape(x: Meta, layout: str) -> tuple[int, ...]:
-    return tuple(x.shape) if layout == "plain" else (*x.shape[:-1], x.shape[-1] // 2)
+class Combination(NamedTuple):
+    """Arguments of the operator: of its tensors, checks and plans get the metas, the reference the tensors."""
+
+    x: Any
+    add0: Any
+    add1: Any
+    mul0: Any
+    mul1: Any
+    base0: Any
+    base1: Any
+    quant_scale: Any
+    factor: Any
+    out: Any
+    kept: Any
+    scale_out: Any
+    global_out: Any
+    act: str
+    slope: bool
+    subtract: bool
+    layout: str
+    cyclic: str
+    quant: str
+    swizzled: bool
+    static: float
+    floor: float
+    alpha: float = 1.0  # no plan depends on it
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """All operands by name; None for absent ones."""
+        return {name: getattr(self, name) for name in OPERANDS}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """x and the operands that are there, by name."""
+        return {"x": self.x, **{name: operand for name, operand in self.operands.items() if operand is not None}}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The result's."""
+        x = self.x
+        return tuple(x.shape) if self.layout == "plain" else (*x.shape[:-1], x.shape[-1] // 2)
+
+    @property
+    def scale_is_given(self) -> bool:
+        """Whether the scale of the codes is known before they are."""
+        return self.quant_scale is not None or self.static != 0
 
 
-def _check(x: Meta, *values: Any) -> None:
-    operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    scale, factor, out, kept, scale_out, global_out, act, _, _, layout, cyclic, quant, swizzled, static = rest[:14]
-    check_option("act", act, _ACTS)
+def _check(wanted: Combination) -> None:
+    x, layout, quant, out = wanted.x, wanted.layout, wanted.quant, wanted.out
+    check_option("act", wanted.act, _ACTS)
     check_option("layout", layout, LAYOUTS)
     check_option("quant", quant, KINDS)
     if not x.shape:
         raise ArgumentError("x has no dimensions; expected at least one")
-    if layout != "plain" and (x.shape[-1] % 2 or operands["mul0"] is not None):
+    if layout != "plain" and (x.shape[-1] % 2 or wanted.mul0 is not None):
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected gate and up of equal size, and no other up")
-    shape = _result_shape(x, layout)
+    shape = wanted.shape
     rows, cols = row_count(shape), shape[-1]
-    narrow = {m.dtype for m in (x, *operands.values()) if m is not None and m.dtype != torch.float32}
+    narrow = {meta.dtype for meta in wanted.given.values() if meta.dtype != torch.float32}
     if len(narrow) > 1:
         raise ArgumentError(f"operands have dtypes {', '.join(sorted(map(str, narrow)))}; expected one, or float32")
-    for name, meta in {"x": x, **operands}.items():
-        if meta is not None:
-            token(name, meta.dtype)
-            if name in cyclic.split() and meta.shape[-1] == cols and (rows == 0 or row_count(meta.shape) > 0):
-                continue
-            if name != "x":
-                check_rows(name, meta, rows, cols)
-    if factor is not None:
-        token("factor", factor.dtype, (torch.float32,))
+    for name, meta in wanted.given.items():
+        token(name, meta.dtype)
+        if name in wanted.cyclic.split() and meta.shape[-1] == cols and (rows == 0 or row_count(meta.shape) > 0):
+            continue
+        if name != "x":
+            check_rows(name, meta, rows, cols)
+    if wanted.factor is not None:
+        token("factor", wanted.factor.dtype, (torch.float32,))
     if quant == "none":
         token("out", out.dtype, (*(narrow or {torch.float32}), torch.float32))
-    given = scale is not None or static != 0
-    check_results(shape, quant, swizzled, given, out, scale_out, global_out, kept)
+    scales = wanted.scale_out, wanted.global_out
+    check_results(shape, quant, wanted.swizzled, wanted.scale_is_given, out, *scales, wanted.kept)
 
 
 def _row_steps(stride: int, each: int) -> tuple[int, int, int]:
@@ -94,128 +137,165 @@ def _row_steps(stride: int, each: int) -> tuple[int, int, int]:
     return stride, each * stride, divisor(-each)
 
 
-def _plan(x: Meta, *values: Any) -> Steps:
-    operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    quant_scale, _, out, kept, _, _, act, slope, subtract, layout, cyclic, quant, swizzled, static, floor, device = rest
-    shape = _result_shape(x, layout)
-    rows, cols = row_count(shape), shape[-1]
+class _Walk(NamedTuple):
+    """A combination as the kernels see it: rows of columns, and where each operand's rows are."""
+
+    rows: int
+    cols: int
+    dtype: torch.dtype  # what is not float32, if there is any
+    names: dict[str, str | Offset]  # of all operands, as arguments of a step
+    strides: dict[str, int]  # of x and of the operands that are there
+    each: dict[str, int]  # rows that share one of the operand's; negative: that many rows over and over
+    aligned: bool  # all rows begin at a multiple of 16 bytes
+    fp32_flags: int  # flags of the operands in float32
+
+    @property
+    def present(self) -> list[str]:
+        """Operands that are there."""
+        return [name for name in OPERANDS if name in self.strides]
+
+
+def _walk_of(wanted: Combination) -> _Walk:
+    rows, cols = row_count(wanted.shape), wanted.shape[-1]
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
-    metas = {"x": x, **{name: meta for name, meta in operands.items() if meta is not None}}
+    x, layout, metas, cyclic = wanted.x, wanted.layout, wanted.given, wanted.cyclic.split()
     dtype = next((m.dtype for m in metas.values() if m.dtype != torch.float32), torch.float32)
-    strides = {name: row_stride(meta.shape, meta.stride) for name, meta in metas.items()}
-    each = dict.fromkeys(metas, 1)
-    for name, meta in metas.items():
-        count = row_count(meta.shape)
-        if count == 1:
-            strides[name] = 0
-        each[name] = -count if name in cyclic.split() else max(rows // count, 1)
-    full = (
-        layout == "plain"
-        and not cyclic
-        and all(row_count(m.shape) == rows and strides[n] == cols for n, m in metas.items())
-    )
-    if rows == 1 or (full and quant in ("none", "tensor")):
+    counts = {name: row_count(meta.shape) for name, meta in metas.items()}
+    strides = {n: 0 if counts[n] == 1 else row_stride(meta.shape, meta.stride) for n, meta in metas.items()}
+    each = {name: -count if name in cyclic else max(rows // count, 1) for name, count in counts.items()}
+    full = layout == "plain" and not cyclic and all(counts[n] == rows and strides[n] == cols for n in metas)
+    if rows == 1 or (full and wanted.quant in ("none", "tensor")):
         rows, cols = 1, rows * cols
         strides = dict.fromkeys(strides, 0)
-    names: dict[str, Any] = {name: name for name in OPERANDS}
-    unfit, flags = cols * dtype.itemsize, 0
+    names: dict[str, str | Offset] = {name: name for name in OPERANDS}
+    unfit, fp32_flags = cols * dtype.itemsize, 0
     for name, meta in metas.items():
         unfit |= meta.misaligned | strides[name] * meta.dtype.itemsize
-        flags |= _FP32[name] * (meta.dtype == torch.float32)
+        fp32_flags |= _FP32[name] * (meta.dtype == torch.float32)
     if layout == "concat":
         names["mul0"], strides["mul0"], each["mul0"] = Offset("x", cols * x.dtype.itemsize), strides["x"], 1
         unfit |= cols * x.dtype.itemsize
-        flags |= _FP32["mul0"] * (x.dtype == torch.float32)
-    for meta in (out, kept):
+        fp32_flags |= _FP32["mul0"] * (x.dtype == torch.float32)
+    for meta in (wanted.out, wanted.kept):
         unfit |= 0 if meta is None else meta.misaligned
-    flags |= _SLOPE * slope | _SUBTRACT * subtract
-    flags |= _INTERLEAVED * (layout == "interleaved")
-    per_thread = 16 if quant == "nvfp4" else 16 // dtype.itemsize
-    span = -(-cols // 64) * 64 if swizzled else cols
-    padded = -(-rows // 128) * 128 if swizzled else rows
-    present = [name for name in OPERANDS if name in strides]
+    return _Walk(rows, cols, dtype, names, strides, each, unfit % 16 == 0, fp32_flags)
+
+
+class _Split(NamedTuple):
+    """How rows are cut into blocks."""
+
+    three: bool  # for ``combine_three``, which has at most two operands beside x
+    threads: int  # of a row
+    row_blocks: int
+    slices: int  # of a row
+    slice_cols: int
+    span: int  # columns with their padding
+
+
+def _split_of(wanted: Combination, walk: _Walk, device: int) -> _Split:
+    quant, size = wanted.quant, walk.dtype.itemsize
+    per_thread = 16 if quant == "nvfp4" else 16 // size
+    span = -(-walk.cols // 64) * 64 if wanted.swizzled else walk.cols
+    padded = -(-walk.rows // 128) * 128 if wanted.swizzled else walk.rows
     three = (
-        unfit % 16 == 0 and len(present) <= 2 and layout != "interleaved" and span < 2**30
-        and (quant != "nvfp4" if dtype.itemsize == 4 else not flags & sum(_FP32.values()))
+        walk.aligned and len(walk.present) <= 2 and wanted.layout != "interleaved" and span < 2**30
+        and (quant != "nvfp4" if size == 4 else not walk.fp32_flags)
     )  # fmt: skip
     # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
     waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
-    walk = 1 if waves <= 1 or quant == "nvfp4" else 2 if waves <= 2 else 4 if waves <= 8 else 8
-    threads = group_threads(-(-span // (per_thread * (walk if three else 1))), _MAX_THREADS[three])
+    vectors = 1 if waves <= 1 or quant == "nvfp4" else 2 if waves <= 2 else 4 if waves <= 8 else 8
+    threads = group_threads(-(-span // (per_thread * (vectors if three else 1))), _MAX_THREADS[three])
     if quant == "block128":  # what shares a scale is one vector in each of these lanes
         threads = max(threads, BLOCK // per_thread)
-    groups, slice_cols = block_of(threads) // threads, threads * per_thread * (walk if three else _PER_THREAD)
+    groups, slice_cols = block_of(threads) // threads, threads * per_thread * (vectors if three else _PER_THREAD)
     slices = -(-span // slice_cols) if threads == _MAX_THREADS[three] and quant != "row" else 1
-    first, then = quant_flags(quant, out.dtype, swizzled, quant_scale is None and static == 0, dtype)
-    grid, token_of = -(-padded // groups) * slices, DTYPE_TOKEN[dtype]
+    return _Split(three, threads, -(-padded // groups), slices, slice_cols, span)
+
+
+def _plan(wanted: Combination, device: int) -> Steps:
+    walk = _walk_of(wanted)
+    split = _split_of(wanted, walk, device)
+    first, then = quant_flags(
+        wanted.quant, wanted.out.dtype, wanted.swizzled, not wanted.scale_is_given, walk.dtype
+    )  # fmt: skip
     written = "quant_scale", 0 if first is None else "amax", "factor", "out", "kept", "scale_out", "global_out"
-    ending = _ACTS.index(act), float(static), float(floor), "alpha"
-    if three:
-        row_blocks = -(-padded // groups)
-        depth = -(-row_blocks // 65535)
-        shape_of_grid = slices, -(-row_blocks // depth), depth
-        launch = _THREE.bind((token_of, FORMATS[quant]), device, shape_of_grid, block_of(threads), overlap=True)
-        tensors = "x", *(names[name] for name in present), *(0,) * (2 - len(present))
-        steps_of = [value for name in present for value in _row_steps(strides[name], each[name])]
-        steps_of += _row_steps(0, 1) * (2 - len(present))
-        roles = [_SUBTRACTED if subtract and name == "add0" else _ROLES[name] for name in present] + [0, 0]
-        flags = _SLOPE * slope | roles[0] << 8 | roles[1] << 11
-        split = 31 if threads > 32 else threads.bit_length() - 1, slice_cols if slices > 1 else span, flags
-    else:
-        variant = token_of, FORMATS[quant], unfit % 16 == 0
-        launch = _KERNEL.bind(variant, device, grid, block_of(threads), overlap=True)
-        tensors = "x", *names.values()
-        steps_of = [value for name in OPERANDS for value in (strides.get(name, 0), each.get(name, 1))]
-        split = threads, slices, slice_cols, flags
+    ending = _ACTS.index(wanted.act), float(wanted.static), float(wanted.floor), "alpha"
+    launch, tensors, numbers = (_launch_of_three if split.three else _launch_of_all)(wanted, walk, split, device)
     steps = [
-        Step(launch, *tensors, *written, rows, cols, strides["x"], *steps_of, *split, mode, *ending)
+        Step(launch, *tensors, *written, walk.rows, walk.cols, walk.strides["x"], *numbers, mode, *ending)
         for mode in (first, then)
         if mode is not None
     ]
     return Steps(*steps, zeros={} if first is None else {"amax": 1})
 
 
-def _reference(x: Tensor, *values: Any) -> None:
-    operands, rest = dict(zip(OPERANDS, values[:6], strict=True)), values[6:]
-    quant_scale, factor, out, kept, scale_out, global_out, act, slope, subtract, layout, cyclic, quant = rest[:12]
-    swizzled, static, floor, alpha = rest[12:]
-    gate, up = x, operands["mul0"]
-    if layout == "concat":
+def _launch_of_three(wanted: Combination, walk: _Walk, split: _Split, device: int) -> tuple[Any, list[Any], list[Any]]:
+    """Return the launch of ``combine_three``, its inputs, and what it takes between x's stride and the mode."""
+    present, absent = walk.present, 2 - len(walk.present)
+    depth = -(-split.row_blocks // 65535)
+    grid = split.slices, -(-split.row_blocks // depth), depth
+    variant = DTYPE_TOKEN[walk.dtype], FORMATS[wanted.quant]
+    launch = _THREE.bind(variant, device, grid, block_of(split.threads), overlap=True)
+    steps_of = [value for name in present for value in _row_steps(walk.strides[name], walk.each[name])]
+    steps_of += _row_steps(0, 1) * absent
+    roles = [_SUBTRACTED if wanted.subtract and name == "add0" else _ROLES[name] for name in present] + [0, 0]
+    flags = _SLOPE * wanted.slope | roles[0] << 8 | roles[1] << 11
+    lane_bits = 31 if split.threads > 32 else split.threads.bit_length() - 1
+    width = split.slice_cols if split.slices > 1 else split.span
+    return launch, ["x", *(walk.names[name] for name in present), *(0,) * absent], [*steps_of, lane_bits, width, flags]
+
+
+def _launch_of_all(wanted: Combination, walk: _Walk, split: _Split, device: int) -> tuple[Any, list[Any], list[Any]]:
+    """Return the same of ``combine``."""
+    variant = DTYPE_TOKEN[walk.dtype], FORMATS[wanted.quant], walk.aligned
+    launch = _KERNEL.bind(variant, device, split.row_blocks * split.slices, block_of(split.threads), overlap=True)
+    steps_of = [value for name in OPERANDS for value in (walk.strides.get(name, 0), walk.each.get(name, 1))]
+    flags = walk.fp32_flags | _SLOPE * wanted.slope | _SUBTRACT * wanted.subtract
+    flags |= _INTERLEAVED * (wanted.layout == "interleaved")
+    numbers = [*steps_of, split.threads, split.slices, split.slice_cols, flags]
+    return launch, ["x", *walk.names.values()], numbers
+
+
+def _reference(wanted: Combination) -> None:
+    x, up, kept = wanted.x, wanted.mul0, wanted.kept
+    gate = x
+    if wanted.layout == "concat":
         gate, up = x.chunk(2, -1)
-    elif layout == "interleaved":
+    elif wanted.layout == "interleaved":
         gate, up = x[..., 0::2], x[..., 1::2]
     shape = gate.shape
     rows, cols = row_count(shape), shape[-1]
 
     def over(name: str) -> Tensor:
-        t = up if name == "mul0" else operands[name]
+        t = up if name == "mul0" else getattr(wanted, name)
         t = t.float().reshape(row_count(t.shape), cols)
         if t.shape[0] in (1, rows):
             return t
-        if name in cyclic.split():
+        if name in wanted.cyclic.split():
             return t.repeat(-(-rows // t.shape[0]), 1)[:rows]
         return t.repeat_interleave(rows // t.shape[0], 0)
 
     y = gate.float().reshape(rows, cols)
-    if operands["add0"] is not None:
-        y = y - over("add0") if subtract else y + over("add0")
-    if operands["add1"] is not None:
+    if wanted.add0 is not None:
+        y = y - over("add0") if wanted.subtract else y + over("add0")
+    if wanted.add1 is not None:
         y = y + over("add1")
-    y = value_and_slope(act, y)[int(slope)]
+    y = value_and_slope(wanted.act, y)[int(wanted.slope)]
     if up is not None:
-        y = y * partner_and_slope(act, over("mul0"))[0]
-    if operands["mul1"] is not None:
+        y = y * partner_and_slope(wanted.act, over("mul0"))[0]
+    if wanted.mul1 is not None:
         y = y * over("mul1")
-    times = torch.tensor(alpha, dtype=torch.float32, device=x.device)
-    y = y * (times if factor is None else times * factor.reshape(()))
+    times = torch.tensor(wanted.alpha, dtype=torch.float32, device=x.device)
+    y = y * (times if wanted.factor is None else times * wanted.factor.reshape(()))
     for name in ("base0", "base1"):
-        if operands[name] is not None:
+        if getattr(wanted, name) is not None:
             y = y + over(name)
     y = y.reshape(shape)
     if kept is not None:
         kept.copy_(y)
-    quantize_reference(y, quant, out, quant_scale, scale_out, global_out, swizzled, static, floor)
+    made = wanted.out, wanted.quant_scale, wanted.scale_out, wanted.global_out
+    quantize_reference(y, wanted.quant, *made, wanted.swizzled, wanted.static, wanted.floor)
 
 
 def _written(name: str) -> InPlaceExact:

@@ -20,6 +20,7 @@ from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
+from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard
 
@@ -50,8 +51,10 @@ def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | No
     return *(half.contiguous() for half in dx.chunk(2, -1)), dweight
 
 
-def _reference_bwd_over(dy: Tensor, x: Tensor, up: Tensor | None, *rest: Any) -> Tensor:
-    dgate, dup, dweight = _reference_bwd(dy, x, up, *rest)
+def _reference_bwd_over(
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
+) -> Tensor:
+    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
     x.copy_(dgate)
     if up is not None:
         up.copy_(dup)
@@ -184,7 +187,7 @@ def glu(
 
 
 def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out) -> Any:
-    from rtkernels.ops.act.glu_combined import glu_combined, glu_of_codes
+    from rtkernels.ops.act.glu_combined import check_combined, glu_combined, glu_of_codes
 
     options = {
         "layout": layout, "channel_scale": channel_scale, "quant": quant, "keep": keep, "out": out,
@@ -194,7 +197,24 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
         raise ArgumentError("weight and reuse go without layout, channel_scale, quant, keep, out and scale_out")
     if isinstance(x, tuple):
         return glu_of_codes(x, up, act, **options)
+    check_combined(x, up, act, layout, channel_scale, quant, keep)
+    if is_grad_enabled() and needs_grad(x, up, channel_scale):
+        return _options_with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out)
     return glu_combined(x, up, act=act, **options)
+
+
+def _options_with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out) -> Tensor:
+    """Return ``glu`` with those options that have a gradient: it is that of other functions."""
+    if quant is not None:
+        raise ArgumentError(
+            "quant is given but a tensor needs gradients; expected torch.no_grad() around the call, detached tensors, "
+            "or no quant"
+        )
+    refuse_outputs(out=out, scale_out=scale_out)
+    if layout == "interleaved":
+        x, up = x[..., 0::2], x[..., 1::2]
+    y = glu(x, up, act=act)
+    return y if channel_scale is None else y * channel_scale.to(y.dtype)
 
 
 OP = Op(

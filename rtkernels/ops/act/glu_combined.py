@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
@@ -16,7 +16,6 @@ from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wa
 from rtkernels.runtime.layout import check_same, token
 from rtkernels.runtime.operator.arguments import a_number
 from rtkernels.runtime.operator.autograd import detached
-from rtkernels.runtime.operator.recorded import refuse_outputs
 
 
 class GluOut(NamedTuple):
@@ -115,11 +114,10 @@ def _checked_factors(channel_scale: Tensor | None, cols: int) -> Tensor | None:
     return channel_scale.detach()
 
 
-def glu_combined(
-    x: Tensor, up: Tensor | None, *, act: str, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool,
-    out: Tensor | None, scale_out: Tensor | None,
-) -> Tensor | GluOut:  # fmt: skip
-    """``glu`` with any of these options; see there."""
+def check_combined(
+    x: Tensor, up: Tensor | None, act: str, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool
+) -> None:
+    """Raise an ArgumentError for arguments of ``glu_combined`` that do not fit together."""
     check_option("act", act, tuple(ACT_TYPES))
     check_option("layout", layout, ("concat", "interleaved"))
     token("x", x.dtype)
@@ -134,14 +132,22 @@ def glu_combined(
         check_same("up", up.shape, x.shape, "shape")
     if keep and quant is None:
         raise ArgumentError("keep is True; expected False without quant: the result is what would be kept")
-    shape = tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
-    _checked_factors(channel_scale, shape[-1])
-    inputs = {"x": x, "up": up, "channel_scale": channel_scale}
-    if is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.values()):
-        return _with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out)
+    _checked_factors(channel_scale, _shape_of(x, up)[-1])
+
+
+def _shape_of(x: Tensor, up: Tensor | None) -> tuple[int, ...]:
+    return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
+
+
+def glu_combined(
+    x: Tensor, up: Tensor | None, *, act: str, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool,
+    out: Tensor | None, scale_out: Tensor | None,
+) -> Tensor | GluOut:  # fmt: skip
+    """``glu`` with any of these options, which ``check_combined`` has seen, and without a gradient; see there."""
     want = wanted(quant, x.dtype)
-    inputs = dict(zip(inputs, detached(*inputs.values()), strict=True))
-    made = _results(want, shape, x.dtype, x, inputs, keep, out, scale_out, ("x", "up") if up is not None else ())
+    inputs = dict(zip(("x", "up", "channel_scale"), detached(x, up, channel_scale), strict=True))
+    same = ("x", "up") if up is not None else ()
+    made = _results(want, _shape_of(x, up), x.dtype, x, inputs, keep, out, scale_out, same)
     factors = None if channel_scale is None else inputs["channel_scale"].reshape(1, -1)
     way = "plain" if up is not None else layout
     COMBINE(
@@ -149,18 +155,3 @@ def glu_combined(
         made.global_scale, act, False, False, way, "", want.kind, want.swizzled, want.static, want.floor, 1.0,
     )  # fmt: skip
     return made.returned(want, quant)
-
-
-def _with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out) -> Tensor:
-    from rtkernels.ops.act.glu import glu
-
-    if quant is not None:
-        raise ArgumentError(
-            "quant is given but a tensor needs gradients; expected torch.no_grad() around the call, detached tensors, "
-            "or no quant"
-        )
-    refuse_outputs(out=out, scale_out=scale_out)
-    if layout == "interleaved":
-        x, up = x[..., 0::2], x[..., 1::2]
-    y = glu(x, up, act=act)
-    return y if channel_scale is None else y * channel_scale.to(y.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -120,9 +120,9 @@ class Inputs(NamedTuple):
     counts: Meta | None
     act: str
     layout: str
-    pow2: bool
-    scales: str
-    check: bool
+    pow2_scale: bool
+    scale_layout: str
+    check_counts: bool
 
     def sources(self, dy: Meta | None) -> list[Meta]:
         """Return dy in the backward, gate, and up or what it is a part of."""
@@ -131,18 +131,15 @@ class Inputs(NamedTuple):
     def options(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers that all kernels take. `blocks`: of 128 rows, as many as there can be."""
         width = 4 if self.counts is None else self.counts.dtype.itemsize
-        flags = int(self.scales == "column"), int(self.pow2), int(self.check)
+        flags = int(self.scale_layout == "column"), int(self.pow2_scale), int(self.check_counts)
         return experts_of(self.counts) or 0, width, blocks, *flags
 
 
-def plan_fwd(*values: Any) -> Steps:
-    *given, device = values
-    return _steps(Inputs(*given), None, False, given[5] != "row", False, device)
+def plan_fwd(inputs: Inputs, device: int) -> Steps:
+    return _steps(inputs, None, False, inputs.layout != "row", False, device)
 
 
-def plan_bwd(dy: Meta, *values: Any) -> Steps:
-    *given, keep, weight_grad, device = values
-    inputs = Inputs(*given)
+def plan_bwd(dy: Meta, inputs: Inputs, keep: str, weight_grad: bool, device: int) -> Steps:
     codes = keep != "dense"
     # Else a group of a row of the gradient has columns of gate and of up, as only the generic kernel can have it.
     mixed = codes and inputs.layout != "transposed" and dy.shape[-1] % GROUP != 0

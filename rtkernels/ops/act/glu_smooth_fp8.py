@@ -100,7 +100,7 @@ def _step(given: Inputs, dy: Meta | None, cols: int, results: Sequence[str | int
     launch = SMOOTH.bind((x.dtype == torch.float32,), device, grid, _THREADS, 8 * (experts + 1))
     sizes = rows, cols, *([0] * (dy is None)), *strides, 0 if weight is None else TYPES[weight.dtype], experts
     width = 4 if counts is None else counts.dtype.itemsize
-    last = width, int(given.pow2), int(given.check), ACTS[given.act], TYPES[x.dtype], int(words)
+    last = width, int(given.pow2_scale), int(given.check_counts), ACTS[given.act], TYPES[x.dtype], int(words)
     inputs = 0 if dy is None else "dy", "x", "up", "weight", "counts", "smooth"
     return Step(launch, *inputs, *results, *sizes, *last)
 
@@ -120,7 +120,7 @@ def _plan_bwd(dy, x, up, weight, counts, act, layout, pow2_scale, check_counts, 
     rows = _step(given, dy, cols, ("factor", "q", "scale", "dx", "dweight", "amax"), device)
     blocks = row_blocks_of(row_count(x.shape), experts_of(counts))
     results = 0, 0, "q_t", "scale_t", 0, 0, "factor", "amax"
-    columns = generic_step(given._replace(check=False), dy, blocks, results, device, pad_to=pad_to)
+    columns = generic_step(given._replace(check_counts=False), dy, blocks, results, device, pad_to=pad_to)
     return Steps(rows, columns, scratch={"amax": Memory(_line(counts, 2 * cols), torch.float32, zero=True)})
 
 

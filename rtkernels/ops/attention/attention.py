@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, reference
-from rtkernels.ops.attention.checks import HALVES, LAYOUTS, Heads, heads_first_strides, made, problem_of, strides
+from rtkernels.ops.attention.checks import (
+    HALVES,
+    LAYOUTS,
+    Forward,
+    Heads,
+    heads_first_strides,
+    made,
+    problem_of,
+    strides,
+)
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
@@ -29,9 +38,9 @@ _FLOAT32 = torch.float32
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def _check(*values: Any) -> None:
-    checks.check(*values[:15])
-    backends.check_name(values[16])
+def _check(given: Forward) -> None:
+    checks.check(given)
+    backends.check_name(given.backend)
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype, heads_first: bool) -> Memory:
@@ -39,23 +48,12 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, heads_first: bool) -> Me
     return Memory(tuple(shape), dtype, strides_of)
 
 
-def _lse_shape(q: Meta) -> tuple[int, ...]:
-    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+def _forward_outputs(given: Forward) -> tuple[Memory, ...]:
+    return _memory(given.out_shape, given.q.dtype, given.heads_first), Memory(given.lse_shape, _FLOAT32)
 
 
-def _forward_outputs(q: Meta, k: Meta, v: Meta, *values: Any) -> tuple[Memory, ...]:
-    out = _memory((*q.shape[:-1], v.shape[-1]), q.dtype, values[12])
-    return out, Memory(_lse_shape(q), _FLOAT32)
-
-
-def _forward_problem(values: Sequence[Any], **others: Any) -> Attention:
-    q, v, heads_first = values[0], values[2], values[15]
-    others.setdefault("out", made((*q.shape[:-1], v.shape[-1]), heads_first))
-    return problem_of(*values[:15], **others)
-
-
-def _plan_forward(*values: Any) -> Steps:
-    return backends.forward(_forward_problem(values), values[16], values[-1])
+def _plan_forward(given: Forward, device: int) -> Steps:
+    return backends.forward(problem_of(given), given.backend, device)
 
 
 FORWARD = Operator(
@@ -70,12 +68,10 @@ class _Destination(Heads):
     written = True
 
 
-def _check_out(*values: Any) -> None:
-    out, rest = values[9], (*values[:9], *values[10:])
-    _check(*rest)
-    q, v = values[0], values[2]
-    checks.check_same("out", tuple(out.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
-    checks.check_same("out", out.dtype, q.dtype, "dtype", of="q")
+def _check_out(given: Forward, out: Meta) -> None:
+    _check(given)
+    checks.check_same("out", tuple(out.shape), given.out_shape, "shape", of="q and v")
+    checks.check_same("out", out.dtype, given.q.dtype, "dtype", of="q")
     if not Heads("out").fits(out):
         raise ArgumentError(
             f"out has strides {tuple(out.stride)}; expected neighbouring elements of a head, other strides and the "
@@ -85,66 +81,73 @@ def _check_out(*values: Any) -> None:
         raise ArgumentError(f"out has strides {tuple(out.stride)}; expected memory of its own for every element")
 
 
-def _plan_out(*values: Any) -> Steps:
-    rest = (*values[:9], *values[10:])
-    return backends.forward(_forward_problem(rest, out=strides(values[9])), rest[16], values[-1])
+def _plan_out(given: Forward, out: Meta, device: int) -> Steps:
+    return backends.forward(problem_of(given, out=strides(out)), given.backend, device)
 
 
-def _reference_out(*values: Any) -> Tensor:
-    result, lse = reference.forward(*values[:9], *values[10:])
-    values[9].copy_(result)
+def _reference_out(given: Forward, out: Tensor) -> Tensor:
+    result, lse = reference.forward(*given)
+    out.copy_(result)
     return lse
+
+
+def _out_outputs(given: Forward) -> tuple[Memory]:
+    return (Memory(given.lse_shape, _FLOAT32),)
 
 
 OUT = InPlaceOperator(
     "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES, over="q")), options=_OPTIONS, results="lse",
-    outputs=lambda q, *_: (Memory(_lse_shape(q), _FLOAT32),), plan=_plan_out, reference=_reference_out,
+    outputs=_out_outputs, plan=_plan_out, reference=_reference_out,
     check=_check_out,
 )  # fmt: skip
 
 
-backends.ATTENTION.describe(
-    attention_fwd=lambda *values: _forward_problem(values),
-    attention_fwd_out=lambda *values: _forward_problem((*values[:9], *values[10:]), out=strides(values[9])),
-)
+def _problem(given: Forward) -> Attention:
+    return problem_of(given)
 
 
-def _backward_parts(values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the values of the forward pass (9 tensors, 8 options), and (dout, dlse, out, lse, needs...)."""
-    dout, dlse, q, k, v, out, lse, *rest = values
-    return (q, k, v, *rest[:14]), (dout, dlse, out, lse, *rest[14:19])
+def _problem_out(given: Forward, out: Meta) -> Attention:
+    return problem_of(given, out=strides(out))
 
 
-def _check_backward(*values: Any) -> None:
-    forward, (dout, dlse, out, lse, *_) = _backward_parts(values)
-    _check(*forward)
-    q, v = forward[0], forward[2]
+backends.ATTENTION.describe(attention_fwd=_problem, attention_fwd_out=_problem_out)
+
+
+def _check_backward(dout: Meta, dlse: Meta | None, out: Meta, lse: Meta, given: Forward) -> None:
+    _check(given)
     for name, meta in (("dout", dout), ("out", out)):
-        checks.check_same(name, meta.dtype, q.dtype, "dtype", of="q")
-        checks.check_same(name, tuple(meta.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
+        checks.check_same(name, meta.dtype, given.q.dtype, "dtype", of="q")
+        checks.check_same(name, tuple(meta.shape), given.out_shape, "shape", of="q and v")
     for name, meta in (("dlse", dlse), ("lse", lse)):
         if meta is not None:
-            checks.check_same(name, tuple(meta.shape), _lse_shape(q), "shape", of="q")
+            checks.check_same(name, tuple(meta.shape), given.lse_shape, "shape", of="q")
 
 
-def _backward_outputs(*values: Any) -> tuple[Memory | None, ...]:
-    (q, k, v, sinks, bias, *options), (*_, need_q, need_k, need_v, need_sinks, need_bias) = _backward_parts(values)
-    heads_first = options[10]
-    shapes = ((need_q, q.shape), (need_k, k.shape), (need_v, v.shape))
-    results = [_memory(tuple(shape), q.dtype, heads_first) if needed else None for needed, shape in shapes]
-    results.append(Memory((q.shape[-2],), _FLOAT32) if need_sinks and sinks is not None else None)
-    return *results, Memory(tuple(bias.shape), bias.dtype) if need_bias and bias is not None else None
+class Needs(NamedTuple):
+    """Gradients that a backward pass is to make."""
+
+    need_q: bool
+    need_k: bool
+    need_v: bool
+    need_sinks: bool
+    need_bias: bool
 
 
-def _plan_backward(*values: Any) -> Steps:
-    forward, (dout, dlse, out, _, *needs) = _backward_parts(values)
-    q, k, v, heads_first = *forward[:3], forward[15]
+def _backward_outputs(given: Forward, needs: Needs) -> tuple[Memory | None, ...]:
+    q, k, v, sinks, bias = given[:5]
+    shapes = ((needs.need_q, q.shape), (needs.need_k, k.shape), (needs.need_v, v.shape))
+    results = [_memory(tuple(shape), q.dtype, given.heads_first) if needed else None for needed, shape in shapes]
+    results.append(Memory((q.shape[-2],), _FLOAT32) if needs.need_sinks and sinks is not None else None)
+    return *results, Memory(tuple(bias.shape), bias.dtype) if needs.need_bias and bias is not None else None
+
+
+def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, needs: Needs, device: int) -> Steps:
     wants = "".join(letter for letter, needed in zip("qkvsb", needs, strict=True) if needed)
-    problem = _forward_problem(
-        forward, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants,
-        dq=made(q.shape, heads_first), dk=made(k.shape, heads_first), dv=made(v.shape, heads_first),
-    )  # fmt: skip
-    return backends.backward(problem, forward[16], values[-1])
+    dq, dk, dv = (made(t.shape, given.heads_first) for t in (given.q, given.k, given.v))
+    problem = problem_of(
+        given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
+    )
+    return backends.backward(problem, given.backend, device)
 
 
 BACKWARD = Operator(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,11 +117,43 @@ def check_heads(q: Meta, k: Meta, v: Meta, dims: int, order: str) -> None:
     check_shared_heads(q, k, "k and v")
 
 
-def check(
-    q: Meta, k: Meta, v: Meta, sinks: Meta | None, bias: Meta | None, lengths: Meta | None, kv_limit: Meta | None,
-    cu_q: Meta | None, cu_k: Meta | None, scale: float, left: int, right: int, softcap: float, max_q: int, max_k: int,
-) -> None:  # fmt: skip
+class Forward(NamedTuple):
+    """Arguments of a forward pass: of the tensors, checks and plans get the metas, references the tensors."""
+
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
+    bias: Any
+    lengths: Any
+    kv_limit: Any
+    cu_q: Any
+    cu_k: Any
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    max_q: int
+    max_k: int
+    heads_first: bool
+    backend: str
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """That of the output."""
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """That of the logarithms of sums."""
+        q = self.q
+        return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def check(given: Forward) -> None:
     """Raise an ArgumentError for arguments of attention that do not fit together."""
+    q, k, v, sinks, bias, lengths, kv_limit, cu_q, cu_k = given[:9]
+    max_q, max_k = given.max_q, given.max_k
     varlen = cu_q is not None
     if (cu_k is None) is varlen:
         raise ArgumentError("cu_q and cu_k go together; expected both or none")
@@ -153,10 +185,10 @@ def check(
         check_same("bias", tuple(bias.shape), (*broadcast, *shape[2:]), "shape", of="batch, heads, q and k")
     _integers("seqused_k", lengths, ((batch,),), "one for each sequence")
     _integers("kv_limit", kv_limit, ((length,), (batch, length)), "one for each query")
-    check_factor(scale)
-    if not -float("inf") < softcap < float("inf"):
-        raise ArgumentError(f"softcap is {softcap}; expected a finite number")
-    for name, side in (("left", left), ("right", right)):
+    check_factor(given.scale)
+    if not -float("inf") < given.softcap < float("inf"):
+        raise ArgumentError(f"softcap is {given.softcap}; expected a finite number")
+    for name, side in (("left", given.left), ("right", given.right)):
         if not -1 <= side < MAX_LENGTH:
             raise ArgumentError(f"window has {side} keys to the {name}; expected -1 (all) to 2^29")
 
@@ -184,20 +216,18 @@ def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
     return Strides(shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
 
 
-def problem_of(
-    q: Meta, k: Meta, v: Meta, sinks: Meta | None, bias: Meta | None, lengths: Meta | None, kv_limit: Meta | None,
-    cu_q: Meta | None, cu_k: Meta | None, scale: float, left: int, right: int, softcap: float, max_q: int, max_k: int,
-    **others: Any,
-) -> Attention:  # fmt: skip
+def problem_of(given: Forward, **others: Any) -> Attention:
     """Return the call as plain data. `others`: fields that only some operators have."""
+    q, k, v, sinks, bias, lengths, kv_limit, cu_q, _ = given[:9]
+    others.setdefault("out", made(given.out_shape, given.heads_first))
     varlen = cu_q is not None
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     return Attention(
         batch=batch, heads_q=q.shape[-2], heads_kv=k.shape[-2],
-        lq=max_q if varlen else q.shape[1], lkv=max_k if varlen else k.shape[1],
+        lq=given.max_q if varlen else q.shape[1], lkv=given.max_k if varlen else k.shape[1],
         d_qk=q.shape[-1], d_v=v.shape[-1], token=DTYPE_TOKEN[q.dtype],
-        q=strides(q), k=strides(k), v=strides(v), scale=scale, left=left, right=right, softcap=softcap,
-        sinks=None if sinks is None else "fp32",
+        q=strides(q), k=strides(k), v=strides(v), scale=given.scale, left=given.left, right=given.right,
+        softcap=given.softcap, sinks=None if sinks is None else "fp32",
         bias=None if bias is None else Bias(
             DTYPE_TOKEN[bias.dtype],
             *(0 if size <= 1 else step for size, step in zip(bias.shape, bias.stride, strict=True)),

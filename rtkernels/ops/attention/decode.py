@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -85,7 +83,7 @@ def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, sc
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
 
 
-def _outputs(q: Meta, k_cache: Meta, v_cache: Meta, *_: Any) -> tuple[Memory, ...]:
+def _outputs(q: Meta, v_cache: Meta) -> tuple[Memory, ...]:
     out = Memory((*q.shape[:-1], v_cache.shape[-1]), q.dtype)
     return out, Memory((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
 

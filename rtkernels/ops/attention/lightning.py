@@ -61,8 +61,9 @@ def _check_operands(q: Meta, k: Meta, v: Meta, decay: Meta, scale: float, dims: 
 
 
 def _check(
-    q: Meta, k: Meta, v: Meta, decay: Meta, state: Meta | None, cu: Meta | None, scale: float, wants_state: bool = False
+    q: Meta, k: Meta, v: Meta, decay: Meta, initial_state: Meta | None, cu_seqlens: Meta | None, scale: float
 ) -> None:
+    cu, state = cu_seqlens, initial_state
     dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
     _check_operands(q, k, v, decay, scale, dims, order, q.shape[0] if cu is None else cu.numel() - 1)
     if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
@@ -134,7 +135,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state, *_: Any) -> None:
+def _check_backward(dout, dfinal_state, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state) -> None:
     _check(q, k, v, decay, initial_state, cu_seqlens, scale)
     check_same("dout", tuple(dout.shape), (*q.shape[:-1], v.shape[-1]), "shape", of="q and v")
     check_same("dout", dout.dtype, q.dtype, "dtype", of="q")
@@ -274,7 +275,7 @@ ONE = InPlaceOperator(
     ),
     options="float scale",
     results="out",
-    outputs=lambda q, k, v, *_: (Memory(tuple(v.shape), q.dtype),),
+    outputs=lambda q, v: (Memory(tuple(v.shape), q.dtype),),
     plan=_plan_step,
     reference=reference.step,
     check=_check_step,

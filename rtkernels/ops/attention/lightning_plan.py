@@ -34,7 +34,8 @@ SCAN = Kernel(
 )  # fmt: skip
 SCAN_SM90 = Kernel(
     "attention/lightning_sm90.cu", "lightning_sm90", template="T", max_registers=128, needs=("wgmma",),
-    args="left:tmap right:tmap value:tmap out:tmap decay:ptr initial:ptr final:ptr out_rows:ptr segments:i64 heads:i64 "
+    args="left_map:tmap right_map:tmap value_map:tmap out_map:tmap decay:ptr initial:ptr final:ptr out:ptr "
+    "segments:i64 heads:i64 "
     "length:i64 d_k:i64 d_v:i64 state_row:i64 state_column:i64 lead:i64 reverse:i64 scale:f64 initial_factor:f64 "
     "final_factor:f64",
     variants=[("bf16",)],

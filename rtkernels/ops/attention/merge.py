@@ -34,7 +34,7 @@ _BWD = Kernel(
 _FLOAT32 = torch.float32
 
 
-def _check(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta, fp32: bool) -> None:
+def _check(a: Meta, lse_a: Meta, b: Meta, lse_b: Meta) -> None:
     if a.dim() != 4:
         raise ArgumentError(f"a part has shape {tuple(a.shape)}; expected [batch, length, heads, width]")
     check_same("b", tuple(b.shape), tuple(a.shape), "shape", of="a")
@@ -106,7 +106,7 @@ FORWARD = Operator(
     _PARTS,
     options="bool fp32",
     results="out lse",
-    outputs=lambda a, lse_a, b, lse_b, fp32: (
+    outputs=lambda a, lse_a, fp32: (
         Memory(tuple(a.shape), _FLOAT32 if fp32 else a.dtype), Memory(tuple(lse_a.shape), _FLOAT32)
     ),
     plan=_plan,
@@ -116,8 +116,8 @@ FORWARD = Operator(
 BACKWARD = Operator(
     "attention_merge_bwd", (Dense("dout"), Dense("dlse", (_FLOAT32,), optional=True), *_PARTS),
     results="da dlse_a db dlse_b",
-    outputs=lambda dout, dlse, a, lse_a, b, lse_b: tuple(Memory(tuple(t.shape), t.dtype) for t in (a, lse_a, b, lse_b)),
-    plan=_plan_backward, reference=_reference_backward, check=lambda dout, dlse, *parts: _check(*parts, False),
+    outputs=lambda a, lse_a, b, lse_b: tuple(Memory(tuple(t.shape), t.dtype) for t in (a, lse_a, b, lse_b)),
+    plan=_plan_backward, reference=_reference_backward, check=_check,
 )  # fmt: skip
 _merge = differentiable(FORWARD, BACKWARD)
 

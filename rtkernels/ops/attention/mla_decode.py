@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ KERNEL = Kernel(
 
 KERNEL_SM90 = Kernel(
     "attention/mla_decode_sm90.cu", "mla_decode_sm90", template="T", max_registers=168, needs=("wgmma",), tier="serve",
-    args="cache:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
+    args="cache_map:tmap q:ptr lengths:ptr table:ptr out:ptr lse:ptr parts:ptr part_lse:ptr heads:i64 lq:i64 lkv:i64 "
     "d_qk:i64 d_v:i64 splits:i64 page_size:i64 box_rows:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 right:i64 "
     "scale:f64",
     variants=[("bf16",), ("fp16",)],
@@ -83,9 +82,8 @@ def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int
     return min(range(1, min(rounds, MAX_SPLITS) + 1), key=time)
 
 
-def _check(
-    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float
-) -> None:
+def _check(q: Meta, kv_cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, scale: float) -> None:
+    cache = kv_cache
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected [batch, tokens, heads, width]")
     if cache.dim() != 3:
@@ -101,7 +99,7 @@ def _check(
         raise ArgumentError(f"q has shape {tuple(q.shape)}; expected up to 65535 sequences and 2^31 rows")
 
 
-def _outputs(q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, *_: Any):
+def _outputs(q: Meta, value_width: int):
     out = Memory((*q.shape[:-1], value_width), q.dtype)
     return out, Memory((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
 
@@ -111,9 +109,9 @@ def _step(meta: Meta, dim: int) -> int:
 
 
 def _plan(
-    q: Meta, cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float,
-    device: int,
-) -> Steps:  # fmt: skip
+    q: Meta, kv_cache: Meta, page_table: Meta | None, value_width: int, causal: bool, scale: float, device: int
+) -> Steps:
+    cache = kv_cache
     (batch, lq, heads, width), token, info = q.shape, DTYPE_TOKEN[q.dtype], device_info(device)
     pages = 1 if page_table is None else page_table.shape[1]
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)

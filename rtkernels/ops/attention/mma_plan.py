@@ -229,76 +229,77 @@ def _section(problem: Attention, pairs: int, group: int) -> int:
 
 def _steps_backward(problem: Attention, device: int) -> Steps:
     """Return the launches of a backward pass."""
-    config, t = chosen(_GRAD_TILES, problem), problem.token
-    count = problem.batch * problem.heads_q * problem.lq if not problem.varlen else problem.heads_q * problem.total_q
-    both = tile_pitch(config.d_qk) + tile_pitch(config.d_v)
-    shared = (_GRAD_ROWS + 2 * config.rows) * both
-    tensors = ("q", "k", "v", "dout", "stats", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
-    sizes = (problem.lq, problem.lkv, problem.d_qk, problem.d_v)
+    p, config = problem, chosen(_GRAD_TILES, problem)
+    count = p.batch * p.heads_q * p.lq if not p.varlen else p.heads_q * p.total_q
     numbers = (
-        *(
-            *_three(problem.q),
-            *_three(problem.k),
-            *_three(problem.v),
-            *_three(problem.dout),
-            *problem.lse_strides(),
-            count,
-        ),
-        *(*bias_arguments(problem), problem.kv_limit or 0, problem.left, problem.right, *score_arguments(problem)),
+        *(*_three(p.q), *_three(p.k), *_three(p.v), *_three(p.dout), *p.lse_strides(), count),
+        *(*bias_arguments(p), p.kv_limit or 0, p.left, p.right, *score_arguments(p)),
     )
-    made = []
-    if problem.lq:
-        made.append(
-            Step(
-                _STATS.bind((t,), device, (-(-problem.lq // 4), problem.heads_q, problem.batch), 128),
-                *("out", "dout", "lse", "dlse", "cu_q", "stats", problem.lq, problem.d_v),
-                *(*_three(problem.out), *_three(problem.dout), *problem.lse_strides(), count),
-            )
-        )
-    if "q" in problem.wants and problem.lq:
-        tiles, pairs = -(-problem.lq // _GRAD_ROWS), problem.batch * problem.heads_q
-        made.append(
-            Step(
-                _DQ.bind((t, *config), device, tiles * pairs, _THREADS, shared),
-                *(*tensors, "dq", *_three(problem.dq), pairs, problem.heads_q, problem.group, tiles),
-                *(_section(problem, pairs, problem.group), *sizes, *numbers),
-            )
-        )
-    wanted = [part for part, letter in ((1, "k"), (2, "v")) if letter in problem.wants]
-    scratch = {"stats": Memory((2, count), torch.float32)}
-    if wanted and problem.lkv:
-        tiles, pairs = -(-problem.lkv // _GRAD_ROWS), problem.batch * problem.heads_kv
-        together, to = config.d_qk + config.d_v <= _APART, ("dk", "dv")
-        if together:
-            to, unwanted = key_gradients(problem)
-            scratch |= unwanted
-        for parts in (3,) if together else wanted:
-            made.append(
-                Step(
-                    _DKV.bind((t, *config, parts), device, tiles * pairs, _THREADS, shared),
-                    *(*tensors, *to, *_three(problem.dk), *_three(problem.dv)),
-                    *(pairs, problem.heads_q, problem.group, tiles, _section(problem, pairs, 1), *sizes, *numbers),
-                )
-            )
-    if "b" in problem.wants and problem.bias and problem.lq and problem.lkv:
-        width, keys = next(w for w in _BIAS_TILES if max(problem.d_qk, problem.d_v) <= w[0])
-        bias_sizes = problem.bias.batches, problem.bias.heads
-        grid = (-(-problem.lkv // keys), -(-problem.lq // _GRAD_ROWS), bias_sizes[0] * bias_sizes[1])
-        if max(grid[1:]) > 65535:
-            raise ArgumentError(
-                f"bias has {bias_sizes[0] * bias_sizes[1]} matrices; expected up to 65535 for a gradient"
-            )
-        made.append(
-            Step(
-                _DBIAS.bind((t, width, keys), device, grid, _THREADS, 2 * (_GRAD_ROWS + keys) * tile_pitch(width)),
-                *(*tensors[:8], "dbias", problem.batch, problem.heads_q, problem.group, *bias_sizes, *sizes, *numbers),
-            )
-        )
-    if "s" in problem.wants and problem.sinks:
-        made.append(
-            Step(
-                _DSINKS.bind(("fp32",), device, problem.heads_q, 256),
-                *("sinks", "stats", "cu_q", "dsinks", problem.batch, problem.lq, *problem.lse_strides(), count),
-            )
-        )
-    return Steps(*made, scratch=scratch)
+    scratch, steps = {"stats": Memory((2, count), torch.float32)}, []
+    if p.lq:
+        steps.append(_stats_step(p, count, device))
+    if "q" in p.wants and p.lq:
+        steps.append(_dq_step(p, config, numbers, device))
+    if ("k" in p.wants or "v" in p.wants) and p.lkv:
+        of_keys, unwanted = _dkv_steps(p, config, numbers, device)
+        steps, scratch = [*steps, *of_keys], scratch | unwanted
+    if "b" in p.wants and p.bias and p.lq and p.lkv:
+        steps.append(_dbias_step(p, numbers, device))
+    if "s" in p.wants and p.sinks:
+        launch = _DSINKS.bind(("fp32",), device, p.heads_q, 256)
+        sizes = p.batch, p.lq, *p.lse_strides(), count
+        steps.append(Step(launch, "sinks", "stats", "cu_q", "dsinks", *sizes))
+    return Steps(*steps, scratch=scratch)
+
+
+_GRAD_NAMES = ("q", "k", "v", "dout", "stats", "bias", "lengths", "kv_limit", "cu_q", "cu_k")
+
+
+def _grad_shared(config: GradTiles) -> int:
+    return (_GRAD_ROWS + 2 * config.rows) * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
+
+
+def _sizes(p: Attention) -> tuple[int, int, int, int]:
+    return p.lq, p.lkv, p.d_qk, p.d_v
+
+
+def _stats_step(p: Attention, count: int, device: int) -> Step:
+    """Return the launch that makes what the others need of each row: lse, and the sum of products of dout and out."""
+    launch = _STATS.bind((p.token,), device, (-(-p.lq // 4), p.heads_q, p.batch), 128)
+    strides = *_three(p.out), *_three(p.dout), *p.lse_strides()
+    return Step(launch, "out", "dout", "lse", "dlse", "cu_q", "stats", p.lq, p.d_v, *strides, count)
+
+
+def _dq_step(p: Attention, config: GradTiles, numbers: Sequence[int], device: int) -> Step:
+    tiles, pairs = -(-p.lq // _GRAD_ROWS), p.batch * p.heads_q
+    launch = _DQ.bind((p.token, *config), device, tiles * pairs, _THREADS, _grad_shared(config))
+    walk = pairs, p.heads_q, p.group, tiles, _section(p, pairs, p.group), *_sizes(p)
+    return Step(launch, *_GRAD_NAMES, "dq", *_three(p.dq), *walk, *numbers)
+
+
+def _dkv_steps(
+    p: Attention, config: GradTiles, numbers: Sequence[int], device: int
+) -> tuple[list[Step], dict[str, Memory]]:
+    """Return the launches for dk and dv, of one kernel where both fit into its registers, and scratch."""
+    tiles, pairs = -(-p.lkv // _GRAD_ROWS), p.batch * p.heads_kv
+    parts, to, scratch = [part for part, letter in ((1, "k"), (2, "v")) if letter in p.wants], ("dk", "dv"), {}
+    if config.d_qk + config.d_v <= _APART:
+        parts = [3]
+        to, scratch = key_gradients(p)
+    walk = pairs, p.heads_q, p.group, tiles, _section(p, pairs, 1), *_sizes(p)
+    steps = []
+    for part in parts:
+        launch = _DKV.bind((p.token, *config, part), device, tiles * pairs, _THREADS, _grad_shared(config))
+        steps.append(Step(launch, *_GRAD_NAMES, *to, *_three(p.dk), *_three(p.dv), *walk, *numbers))
+    return steps, scratch
+
+
+def _dbias_step(p: Attention, numbers: Sequence[int], device: int) -> Step:
+    width, keys = next(w for w in _BIAS_TILES if max(p.d_qk, p.d_v) <= w[0])
+    matrices = p.bias.batches * p.bias.heads
+    grid = (-(-p.lkv // keys), -(-p.lq // _GRAD_ROWS), matrices)
+    if max(grid[1:]) > 65535:
+        raise ArgumentError(f"bias has {matrices} matrices; expected up to 65535 for a gradient")
+    launch = _DBIAS.bind((p.token, width, keys), device, grid, _THREADS, 2 * (_GRAD_ROWS + keys) * tile_pitch(width))
+    walk = p.batch, p.heads_q, p.group, p.bias.batches, p.bias.heads, *_sizes(p)
+    return Step(launch, *_GRAD_NAMES[:8], "dbias", *walk, *numbers)

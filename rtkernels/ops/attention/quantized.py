@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +111,9 @@ def _value_width(v: Meta) -> int:
     return v.shape[-1] if v.dtype in HALVES else v.shape[2]
 
 
-def _outputs(q: Meta, k: Meta, v: Meta, *values: Any) -> tuple[Memory, ...]:
+def _outputs(q: Meta, v: Meta, half: bool) -> tuple[Memory, ...]:
     lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return Memory((*q.shape[:-1], _value_width(v)), _out_dtype(v, values[-1])), Memory(lse, _FLOAT32)
+    return Memory((*q.shape[:-1], _value_width(v)), _out_dtype(v, half)), Memory(lse, _FLOAT32)
 
 
 def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half) -> plan.Quantized:

@@ -14,7 +14,8 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 BACKWARD = Kernel(
     "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T D EXTRAS", max_registers=168, needs=("wgmma",),
-    args="q:tmap k:tmap v:tmap dout:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
+    args="q_map:tmap k_map:tmap v_map:tmap dout_map:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr "
+    "kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
     "heads_together:i64 together:i64 limit_batch:i64 scale:f64 softcap:f64",
@@ -46,7 +47,8 @@ _DV_TILES = (PassTile(192, 128, 128, 2), PassTile(192, 192, 112, 2), PassTile(25
 PASSES = Kernel(
     "attention/attention_sm90_bwd_pass.cu", "attention_sm90_bwd_pass", template="T DQK DV BN STAGES_V PASS EXTRAS",
     max_registers=168, needs=("wgmma",),
-    args="own_qk:tmap own_v:tmap met_qk:tmap met_v:tmap lse:ptr delta:ptr gradient:ptr lengths:ptr kv_limit:ptr "
+    args="own_qk_map:tmap own_v_map:tmap met_qk_map:tmap met_v_map:tmap lse:ptr delta:ptr gradient:ptr lengths:ptr "
+    "kv_limit:ptr "
     "cu_q:ptr cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 columns:i64 "
     "gradient_batch:i64 gradient_row:i64 gradient_head:i64 left:i64 right:i64 heads_together:i64 limit_batch:i64 "
     "scale:f64 softcap:f64",

@@ -45,8 +45,8 @@ EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
 FORWARD = Kernel(
     "attention/attention_sm90_fwd.cu", "attention_sm90_fwd", template="T DQK DV BN kGroups EXTRAS", max_registers=168,
     needs=("wgmma",),
-    args="q:tmap k:tmap v:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr "
-    "counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "
+    args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
+    "cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "
     "out_head:i64 lse_batch:i64 lse_head:i64 left:i64 right:i64 heads_together:i64 sinks_kind:i64 bias_kind:i64 "
     "bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[

@@ -30,7 +30,7 @@ _CLUSTER = Kernel(
     "gemm/gemm_cluster.cu", "gemm_cluster", template="T TOKENS", max_registers=255, needs=("cluster", "pdl"),
     tier="serve",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_bytes:i64 "
-    "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 global_step:i64 parts:i64 "
+    "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 global_step:i64 parts_:i64 "
     "flags:i64 types:i64",
     variants=[(token, tokens) for token in FLOAT16 for tokens in _TOKENS] + [("e4m3", 1), ("e4m3", 2)],
 )  # fmt: skip

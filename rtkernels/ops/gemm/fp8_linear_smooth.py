@@ -31,7 +31,7 @@ from rtkernels.runtime.operator.registry import Op
 E4M3 = torch.float8_e4m3fn
 
 
-def _check(x: Any, smooth: Any, *_: Any) -> None:
+def _check(x: Any, smooth: Any) -> None:
     if len(x.shape) != 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix")
     check_same("smooth", smooth.device, x.device, "device index")
@@ -66,7 +66,7 @@ def _outputs(x, smooth, dtype, pow2_scale, transposed, with_amax):
 SMOOTH_OPERAND = Operator(
     "fp8_smooth_operand", (Argument("x", None), Argument("smooth", None)),
     options="ScalarType dtype, bool pow2_scale, bool transposed, bool with_amax",
-    results="q scale q_t amax", outputs=_outputs, check=_check, plan=lambda *_: Steps(instead=_made), reference=_made,
+    results="q scale q_t amax", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_made), reference=_made,
     plans_empty=True,
 )  # fmt: skip
 

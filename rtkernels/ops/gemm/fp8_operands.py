@@ -44,7 +44,7 @@ def _sizes(shape: tuple[int, ...], kind: str) -> tuple[int, int, int]:
     return count, rounded(shape[-2], SIDE if len(shape) == 3 else PITCH), cols
 
 
-def _check(x: Any, kind: str, dtype: torch.dtype, *_: Any) -> None:
+def _check(x: Any, kind: str, dtype: torch.dtype) -> None:
     token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
     if kind not in KINDS:
@@ -135,7 +135,7 @@ def _outputs(
 OPERAND = Operator(
     "fp8_operand", (Argument("x", None),),
     options="str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation",
-    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda *_: Steps(instead=_made),
+    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_made),
     reference=_made, plans_empty=True,
 )  # fmt: skip
 

@@ -26,12 +26,11 @@ FORWARD = Operator(
     plan=partial(scaled_mm_plan.plan, gated=True), reference=partial(scaled_mm_plan.run_reference, gated=True),
     check=partial(scaled_mm_plan.describe, gated=True),
 )  # fmt: skip
-_describe_quantized = partial(scaled_mm_plan.describe_quantized, gated=True)
 QUANTIZED = Operator(
     "gated_mm_quantized", TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale",
     outputs=partial(scaled_mm_plan.quantized_outputs, halves=2),
     plan=partial(scaled_mm_plan.plan_quantized, gated=True),
-    reference=partial(quantized_by_steps, FORWARD, _describe_quantized), check=_describe_quantized,
+    reference=partial(quantized_by_steps, FORWARD, gated=True), check=partial(scaled_mm_plan.describe, gated=True),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, grouped_mm_plan
-from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS
+from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS, GroupedMm
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import an_integer
@@ -26,7 +26,7 @@ FORWARD = Operator(
 )  # fmt: skip
 IN_PLACE = Operator(
     "grouped_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
-    plan=grouped_mm_plan.plan_out, reference=grouped_mm_plan.run_reference_out, check=grouped_mm_plan.describe_out,
+    plan=grouped_mm_plan.plan, reference=grouped_mm_plan.run_reference_out, check=grouped_mm_plan.describe,
 )  # fmt: skip
 WGRAD = Operator(
     "grouped_wgrad", (InPlace("out", None), *WGRAD_TENSORS), options=WGRAD_OPTIONS, results="",
@@ -109,7 +109,7 @@ def grouped_mm(
     if accumulate and out is None:
         raise ArgumentError("accumulate is True; expected out, which the result is added to")
     if out is None and zero_padding:
-        (memory,) = grouped_mm_plan.outputs(*checks.metas(*tensors), *options)
+        (memory,) = grouped_mm_plan.outputs(GroupedMm(*tensors, *options).metas)
         out = torch.zeros(memory.shape, dtype=memory.dtype, device=a.device)
     if out is not None:
         refuse_quantised_gradients("grouped_mm", a, b, scale_a, scale_b, out)

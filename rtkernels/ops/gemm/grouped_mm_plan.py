@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +39,72 @@ WGRAD_TENSORS = (
 WGRAD_OPTIONS = "int align, bool accumulate, str recipe, str acc, str backend"
 
 
-def outputs(a, b, scale_a, scale_b, ends, row_groups, sizes, *options: Any) -> tuple[Memory]:
+class GroupedMm(NamedTuple):
+    """Arguments of an operator: of its tensors, checks and plans get the metas, references the tensors."""
+
+    a: Any
+    b: Any
+    scale_a: Any
+    scale_b: Any
+    ends: Any
+    row_groups: Any
+    sizes: Any
+    align: int
+    expected_m: int
+    recipe: str
+    b_layout: str
+    packed: str | None
+    act: str | None
+    out_dtype: torch.dtype | None
+    acc: str
+    backend: str
+    out: Any = None  # of operators that write to what the caller gave
+    accumulate: bool = False
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Operands, scales and what says which rows are a group."""
+        return self[: len(TENSORS)]
+
+    @property
+    def metas(self) -> GroupedMm:
+        """The same with metas of tensors."""
+        (out,) = checks.metas(self.out)
+        return GroupedMm(*checks.metas(*self.tensors), *self[len(TENSORS) :])._replace(out=out)
+
+
+class Wgrad(NamedTuple):
+    """The same of ``grouped_wgrad``."""
+
+    out: Any
+    a: Any
+    b: Any
+    scale_a: Any
+    scale_b: Any
+    ends: Any
+    align: int
+    accumulate: bool
+    recipe: str
+    acc: str
+    backend: str
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Operands, scales and where groups end."""
+        return self.a, self.b, self.scale_a, self.scale_b, self.ends
+
+    @property
+    def metas(self) -> Wgrad:
+        """The same with metas of tensors."""
+        return Wgrad(*checks.metas(self.out, *self.tensors), *self[1 + len(WGRAD_TENSORS) :])
+
+
+def outputs(call: GroupedMm) -> tuple[Memory]:
     """Return the shape and dtype of a result."""
-    _, _, recipe, layout, packed, _, out_dtype, *_ = options
-    n = columns_of(a, b, scale_a, scale_b, recipe, layout, packed)
-    scaled = scale_a is not None or scale_b is not None
-    return (Memory((*a.shape[:-1], n), checks.result_dtype(a, b, scaled, packed, out_dtype)),)
+    n = columns_of(*call.tensors[:4], call.recipe, call.b_layout, call.packed)
+    scaled = call.scale_a is not None or call.scale_b is not None
+    dtype = checks.result_dtype(call.a, call.b, scaled, call.packed, call.out_dtype)
+    return (Memory((*call.a.shape[:-1], n), dtype),)
 
 
 def _integers(name: str, meta: Meta, wanted: tuple[int, ...]) -> None:
@@ -55,12 +115,10 @@ def _integers(name: str, meta: Meta, wanted: tuple[int, ...]) -> None:
         )
 
 
-def describe(
-    a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, ends: Meta | None, row_groups: Meta | None,
-    sizes: Meta | None, align: int, expected: int, recipe: str, b_layout: str, packed: str | None, act: str | None,
-    out_dtype: torch.dtype | None, acc: str, backend: str, *, out: Meta | None = None, accumulate: bool = False,
-) -> Described:  # fmt: skip
+def describe(call: GroupedMm) -> Described:
     """Return what a call of ``grouped_mm`` or ``grouped_mm_masked`` multiplies, or raise an ArgumentError."""
+    a, b, scale_a, scale_b, ends, row_groups, sizes = call.tensors
+    align, packed, out = call.align, call.packed, call.out
     checks.check_devices(
         a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=ends, m_indices=row_groups, masked_m=sizes, out=out
     )  # fmt: skip
@@ -81,12 +139,13 @@ def describe(
         _integers("offs", ends, (count,))
     else:
         _integers("m_indices", row_groups, (a.shape[0],))
-    PRODUCTS.check(backend)
+    PRODUCTS.check(call.backend)
     _check_align(align)
     kind = "masked" if sizes is not None else "labels" if ends is None else "rows"
     left, right, scales_a, scales_b = checks.operands_of(
-        a, b, scale_a, scale_b, recipe, b_layout, packed, groups=count, a_groups=count if kind == "masked" else 0
-    )
+        a, b, scale_a, scale_b, call.recipe, call.b_layout, packed, groups=count,
+        a_groups=count if kind == "masked" else 0,
+    )  # fmt: skip
     if kind != "masked" and scales_a is not None and scales_a.rows > 1 and align % scales_a.rows:
         raise ArgumentError(f"align is {align}; expected a multiple of {scales_a.rows}, the rows of a scale of a")
     m, n, k = left.rows, right.rows, left.k
@@ -94,15 +153,15 @@ def describe(
     if out is not None:
         dtype, result = out.dtype, checks.check_result("out", out, shape, checks.OUTPUTS, grouped=True)
     else:
-        dtype = checks.result_dtype(a, b, scale_a is not None or scale_b is not None, packed, out_dtype)
+        dtype = checks.result_dtype(a, b, scale_a is not None or scale_b is not None, packed, call.out_dtype)
         if dtype not in checks.OUTPUTS:
             wanted = ", ".join(str(each).removeprefix("torch.") for each in checks.OUTPUTS)
             raise ArgumentError(f"out_dtype is {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
         result = checks.dense_result(dtype, m, n, count if kind == "masked" else 0)
     product = Product(
-        m, n, k, left.matrix, right.matrix, result, scales_a, scales_b, act=act, accumulate=accumulate,
-        sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, _depth(scales_a, scales_b)),
-        groups=Groups(kind, count, align, expected),
+        m, n, k, left.matrix, right.matrix, result, scales_a, scales_b, act=call.act, accumulate=call.accumulate,
+        sums=checks.sums_of(call.acc, left.matrix.token, right.matrix.token, _depth(scales_a, scales_b)),
+        groups=Groups(kind, count, align, call.expected_m),
     )  # fmt: skip
     return Described(checks.check_product(product), left, right, shape, dtype)
 
@@ -116,17 +175,10 @@ def _depth(*scales: Scales | None) -> int:
     return max((each.depth for each in scales if each is not None), default=0)
 
 
-def describe_out(out: Meta, *values: Any) -> Described:
-    """The same for results that are written to, or added to, what the caller gave."""
-    *values, accumulate = values
-    return describe(*values, out=out, accumulate=accumulate)
-
-
-def describe_wgrad(
-    out: Meta, a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, ends: Meta, align: int, accumulate: bool,
-    recipe: str, acc: str, backend: str,
-) -> Described:  # fmt: skip
+def describe_wgrad(call: Wgrad) -> Described:
     """Return what a call of ``grouped_wgrad`` multiplies: a ``[m, rows]`` and b ``[n, rows]``, cut along rows."""
+    a, b, scale_a, scale_b, ends = call.tensors
+    align, out = call.align, call.out
     checks.check_devices(dy=a, x=b, scale_dy=scale_a, scale_x=scale_b, offs=ends, out=out)
     for name, meta in (("dy", a), ("x", b)):
         if meta.dim() != 2:
@@ -137,44 +189,41 @@ def describe_wgrad(
         raise ArgumentError(f"dy and x have {a.shape[1]} and {b.shape[1]} rows; expected the same number")
     count = ends.shape[0]
     _integers("offs", ends, (count,))
-    PRODUCTS.check(backend)
+    PRODUCTS.check(call.backend)
     _check_align(align)
-    left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, "nk", None)
+    left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, call.recipe, "nk", None)
     depth = _depth(scales_a, scales_b)
     if depth and align % depth:
         raise ArgumentError(f"align is {align}; expected a multiple of {depth}, the rows that share a scale")
     shape = (count, left.rows, right.rows)
     result = checks.check_result("out", out, shape, checks.FLOATS, grouped=True)
     product = Product(
-        left.rows, right.rows, left.k, left.matrix, right.matrix, result, scales_a, scales_b, accumulate=accumulate,
-        sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, depth), groups=Groups("depth", count, align),
+        left.rows, right.rows, left.k, left.matrix, right.matrix, result, scales_a, scales_b,
+        accumulate=call.accumulate, sums=checks.sums_of(call.acc, left.matrix.token, right.matrix.token, depth),
+        groups=Groups("depth", count, align),
     )  # fmt: skip
     return Described(checks.check_product(product), left, right, shape, out.dtype)
 
 
-def plan(*values: Any) -> Steps:
-    """Return the launches of ``grouped_mm``."""
-    *values, device = values
-    return PRODUCTS.steps(describe(*values).product, device, values[-1])
+def plan(call: GroupedMm, device: int) -> Steps:
+    """Return the launches of ``grouped_mm`` and ``grouped_mm_out``."""
+    return PRODUCTS.steps(describe(call).product, device, call.backend)
 
 
-def plan_out(*values: Any) -> Steps:
-    """Return the launches of ``grouped_mm_out``."""
-    *values, device = values
-    return PRODUCTS.steps(describe_out(*values).product, device, values[-2])
-
-
-def plan_wgrad(*values: Any) -> Steps:
+def plan_wgrad(call: Wgrad, device: int) -> Steps:
     """Return the launches of ``grouped_wgrad``."""
-    *values, device = values
-    return PRODUCTS.steps(describe_wgrad(*values).product, device, values[-1])
+    return PRODUCTS.steps(describe_wgrad(call).product, device, call.backend)
 
 
-PRODUCTS.describe(
-    grouped_mm=lambda *values: describe(*values).product,
-    grouped_mm_out=lambda *values: describe_out(*values).product,
-    grouped_wgrad=lambda *values: describe_wgrad(*values).product,
-)
+def _product(call: GroupedMm) -> Product:
+    return describe(call).product
+
+
+def _product_wgrad(call: Wgrad) -> Product:
+    return describe_wgrad(call).product
+
+
+PRODUCTS.describe(grouped_mm=_product, grouped_mm_out=_product, grouped_wgrad=_product_wgrad)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -231,25 +280,22 @@ def computed(
     return result
 
 
-def run_reference(*args: Any) -> Tensor:
+def run_reference(call: GroupedMm) -> Tensor:
     """``grouped_mm`` in plain torch."""
-    count = len(TENSORS)
-    described = describe(*checks.metas(*args[:count]), *args[count:])
-    return reference.rounded(computed(described, *args[:count]), described.dtype)
+    described = describe(call.metas)
+    return reference.rounded(computed(described, *call.tensors), described.dtype)
 
 
-def run_reference_out(out: Tensor, *args: Any) -> None:
+def run_reference_out(call: GroupedMm) -> None:
     """``grouped_mm_out`` in plain torch."""
-    count = len(TENSORS)
-    described = describe_out(*checks.metas(out, *args[:count]), *args[count:])
-    out.copy_(reference.rounded(computed(described, *args[:count], base=out), out.dtype))
+    sums = computed(describe(call.metas), *call.tensors, base=call.out)
+    call.out.copy_(reference.rounded(sums, call.out.dtype))
 
 
-def run_reference_wgrad(out: Tensor, *args: Any) -> None:
+def run_reference_wgrad(call: Wgrad) -> None:
     """``grouped_wgrad`` in plain torch."""
-    count = len(WGRAD_TENSORS)
-    described = describe_wgrad(*checks.metas(out, *args[:count]), *args[count:])
-    out.copy_(reference.rounded(computed_wgrad(described, *args[:count], base=out), out.dtype))
+    sums = computed_wgrad(describe_wgrad(call.metas), *call.tensors, base=call.out)
+    call.out.copy_(reference.rounded(sums, call.out.dtype))
 
 
 def computed_wgrad(

@@ -271,11 +271,38 @@ def steps(product: Product, device: int) -> Steps:
         product: One for which ``unsupported`` gives None.
         device: CUDA ordinal, or -1.
     """
-    p, info = product, device_info(device)
-    target, groups = info.target, p.groups
+    p, info, groups = product, device_info(device), product.groups
     if p.m == 0 or p.n == 0 or (groups is not None and groups.count == 0):
         return Steps()
-    choice = _choose(p, target)
+    choice = _choose(p, info.target)
+    layout, by_element = _layout(p, choice)
+    tile = _tile(p, choice, info.target, any(by_element), layout, info.sm_count)
+    fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile != SMALL and not p.gate)
+    kind, count, bounds = 0, 0, 0
+    if groups is not None:
+        kind, count, bounds = _GROUP_KINDS[groups.kind], groups.count, _BOUNDS[groups.kind]
+    after, scratch, zeros, before = [], {}, {}, []
+    if p.quantized and not fused:
+        rows = p.m * (count if kind == 3 else 1)
+        scratch["whole"] = Memory((rows, p.n), torch.float32)
+        after.append(_quantize_step(p, rows, kind, count, bounds, device))
+    if kind == 2:
+        zeros["spans"] = 2 * count
+        before.append(spans_of_rows(p, device))
+        bounds = "spans"
+    table = 12 * (count + 1) if kind in (1, 2) else 0
+    stages, shared = _stages((p.a.token, p.b.token), choice, tile, table, info.shared_per_block)
+    numbers = _numbers(p, choice, by_element, fused, kind, count, stages)
+    variant = (*choice[:4], layout, tile)
+    launch = MMA.bind(variant, device, _grid(p, tile), _THREADS[tile], shared, overlap=True, ending=numbers)
+    tensors = ("a", "b", "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0,
+               "global_scale" if p.global_scale else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+               "whole" if after else "out", "out_scale" if fused else 0, bounds)  # fmt: skip
+    return Steps(*before, Step(launch, *tensors), *after, scratch=scratch, zeros=zeros)
+
+
+def _layout(p: Product, choice: _Choice) -> tuple[int, list[bool]]:
+    """Return which operands come in vectors across k (a bit each), and which ones by their elements."""
     layout, by_element = 0, [False, False]
     for i, (operand, other) in enumerate(((p.a, p.b), (p.b, p.a))):
         if not _in_vectors(p, operand, i == 0, other):
@@ -284,32 +311,24 @@ def steps(product: Product, device: int) -> Steps:
             layout |= 1 << i
     if choice.math == "MathF16Sums" and layout:  # this one has no transposed variants
         by_element, layout = [b or bool(layout >> i & 1) for i, b in enumerate(by_element)], 0
-    tile = _tile(p, choice, target, any(by_element), layout, info.sm_count)
-    kind = _GROUP_KINDS[groups.kind] if groups is not None else 0
-    count = groups.count if groups is not None else 0
-    name = _BOUNDS[groups.kind] if groups is not None else 0
-    fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile != SMALL and not p.gate)
-    out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
-    after, scratch, zeros, before = [], {}, {}, []
-    bounds: str | int = name
-    if kind == 2:
-        zeros["spans"] = 2 * count
-        before.append(spans_of_rows(p, device))
-        bounds = "spans"
-    scale_pitch, scale_group = _out_scale_pitches(p)
-    if p.quantized and not fused:
-        rows = p.m * (count if kind == 3 else 1)
-        scratch["whole"] = Memory((rows, p.n), torch.float32)
-        span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
-        launch = QUANTIZE.bind((ROW_THREADS,), device, rows, ROW_THREADS, overlap=True)
-        after.append(
-            Step(launch, "whole", "out", "out_scale", name, p.m, p.n, p.out.pitch,
-                 p.out.group_pitch if kind == 3 else 0, scale_pitch, scale_group, span, _TYPES[p.out.token], kind,
-                 count)
-        )  # fmt: skip
+    return layout, by_element
 
-    table = 12 * (count + 1) if kind in (1, 2) else 0
-    stages, shared = _stages((p.a.token, p.b.token), choice, tile, table, info.shared_per_block)
+
+def _quantize_step(p: Product, rows: int, kind: int, count: int, bounds: str | int, device: int) -> Step:
+    """Return the launch that quantises a result that is whole in memory."""
+    span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
+    launch = QUANTIZE.bind((ROW_THREADS,), device, rows, ROW_THREADS, overlap=True)
+    return Step(
+        launch, "whole", "out", "out_scale", bounds, p.m, p.n, p.out.pitch, p.out.group_pitch if kind == 3 else 0,
+        *_out_scale_pitches(p), span, _TYPES[p.out.token], kind, count,
+    )  # fmt: skip
+
+
+def _numbers(
+    p: Product, choice: _Choice, by_element: list[bool], fused: bool, kind: int, count: int, stages: int
+) -> tuple[int, ...]:
+    """Return what the kernel takes behind its tensors."""
+    out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
     options = _packed(
         by_element[0] | by_element[1] << 1 | p.a.across << 2 | p.b.across << 3,
         _CODE_KINDS.get(p.a.token, 0), _CODE_KINDS.get(p.b.token, 0),
@@ -318,19 +337,13 @@ def steps(product: Product, device: int) -> Steps:
         {"1x128": 1, "1x16": 2}[p.quantized] if fused else 0, p.global_scale, int(p.accumulate),
     )  # fmt: skip
     own_matrices = kind in (3, 4)  # every group has a result of its own
-    numbers = (
+    return (
         p.m, p.n, p.k, p.a.pitch, p.b.pitch, out.pitch, p.add_pitch,
         p.a.group_pitch if kind == 3 else 0, p.b.group_pitch if kind in (1, 2, 3) else 0,
         out.group_pitch if own_matrices else 0, p.m * p.add_pitch if own_matrices else 0,
-        *_scale_numbers(p.scale_a, p), *_scale_numbers(p.scale_b, p), scale_pitch, scale_group,
+        *_scale_numbers(p.scale_a, p), *_scale_numbers(p.scale_b, p), *_out_scale_pitches(p),
         choice.sum_depth or _WHOLE_DEPTH, _depth_align(p), kind, count, stages, options,
     )  # fmt: skip
-    variant = (*choice[:4], layout, tile)
-    launch = MMA.bind(variant, device, _grid(p, tile), _THREADS[tile], shared, overlap=True, ending=numbers)
-    tensors = ("a", "b", "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0,
-               "global_scale" if p.global_scale else 0, "bias" if p.bias else 0, "add" if p.add else 0,
-               "whole" if after else "out", "out_scale" if fused else 0, bounds)  # fmt: skip
-    return Steps(*before, Step(launch, *tensors), *after, scratch=scratch, zeros=zeros)
 
 
 def _out_scale_pitches(p: Product) -> tuple[int, int]:

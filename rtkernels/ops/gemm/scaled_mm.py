@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
 from rtkernels.ops.gemm.backend import PRODUCTS
-from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
+from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS, ScaledMm
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.call.public import public
@@ -26,17 +26,15 @@ FORWARD = Operator(
 )  # fmt: skip
 IN_PLACE = Operator(
     "scaled_mm_out", (InPlace("out", None), *TENSORS), options=f"{OPTIONS}, bool accumulate", results="",
-    plan=scaled_mm_plan.plan_out, reference=scaled_mm_plan.run_reference_out, check=scaled_mm_plan.describe_out,
+    plan=scaled_mm_plan.plan, reference=scaled_mm_plan.run_reference_out, check=scaled_mm_plan.describe,
 )  # fmt: skip
 
 
-def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tensor, Tensor]:
+def quantized_by_steps(plain: Operator, call: ScaledMm, gated: bool = False) -> tuple[Tensor, Tensor]:
     """Return codes and scales of a product that goes through memory in fp32: what `plain` gives, quantised."""
-    count = len(TENSORS)
-    tensors, (*options, _, acc, backend, kind) = args[:count], args[count:]
-    described = describe(*checks.metas(*tensors), *args[count:])
-    p = described.product
-    x = plain(*tensors, *options, torch.float32, acc, backend).reshape(p.m, p.n)
+    described, kind = scaled_mm_plan.describe(call.metas, gated), call.quantized
+    p, unquantized = described.product, call._replace(out_dtype=torch.float32)
+    x = plain(*unquantized[: len(plain.names)]).reshape(p.m, p.n)
     if kind == "1x16":
         codes, scale, _ = pack.quantize_nvfp4(x, torch.ones((), dtype=torch.float32, device=x.device))
     elif kind == "row":
@@ -50,8 +48,7 @@ def quantized_by_steps(plain: Operator, describe: Any, *args: Any) -> tuple[Tens
 QUANTIZED = Operator(
     "scaled_mm_quantized", TENSORS, options=f"{OPTIONS}, str quantized", results="out out_scale",
     outputs=scaled_mm_plan.quantized_outputs, plan=scaled_mm_plan.plan_quantized,
-    reference=partial(quantized_by_steps, FORWARD, scaled_mm_plan.describe_quantized),
-    check=scaled_mm_plan.describe_quantized,
+    reference=partial(quantized_by_steps, FORWARD), check=scaled_mm_plan.describe,
 )  # fmt: skip
 
 

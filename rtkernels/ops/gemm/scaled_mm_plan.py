@@ -40,55 +40,84 @@ class Described(NamedTuple):
     dtype: torch.dtype
 
 
-def columns_of(a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, *options: Any) -> int:
+class ScaledMm(NamedTuple):
+    """Arguments of an operator: of its tensors, checks and plans get the metas, references the tensors."""
+
+    a: Any
+    b: Any
+    scale_a: Any
+    scale_b: Any
+    global_scale: Any
+    bias: Any
+    add: Any
+    recipe: str
+    b_layout: str
+    packed: str | None
+    act: str | None
+    out_dtype: torch.dtype | None
+    acc: str
+    backend: str
+    out: Any = None  # of operators that write to what the caller gave
+    accumulate: bool = False
+    quantized: str | None = None  # of operators with quantised results: their kind
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Those that are multiplied, added and scales."""
+        return self[: len(TENSORS)]
+
+    @property
+    def metas(self) -> ScaledMm:
+        """The same with metas of tensors."""
+        (out,) = checks.metas(self.out)
+        return ScaledMm(*checks.metas(*self.tensors), *self[len(TENSORS) :])._replace(out=out)
+
+
+def columns_of(
+    a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, recipe: str, b_layout: str, packed: str | None
+) -> int:
     """Return n, the rows of b, without looking at sizes that tracing may leave open."""
-    recipe, layout, packed = options[:3]
     kinds, types = checks.kinds_of(recipe, scale_a, scale_b), checks.packed_types(packed)
     tokens = [checks.token_of(*given) for given in zip("ab", (a, b), types, kinds, strict=True)]
     per = [1 if BYTES[token] >= 1 else 2 for token in tokens]
     if len(b.shape) < 2:
         raise ArgumentError(f"b has shape {tuple(b.shape)}; expected 2 dimensions")
-    flipped = checks.is_flipped("b", b.shape, b.stride, a.shape[-1] * per[0] // per[1], layout)
+    flipped = checks.is_flipped("b", b.shape, b.stride, a.shape[-1] * per[0] // per[1], b_layout)
     return b.shape[-1] if flipped else b.shape[-2]
 
 
-def outputs(a, b, scale_a, scale_b, global_scale, bias, add, *options: Any, halves: int = 1) -> tuple[Memory]:
+def outputs(call: ScaledMm, halves: int = 1) -> tuple[Memory]:
     """Return the shape and dtype of a result."""
-    n = columns_of(a, b, scale_a, scale_b, *options) // halves
-    scaled = scale_a is not None or scale_b is not None
-    return (Memory((*a.shape[:-1], n), checks.result_dtype(a, b, scaled, options[2], options[4])),)
+    n = columns_of(*call.tensors[:4], call.recipe, call.b_layout, call.packed) // halves
+    scaled = call.scale_a is not None or call.scale_b is not None
+    dtype = checks.result_dtype(call.a, call.b, scaled, call.packed, call.out_dtype)
+    return (Memory((*call.a.shape[:-1], n), dtype),)
 
 
-def quantized_outputs(*values: Any, halves: int = 1) -> tuple[Memory, Memory]:
-    """Return the shapes of codes and scales; the option after the usual ones is the kind."""
-    *usual, kind = values
-    memory = outputs(*usual, halves=halves)[0]
-    *lead, n = memory.shape
-    dtype = usual[-3]
-    if kind == "1x16":
+def quantized_outputs(call: ScaledMm, halves: int = 1) -> tuple[Memory, Memory]:
+    """Return the shapes of codes and scales."""
+    *lead, n = outputs(call, halves)[0].shape
+    if call.quantized == "1x16":
         scale = Memory((*lead, -(-n // 16)), torch.float8_e4m3fn)
         return Memory((*lead, n // 2), torch.uint8), scale
     rows = 1
     for size in lead:
         rows *= size
-    codes = Memory((*lead, n), dtype or torch.float8_e4m3fn)
-    if kind == "row":
+    codes = Memory((*lead, n), call.out_dtype or torch.float8_e4m3fn)
+    if call.quantized == "row":
         return codes, Memory(tuple(lead), torch.float32)
     return codes, Memory((rows, -(-n // 128)), torch.float32, (1, -(-rows // 4) * 4))
 
 
-def describe(
-    a: Meta, b: Meta, scale_a: Meta | None, scale_b: Meta | None, global_scale: Meta | None, bias: Meta | None,
-    add: Meta | None, recipe: str, b_layout: str, packed: str | None, act: str | None, out_dtype: torch.dtype | None,
-    acc: str, backend: str, *, out: Meta | None = None, accumulate: bool = False, gated: bool = False,
-    quantized: str | None = None,
-) -> Described:  # fmt: skip
+def describe(call: ScaledMm, gated: bool = False) -> Described:
     """Return what a call multiplies, or raise an ArgumentError that names what will not do."""
-    PRODUCTS.check(backend)
+    PRODUCTS.check(call.backend)
+    a, b, scale_a, scale_b, global_scale, bias, add = call.tensors
+    packed, act = call.packed, call.act
     checks.check_devices(
-        a=a, b=b, scale_a=scale_a, scale_b=scale_b, global_scale=global_scale, bias=bias, add=add, out=out
+        a=a, b=b, scale_a=scale_a, scale_b=scale_b, global_scale=global_scale, bias=bias, add=add, out=call.out
     )  # fmt: skip
-    left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, recipe, b_layout, packed)
+    left, right, scales_a, scales_b = checks.operands_of(a, b, scale_a, scale_b, call.recipe, call.b_layout, packed)
     m, n, k = left.rows, right.rows, left.k
     if gated:
         if n % 2:
@@ -97,7 +126,7 @@ def describe(
             raise ArgumentError("gated_mm takes an act and no add")
         n //= 2
     shape = (*a.shape[:-1], n)
-    dtype, result = _result(a, b, scale_a or scale_b, packed, out_dtype, out, shape, m, n, quantized)
+    dtype, result = _result(call, shape, m, n)
     depths = [scales.depth for scales in (scales_a, scales_b) if scales is not None]
     if global_scale is not None:
         if global_scale.dtype != torch.float32 or global_scale.numel() not in ((1, 2) if gated else (1,)):
@@ -117,15 +146,16 @@ def describe(
         checks.check_act(act)
     product = Product(
         m, n, k, left.matrix, right.matrix, result, scales_a, scales_b,
-        sums=checks.sums_of(acc, left.matrix.token, right.matrix.token, max(depths, default=0)),
+        sums=checks.sums_of(call.acc, left.matrix.token, right.matrix.token, max(depths, default=0)),
         bias=checks.check_vector("bias", bias, right.rows), add=None if add is None else TOKENS[add.dtype],
-        add_pitch=add_pitch, act=None if gated else act, accumulate=accumulate, gate=act if gated else None,
-        quantized=quantized, global_scale=0 if global_scale is None else global_scale.numel(),
+        add_pitch=add_pitch, act=None if gated else act, accumulate=call.accumulate, gate=act if gated else None,
+        quantized=call.quantized, global_scale=0 if global_scale is None else global_scale.numel(),
     )  # fmt: skip
     return Described(checks.check_product(product), left, right, shape, dtype)
 
 
-def _result(a, b, scaled, packed, out_dtype, out, shape, m, n, quantized) -> tuple[torch.dtype, Matrix]:
+def _result(call: ScaledMm, shape: tuple[int, ...], m: int, n: int) -> tuple[torch.dtype, Matrix]:
+    out, out_dtype, quantized = call.out, call.out_dtype, call.quantized
     if quantized is not None:
         if quantized not in checks.QUANTIZED:
             raise ArgumentError(f"quant_out is {quantized!r}; expected {', '.join(map(repr, checks.QUANTIZED))}")
@@ -145,53 +175,39 @@ def _result(a, b, scaled, packed, out_dtype, out, shape, m, n, quantized) -> tup
         if out_dtype is not None and out_dtype != out.dtype:
             raise ArgumentError(f"out_dtype is {out_dtype}; expected {out.dtype}, that of out, or None")
         return out.dtype, checks.check_result("out", out, shape, checks.OUTPUTS)
-    dtype = checks.result_dtype(a, b, scaled is not None, packed, out_dtype)
+    scaled = call.scale_a is not None or call.scale_b is not None
+    dtype = checks.result_dtype(call.a, call.b, scaled, call.packed, out_dtype)
     if dtype not in checks.OUTPUTS:
         wanted = ", ".join(str(each).removeprefix("torch.") for each in checks.OUTPUTS)
         raise ArgumentError(f"out_dtype is {str(dtype).removeprefix('torch.')}; expected one of {wanted}")
     return dtype, checks.dense_result(dtype, m, n)
 
 
-def plan(*values: Any, gated: bool = False) -> Steps:
-    """Return the launches of ``scaled_mm``."""
-    *values, device = values
-    return PRODUCTS.steps(describe(*values, gated=gated).product, device, values[-1])
+def plan(call: ScaledMm, device: int, gated: bool = False) -> Steps:
+    """Return the launches of ``scaled_mm`` and ``scaled_mm_out``."""
+    return PRODUCTS.steps(describe(call, gated).product, device, call.backend)
 
 
-def describe_out(out: Meta, *values: Any) -> Described:
-    """The same for results that are written to, or added to, what the caller gave."""
-    *values, accumulate = values
-    return describe(*values, out=out, accumulate=accumulate)
-
-
-def plan_out(*values: Any) -> Steps:
-    """Return the launches of ``scaled_mm_out``."""
-    *values, device = values
-    return PRODUCTS.steps(describe_out(*values).product, device, values[-2])
-
-
-def describe_quantized(*values: Any, gated: bool = False) -> Described:
-    """The same for quantised results."""
-    *values, kind = values
-    return describe(*values, quantized=kind, gated=gated)
-
-
-def plan_quantized(*values: Any, gated: bool = False) -> Steps:
+def plan_quantized(call: ScaledMm, device: int, gated: bool = False) -> Steps:
     """Return the launches of ``scaled_mm_quantized``, if a backend has them."""
-    *values, device = values
     try:
-        return PRODUCTS.steps(describe_quantized(*values, gated=gated).product, device, values[-2])
+        return plan(call, device, gated)
     except NoBackendError:
         return IN_TORCH
 
 
+def _product(call: ScaledMm) -> Product:
+    return describe(call).product
+
+
+def _gated_product(call: ScaledMm) -> Product:
+    return describe(call, gated=True).product
+
+
 PRODUCTS.describe(
-    scaled_mm=lambda *values: describe(*values).product,
-    scaled_mm_out=lambda *values: describe_out(*values).product,
-    scaled_mm_quantized=lambda *values: describe_quantized(*values).product,
-    gated_mm=lambda *values: describe(*values, gated=True).product,
-    gated_mm_quantized=lambda *values: describe_quantized(*values, gated=True).product,
-)
+    scaled_mm=_product, scaled_mm_out=_product, scaled_mm_quantized=_product, gated_mm=_gated_product,
+    gated_mm_quantized=_gated_product,
+)  # fmt: skip
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
@@ -202,23 +218,19 @@ def computed(described: Described, tensors: tuple[Tensor | None, ...], dtype: to
     return reference.product(described.product, described.left, described.right, *tensors, dtype=dtype)
 
 
-def run_reference(*args: Any, gated: bool = False) -> Tensor:
+def run_reference(call: ScaledMm, gated: bool = False) -> Tensor:
     """``scaled_mm`` in plain torch."""
-    count = len(TENSORS)
-    tensors = args[:count]
-    described = describe(*checks.metas(*tensors), *args[count:], gated=gated)
-    return reference.rounded(computed(described, tensors), described.dtype).reshape(described.shape)
+    described = describe(call.metas, gated)
+    return reference.rounded(computed(described, call.tensors), described.dtype).reshape(described.shape)
 
 
-def run_reference_out(out: Tensor, *args: Any) -> None:
+def run_reference_out(call: ScaledMm) -> None:
     """``scaled_mm_out`` in plain torch."""
-    count = len(TENSORS)
-    tensors = args[:count]
-    described = describe_out(*checks.metas(out, *tensors), *args[count:])
-    result = computed(described, tensors).reshape(described.shape)
+    described = describe(call.metas)
+    result = computed(described, call.tensors).reshape(described.shape)
     if described.product.accumulate:
-        result = result + out.float()
-    out.copy_(reference.rounded(result, out.dtype))
+        result = result + call.out.float()
+    call.out.copy_(reference.rounded(result, call.out.dtype))
 
 
 def shaped(described: Described, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

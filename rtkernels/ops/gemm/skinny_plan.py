@@ -48,7 +48,7 @@ _SKINNY = Kernel(
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
     "scale_b_word:i64 scale_b_shift:i64 shift_b:i64 count_a:i64 count_b:i64 words_a:i64 words_b:i64 group_shift:i64 "
-    "period:i64 global_step:i64 flags:i64 types:i64 row_shift:i64 part_rounds:i64 chunk_shift:i64 buffers:i64",
+    "period:i64 global_step:i64 flags:i64 types:i64 row_shift_:i64 part_rounds:i64 chunk_shift:i64 buffers:i64",
     variants=_variants(),
 )  # fmt: skip
 

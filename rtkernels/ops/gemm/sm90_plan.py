@@ -67,8 +67,8 @@ _BUILT = tuple(_variants())
 GEMM = Kernel(
     "gemm/gemm_sm90.cu", "gemm_sm90",
     template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
-    args="a:tmap b:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr add:ptr "
-    "out:ptr out_scale:ptr starts:ptr ends:ptr shared_sums:ptr arrived:ptr rows:i64 columns:i64 depth:i64 "
+    args="a_map:tmap b_map:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr "
+    "add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr shared_sums:ptr arrived:ptr rows:i64 columns:i64 depth:i64 "
     "a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 "
     "scale_rows:i64 scale_shifts:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
     "groups:i64 flags_and_band:i64",

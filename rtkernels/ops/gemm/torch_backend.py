@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, reference
+from rtkernels.ops.gemm import reference
 from rtkernels.ops.gemm.product import FP8
-from rtkernels.ops.gemm.scaled_mm_plan import describe
+from rtkernels.ops.gemm.scaled_mm_plan import ScaledMm, describe
 
 _MM = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -21,13 +21,11 @@ def scaled_mm(
     out_dtype: torch.dtype | None, acc: str, backend: str, out: Tensor | None, accumulate: bool, quant_out: str | None,
 ) -> Tensor:  # fmt: skip
     """Return the product; bias, add and act are torch calls behind it, each rounded to `out_dtype`."""
-    tensors = (a, b, scale_a, scale_b, global_scale, bias, add)
-    metas = checks.metas(*tensors)
-    given = None if out is None else checks.metas(out)[0]
-    described = describe(
-        *metas, recipe, b_layout, packed, act, out_dtype, acc, "auto", out=given, accumulate=accumulate,
-        quantized=quant_out,
+    call = ScaledMm(
+        a, b, scale_a, scale_b, global_scale, bias, add, recipe, b_layout, packed, act, out_dtype, acc, "auto", out,
+        accumulate, quant_out,
     )  # fmt: skip
+    described = describe(call.metas)
     p, dtype = described.product, described.dtype
     if quant_out is not None or global_scale is not None:
         raise ArgumentError("backend is 'torch'; expected 'auto' for quant_out and global_scale")

@@ -29,7 +29,7 @@ _ADD = Kernel(
     variants=[(t, v) for t, n in (("bf16", 8), ("fp16", 8), ("fp32", 4)) for v in (n, 1)],
     args="x:ptr index:ptr source:ptr out:ptr tokens:i64 rows:i64 rows_per_block:i64 units:i64 lane_bits:i64 "
     "source_stride:i64 index_stride:i64 index_int64:i64 from_end:i64 ignored:i64 share:i64 copies:i64 slice_bits:i64 "
-    "alpha:f64",
+    "factor:f64",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _plan_sums(index: Meta, source: Meta, rows: int, ignored: int, device: int) 
 _OTHERS = Argument("index", None), Argument("source", None)
 _ADDED = Primitive(
     "add_rows", (Argument("x", None), *_OTHERS), "dim, from_end, alpha", results="out", numbers="alpha",
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype),), plan=_plan,
+    outputs=lambda x: (Memory(x.shape, x.dtype),), plan=_plan,
 )  # fmt: skip
 _ADDED_IN_PLACE = Primitive(
     "add_rows_in_place", (InPlace("x", None), *_OTHERS), "dim, from_end, alpha", results="", numbers="alpha",
@@ -123,7 +123,7 @@ _SORTED_IN_PLACE = Primitive(
 )  # fmt: skip
 _SUMMED = Primitive(
     "sum_rows", _OTHERS, "rows, ignored", results="out", plan=_plan_sums,
-    outputs=lambda index, source, rows, _: (Memory((rows, source.shape[1]), source.dtype),),
+    outputs=lambda source, rows: (Memory((rows, source.shape[1]), source.dtype),),
 )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "embedding_bwd", (Rows("dy"), Dense("ids", None)), options="SymInt rows, int start, int padding", results="grad",
-    outputs=lambda dy, ids, rows, *_: (Memory((rows, dy.shape[-1]), dy.dtype),),
+    outputs=lambda dy, rows: (Memory((rows, dy.shape[-1]), dy.dtype),),
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 ADD = InPlaceOperator(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rtkernels.errors import ArgumentError
@@ -55,14 +53,14 @@ KERNELS = (_FWD, _SORT, _SUM, *embedding_order.KERNELS)
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
-def check_fwd(weight: Meta, ids: Meta, *options: Any) -> None:
+def check_fwd(weight: Meta, ids: Meta) -> None:
     """Raise an ArgumentError for a table or ids that a look-up cannot use."""
     if len(weight[1]) != 2:
         raise ArgumentError(f"weight has {len(weight[1])} dimensions; expected 2, [rows, columns]")
     check_dtype("ids", ids[0])
 
 
-def check_bwd(dy: Meta, ids: Meta, rows: int, *options: Any) -> None:
+def check_bwd(dy: Meta, ids: Meta, rows: int) -> None:
     """Raise an ArgumentError for arguments of the gradient that do not fit together."""
     if tuple(dy[1][:-1]) != tuple(ids[1]) or not dy[1]:
         raise ArgumentError(
@@ -87,7 +85,7 @@ def check_main_grad(main_grad: Meta, cols: int, device: int, of: str) -> None:
         raise ArgumentError(f"main_grad has strides {tuple(stride)}; expected unit-stride rows that do not overlap")
 
 
-def check_add(main_grad: Meta, dy: Meta, ids: Meta, *options: Any) -> None:
+def check_add(main_grad: Meta, dy: Meta, ids: Meta) -> None:
     check_bwd(dy, ids, main_grad[1][0] if main_grad[1] else 0)
     check_main_grad(main_grad, dy[1][-1], dy[3], "dy")
 

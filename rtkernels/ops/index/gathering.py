@@ -128,7 +128,7 @@ def _plan(x: Meta, index: Meta, dim: int, select: bool, from_end: bool, device: 
 
 _CHOOSE = Primitive(
     "gather", (Argument("x", None), Argument("index", None)), "dim, select, from_end", results="out",
-    outputs=lambda x, index, dim, select, _: (Memory(_shape(x, index, dim, select), x.dtype),), plan=_plan,
+    outputs=lambda x, index, dim, select: (Memory(_shape(x, index, dim, select), x.dtype),), plan=_plan,
 )  # fmt: skip
 
 

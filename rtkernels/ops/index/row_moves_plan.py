@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -123,7 +121,7 @@ def check_scatter(x: Meta, indices: Meta, rows: int, weights: Meta | None) -> No
             )
 
 
-def check_scatter_into(out: Meta, x: Meta, indices: Meta, weights: Meta | None, *options: Any) -> None:
+def check_scatter_into(out: Meta, x: Meta, indices: Meta, weights: Meta | None) -> None:
     """Raise an ArgumentError for rows that cannot be added to those of `out`."""
     check_scatter(x, indices, out.shape[0] if out.shape else 0, weights)
     token("out", out.dtype)

@@ -147,8 +147,11 @@ def _check_scale(dlogits: Meta, dloss: Meta) -> None:
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_bwd_in_place(dloss, logits, *more):
-    logits.copy_(reference.backward(dloss, logits, *more))
+def _reference_bwd_in_place(
+    dloss, logits, labels, stats, factor, ignore_index, label_smoothing, z_loss, softcap, first, vocabulary
+):
+    options = (ignore_index, label_smoothing, z_loss, softcap, first, vocabulary)
+    logits.copy_(reference.backward(dloss, logits, labels, stats, factor, *options))
 
 
 def _reference_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
@@ -160,8 +163,8 @@ def _reference_grad(logits, labels, ignore_index, label_smoothing, z_loss, softc
     return loss, hits, stats, reference.backward(dloss, logits, labels, stats, None, *options)
 
 
-def _reference_grad_in_place(logits, labels, *options):
-    *results, out = _reference_grad(logits, labels, *options)
+def _reference_grad_in_place(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy):
+    *results, out = _reference_grad(logits, labels, ignore_index, label_smoothing, z_loss, softcap, reduction, accuracy)
     logits.copy_(out)
     return tuple(results)
 

@@ -27,7 +27,7 @@ def _plan_reduce(labels: Meta, ignore_index: int, reduction: int, device: int) -
     return Steps(step, zeros=zeros)
 
 
-def _no_rows(losses: Tensor, correct: Tensor | None, *_) -> tuple[Tensor, Tensor]:
+def _no_rows(losses: Tensor, correct: Tensor | None) -> tuple[Tensor, Tensor]:
     return losses.new_zeros(()), nothing(losses) if correct is None else losses.new_zeros(())
 
 

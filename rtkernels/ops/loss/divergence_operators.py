@@ -51,8 +51,11 @@ def _plan_each(x: Meta, target: Meta, labels: Meta | None, ignore: int, mode: in
     return Steps(terms)
 
 
-def _plan_bwd(*values: Any) -> Steps:
-    step = gradient_step(*values)
+def _plan_bwd(
+    grad: Meta, x: Meta, target: Meta, labels: Meta | None, total: Meta | None, ignore: int, mode: int, beta: float,
+    in_target: bool, device: int,
+) -> Steps:  # fmt: skip
+    step = gradient_step(grad, x, target, labels, total, ignore, mode, beta, in_target, device)
     if step is None:
         return Steps(instead=lambda g, x, y, *rest: BACKWARD.launch(g.float(), x.float(), y.float(), *rest).to(x.dtype))
     return Steps(step)

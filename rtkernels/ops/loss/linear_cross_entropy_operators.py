@@ -152,12 +152,12 @@ def _by_rule(chunk_rows: int, in_fp32: bool, rows: int, weight: Tensor, need_wei
     return chunk_rows, chunk_rows < rows
 
 
-def _forward(functions: _Functions, *args):
+def _forward(
+    functions: _Functions, hidden, weight, labels, bias, ignore_index, label_smoothing, z_loss, softcap, reduction,
+    accuracy, lse, chunk_rows, fp32_weight_grad, need_hidden, need_weight, need_bias,
+):  # fmt: skip
     """The operator ``linear_cross_entropy_fwd``."""
-    (hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, reduction, accuracy, with_lse) = args[:11]
-    chunk_rows, in_fp32, *needs = args[11:]
-    need_hidden, need_weight, need_bias = needs
-    options = (ignore_index, smoothing, z_loss, softcap)
+    needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
     states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     rows, shape = flat.numel(), labels.shape
     wants_gradient = any(needs)
@@ -167,19 +167,19 @@ def _forward(functions: _Functions, *args):
         return (
             found.loss.view(result_shape),
             found.accuracy.view(result_shape) if accuracy else nothing(found.loss),
-            found.lse.view(shape) if with_lse else nothing(found.loss),
+            found.lse.view(shape) if lse else nothing(found.loss),
             found.dhidden.view(hidden.shape) if need_hidden else found.dhidden,
             found.dweight,
             found.dbias,
         )
-    chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, rows, weight, need_weight)
+    chunk_rows, in_fp32 = _by_rule(chunk_rows, fp32_weight_grad, rows, weight, need_weight)
     if not wants_gradient and 0 < rows <= chunk_rows and reduction != NONE:  # one chunk: its kernel adds up the rows
         ((_, _, logits),) = chunks(states, weight, bias, chunk_rows)
         loss, hits, stats, _ = functions.whole(logits, flat, *options, reduction, accuracy)
-        lse = stats.sum(0).view(shape) if with_lse else nothing(loss)
-        return loss, hits if accuracy else nothing(loss), lse, *(nothing(loss) for _ in needs)
+        total = stats.sum(0).view(shape) if lse else nothing(loss)
+        return loss, hits if accuracy else nothing(loss), total, *(nothing(loss) for _ in needs)
     losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    correct, lse = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, with_lse))
+    correct, totals = (torch.empty_like(losses) if wanted else None for wanted in (accuracy, lse))
     factor = functions.count(flat, ignore_index) if wants_gradient and reduction == MEAN else None
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
     sums = WeightSums(weight, bias, in_fp32, need_weight, need_bias)
@@ -187,8 +187,8 @@ def _forward(functions: _Functions, *args):
     for part, some, logits in chunks(states, weight, bias, chunk_rows):
         numbers = (losses[part], None if correct is None else correct[part])
         stats = of_chunk(logits, flat[part], *numbers, factor, options)
-        if lse is not None:
-            torch.sum(stats, 0, out=lse[part])
+        if totals is not None:
+            torch.sum(stats, 0, out=totals[part])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[part])
         sums.add(logits, some)
@@ -200,23 +200,25 @@ def _forward(functions: _Functions, *args):
     return (
         loss,
         hits,
-        nothing(losses) if lse is None else lse.view(shape),
+        nothing(losses) if totals is None else totals.view(shape),
         nothing(losses) if dhidden is None else dhidden.view(hidden.shape),
         *sums.results(),
     )
 
 
-def _backward(functions: _Functions, *args):
+def _backward(
+    functions: _Functions, dloss, hidden, weight, labels, bias, ignore_index, label_smoothing, z_loss, softcap,
+    chunk_rows, fp32_weight_grad, need_hidden, need_weight, need_bias,
+):  # fmt: skip
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
-    (dloss, hidden, weight, labels, bias, ignore_index, smoothing, z_loss, softcap, chunk_rows, in_fp32) = args[:11]
-    options, needs = (ignore_index, smoothing, z_loss, softcap), args[11:]
+    needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
     states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
-    if needs[1] and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
+    if need_weight and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
         found = slabs.run(functions.of_slabs, states, weight, flat, bias, g, options, NONE, needs)
-        return found.dhidden.view(hidden.shape) if needs[0] else found.dhidden, found.dweight, found.dbias
-    chunk_rows, in_fp32 = _by_rule(chunk_rows, in_fp32, flat.numel(), weight, needs[1])
-    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
-    sums = WeightSums(weight, bias, in_fp32, *needs[1:])
+        return found.dhidden.view(hidden.shape) if need_hidden else found.dhidden, found.dweight, found.dbias
+    chunk_rows, in_fp32 = _by_rule(chunk_rows, fp32_weight_grad, flat.numel(), weight, need_weight)
+    dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
+    sums = WeightSums(weight, bias, in_fp32, need_weight, need_bias)
     for part, some, logits in chunks(states, weight, bias, chunk_rows):
         functions.row_gradient(logits, flat[part], g[part], options)
         if dhidden is not None:
@@ -248,11 +250,11 @@ def _gradient_launch(logits, labels, losses, correct, factor, options):
     return stats
 
 
-def _launch_fwd(*args):
-    found = report(args[0].get_device())
+def _launch_fwd(hidden, *others):
+    found = report(hidden.get_device())
     found.raise_if_bad()
-    results = _forward(_KERNELS, *args)
-    if args[0].get_device() < 0:
+    results = _forward(_KERNELS, hidden, *others)
+    if hidden.get_device() < 0:
         found.raise_if_bad()
     return results
 
@@ -320,10 +322,10 @@ _NEEDS = "int chunk_rows, bool fp32_weight_grad, bool need_hidden, bool need_wei
 FORWARD = Operator(
     "linear_cross_entropy_fwd", _TENSORS, options=f"{_OPTIONS}, int reduction, bool accuracy, bool lse, {_NEEDS}",
     results="loss hits lse dhidden dweight dbias", outputs=_outputs_fwd, check=_check_fwd,
-    plan=lambda *_: Steps(instead=_launch_fwd), reference=partial(_forward, _PLAIN), plans_empty=True,
+    plan=lambda: Steps(instead=_launch_fwd), reference=partial(_forward, _PLAIN), plans_empty=True,
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_cross_entropy_bwd", (Argument("dloss", None), *_TENSORS), options=f"{_OPTIONS}, {_NEEDS}",
     results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
-    plan=lambda *_: Steps(instead=partial(_backward, _KERNELS)), reference=partial(_backward, _PLAIN), plans_empty=True,
+    plan=lambda: Steps(instead=partial(_backward, _KERNELS)), reference=partial(_backward, _PLAIN), plans_empty=True,
 )  # fmt: skip

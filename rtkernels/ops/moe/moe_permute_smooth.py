@@ -63,7 +63,7 @@ def _check(
 
 def _plan(
     x: Meta, rows: Meta, slots: Meta, experts: Meta, smooth: Meta, scale: Meta | None, tokens: Meta | None,
-    dtype: torch.dtype, pow2: bool, device: int,
+    dtype: torch.dtype, pow2_scale: bool, device: int,
 ) -> Steps:  # fmt: skip
     kind, converted = _WIDER.get(x.dtype, x.dtype), {}
     if tokens is not None and tokens.dtype != kind:
@@ -82,7 +82,7 @@ def _plan(
     launch = KERNEL.bind((DTYPE_TOKEN[kind],), device, *row_blocks(count, threads))
     sizes = count, cols, stride, token_count * top_k, divisor(top_k), smooth.shape[0], scales, scale_cols, threads
     tensors = "x", "slots", "experts", "scale", "smooth", "tokens", "q", "scale_out", "dots"
-    return Steps(Step(launch, *tensors, *sizes, int(pow2)), converted=converted)
+    return Steps(Step(launch, *tensors, *sizes, int(pow2_scale)), converted=converted)
 
 
 def _by_several(*args):
@@ -107,8 +107,11 @@ def _in_torch(x, rows, slots, experts, factor, scale, tokens, dtype, pow2_scale,
     return q, scale_out, nothing(x) if tokens is None else (plain * tokens.float()).sum(-1) * used
 
 
-def _reference(*args):
-    return _in_torch(*args, lambda z, dtype, pow2: reference.quantize(z, "row", dtype, pow2, "row"))
+def _reference(x, rows, slots, experts, smooth, scale, tokens, dtype, pow2_scale):
+    def quantize(z: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+        return reference.quantize(z, "row", dtype, pow2, "row")
+
+    return _in_torch(x, rows, slots, experts, smooth, scale, tokens, dtype, pow2_scale, quantize)
 
 
 def _outputs(x, slots, tokens, dtype):

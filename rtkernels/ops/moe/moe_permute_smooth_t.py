@@ -39,7 +39,7 @@ KERNEL = Kernel(
 KERNELS = (KERNEL,)
 
 
-def _check(x, rows, slots, offsets, row_factor, scale, smooth, pow2) -> None:
+def _check(x, rows, slots, offsets, row_factor, scale, smooth) -> None:
     check_permute(x, rows, slots, scale, None, None)
     if offsets[0] != torch.int32 or len(offsets[1]) != 1 or not 2 <= offsets[1][0] <= MAX_EXPERTS + 1:
         raise ArgumentError(f"index.offsets has shape {tuple(offsets[1])}; expected int32 and (experts + 1,)")
@@ -53,7 +53,7 @@ def _check(x, rows, slots, offsets, row_factor, scale, smooth, pow2) -> None:
 
 def _plan(
     x: Meta, rows: Meta, slots: Meta, offsets: Meta, row_factor: Meta | None, scale: Meta | None, smooth: Meta | None,
-    pow2: bool, device: int,
+    pow2_scale: bool, device: int,
 ) -> Steps:  # fmt: skip
     (tokens, cols), count, top_k, experts = x.shape, slots.shape[0], rows.shape[1], offsets.shape[0] - 1
     kind = _WIDER.get(x.dtype, x.dtype)
@@ -64,7 +64,7 @@ def _plan(
     grid = min(row_blocks_of(count, experts) * tiles, 512 // threads * 2 * device_info(device).sm_count)
     build_together(device, (KERNEL, ("bf16", False)), (KERNEL, ("bf16", True)))
     stride = meta.row_stride
-    numbers = tokens * top_k, divisor(top_k), count, cols, x_cols, stride, experts, tiles, int(pow2)
+    numbers = tokens * top_k, divisor(top_k), count, cols, x_cols, stride, experts, tiles, int(pow2_scale)
     tensors = "x", "slots", "offsets", "scale", "smooth", "row_factor", "amax", "q_t", "scale_out"
     launches = [KERNEL.bind(("bf16", codes), device, grid, threads, 8 * (experts + 1)) for codes in (False, True)]
     steps = (Step(launch, *tensors, *numbers) for launch in launches)

@@ -60,13 +60,12 @@ def _reduce_steps(table: Table, kind: int, per_tensor: bool, raw: bool, out: str
     return steps
 
 
-def _scale_steps(table: Table, *numbers: str | float, overlap: bool = False) -> list[Step]:
+def _scale_steps(table: Table, by: str, scale: str | float, limit: str | float, *, overlap: bool = False) -> list[Step]:
     if not table.chunks:
         return []
     # Overlap only behind a kernel of our own: a graph may know no other.
     launch = _SCALE.bind((_IN_FLIGHT,), table.device, table.walkers, THREADS, overlap=overlap)
-    by, *more = numbers
-    return [Step(launch, "table", by, table.tensors, table.lists, table.shift, table.chunks, *more)]
+    return [Step(launch, "table", by, table.tensors, table.lists, table.shift, table.chunks, scale, limit)]
 
 
 def _partial(table: Table) -> dict[str, Memory]:
@@ -95,7 +94,8 @@ SCALE = ListOperator(
 )  # fmt: skip
 CLIP = ListOperator(
     "multi_clip_norm_", (_TENSORS,), options="int kind, float most", numbers="most", result="norm",
-    output=lambda *_: Memory((), torch.float32), tables=ONE, plan=_plan_clip, reference=plain.clip_,
+    output=lambda tensors, kind, max_norm: Memory((), torch.float32), tables=ONE, plan=_plan_clip,
+    reference=plain.clip_,
 )  # fmt: skip
 COPY = ListOperator(
     "multi_copy_", (ListOf("outputs", written=True), ListOf("inputs"), _BY), options="float scale", numbers="scale",

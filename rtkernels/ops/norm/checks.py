@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_same, check_shape, token
-from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Meta
@@ -40,28 +37,6 @@ def check_gradients(h: Meta, dy: Meta, dsum: Meta | None) -> None:
         if meta is not None:
             check_same(name, meta.dtype, h.dtype, "dtype", of="h")
             check_same(name, meta.shape, h.shape, "shape", of="h")
-
-
-def check_out(out: Tensor, x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> None:
-    """Raise an ArgumentError unless `out` can take a result of x's shape and dtype.
-
-    It may be x or the residual itself: every element is read before it is written, by the same thread.
-    """
-    check_same("out", out.dtype, x.dtype, "dtype")
-    check_same("out", out.shape, x.shape, "shape")
-    check_same("out", out.get_device(), x.get_device(), "device index")
-    if out.numel() == 0:
-        return
-    if overlaps_itself(out.shape, out.stride()):
-        raise ArgumentError(f"out has strides {out.stride()}; expected memory of its own for every element")
-    others = (("x", x), ("residual", residual), *(("weight or bias", v) for v in vectors))
-    refuse_shared("out", out, others, ("x", "residual"))
-
-
-def prepare_over(dy: Tensor, h: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """The ``prepare`` of backwards that write over `h`; parameters and dsum are followed by three options."""
-    check_over(h, dy, *rest[:-3])
-    return dy, h, *rest
 
 
 def check_over(h: Tensor, *others: Tensor | None) -> None:

@@ -66,8 +66,8 @@ _BWD = Kernel(
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
-    args=f"{_BWD_POINTERS} rstd:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 dx_inner:i64 "
-    "weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
+    args=f"{_BWD_POINTERS} rstd_out:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
+    "dx_inner:i64 weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
     variants=TYPES,
 )  # fmt: skip
 _BWD_WEIGHT = Kernel(

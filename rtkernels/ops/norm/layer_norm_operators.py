@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_over
+from rtkernels.ops.norm.checks import check_inputs, check_over
 from rtkernels.ops.norm.layer_norm_plan import check_bwd, parameter_sums, plan_bwd, plan_fwd
-from rtkernels.ops.norm.reference import added, over
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceOperator, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -18,9 +20,22 @@ def _gradients(h, weight, bias, parameter_grad):
     return (Memory((sums, h.shape[-1]), dtype) if sums else None,)
 
 
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=over(BACKWARD.launch)) if "stats" in steps.scratch else steps  # a second kernel reads h
+def _prepare_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
+    parameter_grad: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    check_over(h, dy, weight, bias, dsum)
+    return dy, h, weight, bias, dsum, eps, offset, parameter_grad
+
+
+def _plan_over(
+    dy: Meta, h: Meta, weight: Meta | None, bias: Meta | None, dsum: Meta | None, eps: float, offset: float,
+    parameter_grad: bool, device: int,
+) -> Steps:  # fmt: skip
+    steps = plan_bwd(dy, h, weight, bias, dsum, eps, offset, parameter_grad, device, dh="h")
+    if "stats" in steps.scratch:  # a second kernel reads h
+        return Steps(instead=partial(reference.layer_bwd_over, backward=BACKWARD.launch))
+    return steps
 
 
 _X, _RESIDUAL, _DY, _DSUM = Rows("x", None), Rows("residual", None), Rows("dy", None), Rows("dsum", None, optional=True)
@@ -32,7 +47,7 @@ FORWARD = Operator(
 )  # fmt: skip
 ADD_FORWARD = Operator(
     "add_layer_norm_fwd", (_X, _RESIDUAL, _WEIGHT, _BIAS), options=_OPTIONS, results="y sum",
-    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.layer_fwd),
+    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=reference.add_layer_fwd,
     check=check_inputs,
 )  # fmt: skip
 # The second result is [1, n] (dweight), [2, n] (dweight and dbias) or empty; bias says only that dbias is wanted.
@@ -46,7 +61,7 @@ BACKWARD = Operator(
 BACKWARD_OVER = InPlaceOperator(
     "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
     options=f"{_OPTIONS}, bool parameter_grad", results="gradients", outputs=_gradients, plan=_plan_over,
-    reference=over(reference.layer_bwd), check=check_bwd, prepare=prepare_over,
+    reference=reference.layer_bwd_over, check=check_bwd, prepare=_prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))

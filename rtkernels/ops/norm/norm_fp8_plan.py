@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +32,9 @@ _MAX_STATS_BYTES = 128 << 10
 _STATISTICS = "rstd:ptr mean:ptr"
 _ROW = Kernel(
     "norm/norm_fp8.cu", "norm_fp8_row", template="T W CHUNKS CENTRED", max_registers=128,
-    args=f"x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr {_STATISTICS} y:ptr sum:ptr rows:i64 cols:i64 "
-    "x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 eps:f64 "
-    "offset:f64",
+    args="x:ptr residual:ptr weight:ptr bias:ptr q:ptr scale:ptr rstd_at:ptr mean_at:ptr y:ptr sum:ptr rows:i64 "
+    "cols:i64 x_stride:i64 residual_stride:i64 threads_per_row:i64 scale_row:i64 scale_group:i64 pow2:i64 given:i64 "
+    "eps:f64 offset:f64",
     variants=[(t, w, _ROW_CHUNKS, centred) for t, w in WEIGHTED_TYPES for centred in (False, True)],
 )  # fmt: skip
 _STATS = Kernel(
@@ -67,88 +68,143 @@ _SMOOTH = Kernel(
 KERNELS = (_ROW, _STATS, _TILE, ring.RING, ring.SINGLE_READ, _SMOOTH)
 
 
-def plan(
-    x: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, rstd: Meta | None, mean: Meta | None,
-    eps: float, offset: float, layout: str, pow2_scale: bool, scale_layout: str, keep: bool, centred: bool,
-    device: int, single_read: bool = True,
-) -> Steps:  # fmt: skip
-    """Return the one or two launches of a call. `single_read`: one may make both statistics and tiles."""
-    two_passes = partial(plan, **locals() | {"single_read": False})
-    made = outputs(x, residual, rstd, layout, scale_layout, keep, centred)
+class Normed(NamedTuple):
+    """Metas and options of a call, as the operator has them."""
 
-    def at(name: str) -> str | int:
-        return name if name in made else 0
+    x: Meta
+    weight: Meta | None
+    bias: Meta | None
+    residual: Meta | None
+    rstd: Meta | None
+    mean: Meta | None
+    eps: float
+    offset: float
+    layout: str
+    pow2_scale: bool
+    scale_layout: str
+    keep: bool
+    centred: bool
 
-    t, size, pow2 = x.token, x.dtype.itemsize, int(pow2_scale)
-    rows, cols, x_stride = x.rows, x.shape[-1], x.row_stride
-    residual_stride = 0 if residual is None else residual.row_stride
+
+class _Rows(NamedTuple):
+    """What the kernels are told of a call."""
+
+    t: str  # x's type
+    w: str  # that of the weight and the bias
+    sizes: tuple[int, int, int, int]  # rows, columns, row strides of x and of the residual
+    aligned: bool  # all rows begin at a multiple of 16 bytes
+    scale_strides: tuple[int, int]  # of the scales of rows: from row to row, from group to group
+    results: dict[str, str]  # names of those that are made
+    statistics: tuple[str | int, str | int]
+
+    @property
+    def vec(self) -> int:
+        """Elements per access."""
+        return WIDTH[self.t] if self.aligned else 1
+
+    def at(self, *names: str) -> tuple[str | int, ...]:
+        """Return what a kernel takes for these results: 0 for those that are not made."""
+        return tuple(self.results.get(name, 0) for name in names)
+
+
+def _described(given: Normed) -> _Rows:
+    x, weight, bias, residual, rstd, *_ = given
+    made = outputs(x, residual, rstd, given.layout, given.scale_layout, given.keep, given.centred)
+    size, cols = x.dtype.itemsize, x.shape[-1]
+    sizes = x.rows, cols, x.row_stride, 0 if residual is None else residual.row_stride
     starts = misaligned(x, weight, bias, residual)
-    aligned16 = vector_bytes(starts, cols * size, x_stride * size, residual_stride * size) == 16
-    groups, row_tiles = groups_of(cols), groups_of(rows)
-    scale_strides = (1, rows) if scale_layout == "column" else (groups, 1)
-    vec = WIDTH[t] if aligned16 else 1
-    vectors = -(-cols // vec)
-    sizes = rows, cols, x_stride, residual_stride
-    parameter = weight or bias or x
-    w = DTYPE_TOKEN[parameter.dtype]
-    statistics = ("made_rstd", at("made_mean")) if rstd is None else ("rstd", "mean")
-    codes = at("q"), at("scale")
-    if layout in ("row", "none") and aligned16 and vectors <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31:
-        threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // vec)
-        block = block_of(threads)
-        launch = _ROW.bind((t, w, _ROW_CHUNKS, centred), device, -(-rows // (block // threads)), block)
-        numbers = *sizes, threads, *scale_strides, pow2, rstd is not None, eps, offset
-        tensors = "x", "residual", "weight", "bias", *codes, *statistics, at("y"), at("sum")
-        return Steps(Step(launch, *tensors, *numbers))
-    known = rstd is not None or residual is not None  # before the tiles begin
-    matrix, source = ring.Matrix(t, device, rows, cols, x_stride), "x" if residual is None else "sum"
-    options = {"weight_fp32": w != t, "pow2": pow2, "offset": offset}
-    ringed = known and aligned16 and not (centred or keep) and ring.serves(matrix)
-    if ringed and layout in ("transposed", "both"):
-        after, both = residual is not None, layout == "both"
-        matrix = matrix._replace(stride=cols) if after else matrix  # the sum is dense
-        tensors = source, "weight", statistics[0], *codes, "scale_t"
-        tiles = ring.ring_step(matrix, scale_strides, tensors, by_rows=both, after=after, **options)
-        stats = [_stats((t, vec, False), device, rows, sizes, at("sum"), statistics, 0, eps)] if after else []
-        return Steps(*stats, tiles)
-    alone = layout == "both" and aligned16 and single_read and not (known or centred or keep)
+    aligned = vector_bytes(starts, cols * size, *(stride * size for stride in sizes[2:])) == 16
+    w = DTYPE_TOKEN[(weight or bias or x).dtype]
+    scale_strides = (1, x.rows) if given.scale_layout == "column" else (groups_of(cols), 1)
+    found = _Rows(x.token, w, sizes, aligned, scale_strides, {name: name for name in made}, ("rstd", "mean"))
+    return found if rstd is not None else found._replace(statistics=("made_rstd", *found.at("made_mean")))
+
+
+def plan(given: Normed, device: int, single_read: bool = True) -> Steps:
+    """Return the one or two launches of a call. `single_read`: one may make both statistics and tiles."""
+    found, layout = _described(given), given.layout
+    rows, cols, x_stride, _ = found.sizes
+    short = -(-cols // found.vec) <= _ROW_THREADS * _ROW_CHUNKS and rows < 1 << 31
+    if layout in ("row", "none") and found.aligned and short:
+        return Steps(_row_step(given, found, device))
+    known = given.rstd is not None or given.residual is not None  # before the tiles begin
+    matrix, plain = ring.Matrix(found.t, device, rows, cols, x_stride), not (given.centred or given.keep)
+    options = {"weight_fp32": found.w != found.t, "pow2": int(given.pow2_scale), "offset": given.offset}
+    if known and found.aligned and plain and layout in ("transposed", "both") and ring.serves(matrix):
+        return _ring_steps(given, found, matrix, options, device)
+    alone = layout == "both" and found.aligned and single_read and not known and plain
     if alone and (blocks := ring.single_read_blocks(matrix)):
         tensors = "x", "weight", "made_rstd", "q", "scale", "scale_t"
-        return ring.single_read_steps(matrix, blocks, scale_strides, tensors, eps=eps, two_passes=two_passes, **options)
+        two_passes = partial(plan, given, device, single_read=False)
+        return ring.single_read_steps(
+            matrix, blocks, found.scale_strides, tensors, eps=given.eps, two_passes=two_passes, **options
+        )
+    return _tile_steps(given, found, device)
+
+
+def _row_step(given: Normed, found: _Rows, device: int) -> Step:
+    """Return the launch that makes statistics and codes of rows together."""
+    rows, cols, *_ = found.sizes
+    vectors = -(-cols // found.vec)
+    threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // found.vec)
+    block = block_of(threads)
+    variant = found.t, found.w, _ROW_CHUNKS, given.centred
+    launch = _ROW.bind(variant, device, -(-rows // (block // threads)), block)
+    options = int(given.pow2_scale), given.rstd is not None, given.eps, given.offset
+    results = *found.at("q", "scale"), *found.statistics, *found.at("y", "sum")
+    return Step(
+        launch, "x", "residual", "weight", "bias", *results, *found.sizes, threads, *found.scale_strides, *options
+    )
+
+
+def _ring_steps(given: Normed, found: _Rows, matrix: ring.Matrix, options: dict[str, Any], device: int) -> Steps:
+    """Return the launches of tiles by a ring, after those of statistics where there is a residual."""
+    after = given.residual is not None
+    matrix = matrix._replace(stride=matrix.cols) if after else matrix  # the sum is dense
+    tensors = "sum" if after else "x", "weight", found.statistics[0], *found.at("q", "scale"), "scale_t"
+    by_rows = given.layout == "both"
+    tiles = ring.ring_step(matrix, found.scale_strides, tensors, by_rows=by_rows, after=after, **options)
+    stats = [_stats(found, found.sizes[0], False, 0, given.eps, device)] if after else []
+    return Steps(*stats, tiles)
+
+
+def _tile_steps(given: Normed, found: _Rows, device: int) -> Steps:
+    """Return the launch of tiles, and before it that of statistics that are not given, at least of the first rows."""
+    rows, cols, x_stride, _ = found.sizes
+    t, aligned, groups, row_tiles = found.t, found.aligned, groups_of(cols), groups_of(rows)
     stats, ticket, distance, makers, stats_rows = [], 0, row_tiles, 0, 0
-    if rstd is None:
-        if aligned16 and residual is None and rows * cols * size >= _TOGETHER_BYTES:
-            stats_rows = _stats_rows(cols * size, GROUP // WIDTH[t] * 16 // 32)
+    if given.rstd is None:
+        if aligned and given.residual is None and rows * cols * given.x.dtype.itemsize >= _TOGETHER_BYTES:
+            stats_rows = _stats_rows(cols * given.x.dtype.itemsize, GROUP // WIDTH[t] * 16 // 32)
             makers = GROUP // stats_rows
             distance = -(-_STATS_DISTANCE_PER_SM * device_info(device).sm_count // (groups + makers))
             if 2 * distance > row_tiles:
                 distance, makers = row_tiles, 0
         ticket = "ticket" if makers and device < 0 else 0  # the emulator starts blocks in any order
-        first, variant = min(rows, distance * GROUP), (t, vec, centred or not aligned16)
-        stats = [_stats(variant, device, first, sizes, at("sum"), statistics, ticket, eps)]
-    variant = (t, True, layout != "transposed", True, False)
-    if centred or not aligned16:
-        variant = (t, aligned16, True, True, True)
+        first, centred = min(rows, distance * GROUP), given.centred or not aligned
+        stats = [_stats(found, first, centred, ticket, given.eps, device)]
+    variant = (t, True, given.layout != "transposed", True, False)
+    if given.centred or not aligned:
+        variant = (t, aligned, True, True, True)
     blocks = groups * row_tiles + makers * (row_tiles - distance)
-    launch = _TILE.bind(variant, device, blocks, GROUP // WIDTH[t] * 16, overlap=rstd is None)
-    tensors = source, "weight", "bias", *statistics, *codes, at("q_t"), at("scale_t"), at("y"), ticket
+    launch = _TILE.bind(variant, device, blocks, GROUP // WIDTH[t] * 16, overlap=given.rstd is None)
+    source, stride = ("x", x_stride) if given.residual is None else ("sum", cols)
+    results = *found.statistics, *found.at("q", "scale", "q_t", "scale_t", "y")
     numbers = (
-        rows, cols, x_stride if residual is None else cols, *scale_strides, groups, w != t, residual is None, pow2,
-        distance, makers, stats_rows, eps, offset,
+        rows, cols, stride, *found.scale_strides, groups, found.w != t, given.residual is None, int(given.pow2_scale),
+        distance, makers, stats_rows, given.eps, given.offset,
     )  # fmt: skip
     scratch = {"ticket": Memory((1,), torch.int32)} if ticket else {}
-    return Steps(*stats, Step(launch, *tensors, *numbers), scratch=scratch)
+    return Steps(*stats, Step(launch, source, "weight", "bias", *results, ticket, *numbers), scratch=scratch)
 
 
-def _stats(
-    variant: tuple[str, int, bool], device: int, first: int, sizes: tuple[int, int, int, int], total: str | int,
-    statistics: tuple[str | int, ...], ticket: str | int, eps: float,
-) -> Step:  # fmt: skip
-    """Return the launch for statistics of the `first` rows; `sizes`: rows, columns, row strides of x and residual."""
-    threads = group_threads(-(-sizes[1] // (4 * variant[1])), _STATS_THREADS)
+def _stats(found: _Rows, first: int, centred: bool, ticket: str | int, eps: float, device: int) -> Step:
+    """Return the launch for statistics of the `first` rows."""
+    threads = group_threads(-(-found.sizes[1] // (4 * found.vec)), _STATS_THREADS)
     block = block_of(threads)
-    launch = _STATS.bind(variant, device, -(-first // (block // threads)), block)
-    return Step(launch, "x", "residual", total, *statistics, ticket, first, *sizes, threads, eps)
+    launch = _STATS.bind((found.t, found.vec, centred), device, -(-first // (block // threads)), block)
+    tensors = "x", "residual", *found.at("sum"), *found.statistics, ticket
+    return Step(launch, *tensors, first, *found.sizes, threads, eps)
 
 
 def _stats_rows(row_bytes: int, warps: int) -> int:

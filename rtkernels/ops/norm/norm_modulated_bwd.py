@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, check_same, divisor, group_threads, row_count, row_stride
-from rtkernels.runtime.operator.declared import Dense, InPlaceExact, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlaceExact, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -29,8 +29,36 @@ _ALIGNED, _CENTRED = 1, 2
 _FP32 = {"gate": 32, "bias": 64, "weight": 128, "norm_bias": 256, "scale": 512, "channel_scale": 2048}
 
 
-def _check(*values: Any) -> None:
-    given = dict(zip((*_INPUTS, *_RESULTS), values, strict=False))
+class Gradients(NamedTuple):
+    """Arguments of the operator: of its tensors, checks and plans get the metas, the reference the tensors."""
+
+    dy: Any
+    h: Any
+    dsum: Any
+    x: Any
+    gate: Any
+    bias: Any
+    weight: Any
+    norm_bias: Any
+    scale: Any
+    channel_scale: Any
+    dh: Any
+    dscale: Any
+    dshift: Any
+    dx: Any
+    dgate: Any
+    eps: float
+    offset: float
+    centred: bool
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """All of them by name, as the kernel takes them."""
+        return {name: getattr(self, name) for name in (*_INPUTS, *_RESULTS)}
+
+
+def _check(wanted: Gradients) -> None:
+    given = wanted.tensors
     h = given["h"]
     for name in ("dy", "dsum", "x", *_RESULTS):
         if given[name] is not None:
@@ -43,12 +71,10 @@ def _check(*values: Any) -> None:
             check_same(name, tuple(given[name].shape), tuple(h.shape[-1:]), "shape", of="a row of h")
 
 
-def _plan(*values: Any) -> Steps:
-    *tensors, eps, offset, centred, device = values
-    given: dict[str, Meta | None] = dict(zip((*_INPUTS, *_RESULTS), tensors, strict=True))
-    h = given["h"]
+def _plan(wanted: Gradients, device: int) -> Steps:
+    given, h = wanted.tensors, wanted.h
     rows, cols, size = row_count(h.shape), h.shape[-1], h.dtype.itemsize
-    unfit, flags, strides = cols * size, _CENTRED * centred, {}
+    unfit, flags, strides = cols * size, _CENTRED * wanted.centred, {}
     for name, meta in given.items():
         strides[name] = 0
         if meta is not None:
@@ -65,15 +91,14 @@ def _plan(*values: Any) -> Steps:
     numbers = (
         rows, cols, *(strides[name] for name in ("dy", "h", "dsum", "x")), strides["gate"], each["gate"],
         strides["scale"], each["scale"], 31 if threads > 32 else threads.bit_length() - 1,
-        flags | _ALIGNED * (unfit % 16 == 0), float(eps), float(offset),
+        flags | _ALIGNED * (unfit % 16 == 0), float(wanted.eps), float(wanted.offset),
     )  # fmt: skip
     return Steps(Step(launch, *given, *numbers))
 
 
-def _reference(*values: Any) -> None:
-    *tensors, eps, offset, centred = values
-    given: dict[str, Tensor | None] = dict(zip((*_INPUTS, *_RESULTS), tensors, strict=True))
-    shape = given["h"].shape
+def _reference(wanted: Gradients) -> None:
+    given, centred = wanted.tensors, wanted.centred
+    shape = wanted.h.shape
     rows, cols = row_count(shape), shape[-1]
 
     def over(name: str, without: float) -> Tensor | float:
@@ -86,9 +111,9 @@ def _reference(*values: Any) -> None:
     n = over("h", 0.0)
     if centred:
         n = n - n.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(n.square().mean(-1, keepdim=True) + wanted.eps)
     n = n * rstd
-    gain = 1.0 if given["weight"] is None else over("weight", 1.0) + offset
+    gain = 1.0 if given["weight"] is None else over("weight", 1.0) + wanted.offset
     d = over("dy", 0.0) * over("channel_scale", 1.0)
     g = d * (1 + over("scale", 0.0)) * gain
     centre = g.mean(-1, keepdim=True) if centred else 0.0

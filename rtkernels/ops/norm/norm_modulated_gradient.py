@@ -8,14 +8,15 @@ launch (``norm_modulated_bwd``). Sums over rows are in fp32, in an order that sh
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels.ops.act.combine import combine
-from rtkernels.ops.norm import norm_modulated
 from rtkernels.ops.norm.norm_modulated_bwd import BACKWARD
+from rtkernels.ops.norm.norm_modulated_operators import FORWARD
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.shared.row_operands import summed
 from rtkernels.runtime.layout import row_count
@@ -30,14 +31,30 @@ def _new(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _run(x: Tensor, *operands: Any, eps: float, offset: float, centred: bool) -> tuple[Tensor, Tensor]:
-    x, *operands = detached(x, *operands)
+class _Operands(NamedTuple):
+    """What comes to x, in the order of the operator."""
+
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    channel_scale: Tensor | None = None
+
+    @property
+    def change_x(self) -> bool:
+        """Whether something else than x is normalised."""
+        return any(t is not None for t in (self.residual, self.gate, self.bias))
+
+
+def _run(x: Tensor, operands: _Operands, eps: float, offset: float, centred: bool) -> tuple[Tensor, Tensor]:
+    x, *others = detached(x, *operands)
     y = _new(x)
-    changed = any(t is not None for t in operands[:3])  # residual, gate, bias
-    h = _new(x) if changed else x
-    norm_modulated.FORWARD(
-        x, *operands, None, y, h if changed else None, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0
-    )
+    h = _new(x) if operands.change_x else x
+    made = h if operands.change_x else None
+    FORWARD(x, *others, None, y, made, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0)
     return y, h
 
 
@@ -82,9 +99,9 @@ class _Modulated(torch.autograd.Function):
     def forward(ctx, x, residual, gate, bias, weight, norm_bias, scale, shift, channel_scale, eps, offset, centred):
         ctx.set_materialize_grads(False)
         ctx.numbers = eps, offset, centred
-        operands = residual, gate, bias, weight, norm_bias, scale, shift, channel_scale
-        y, h = _run(x, *operands, eps=eps, offset=offset, centred=centred)
-        ctx.changed = h is not x.detach() and any(t is not None for t in (residual, gate, bias))
+        operands = _Operands(residual, gate, bias, weight, norm_bias, scale, shift, channel_scale)
+        y, h = _run(x, operands, eps, offset, centred)
+        ctx.changed = operands.change_x
         saved = x if gate is not None or not ctx.changed else None
         ctx.save_for_backward(saved, h if ctx.changed else None, gate, bias, weight, norm_bias, scale, shift,
                               channel_scale)  # fmt: skip
@@ -110,8 +127,7 @@ class _Modulated(torch.autograd.Function):
         if dy is not None:
             factors = None if channel_scale is None else channel_scale.reshape(1, -1)
             if wanted["scale"]:
-                a, _ = _run(h, None, None, None, weight, norm_bias, None, None, None, eps=eps, offset=offset,
-                            centred=centred)  # fmt: skip
+                a, _ = _run(h, _Operands(weight=weight, norm_bias=norm_bias), eps, offset, centred)
                 found["scale"] = _to_rows(combine(a, _new(a), mul0=dy, mul1=factors), scale)
             if wanted["shift"]:
                 found["shift"] = _to_rows(dy if factors is None else combine(dy, _new(h), mul0=factors), shift)
@@ -138,14 +154,15 @@ class _Modulated(torch.autograd.Function):
 _apply = applied(_Modulated)
 
 
-def differentiable(*operands: Any) -> tuple[Tensor, Tensor]:
+def differentiable(tensors: Sequence[Tensor | None], eps: float, offset: float, centred: bool) -> tuple[Tensor, Tensor]:
     """Return y and h (empty unless h is another tensor than x) of a normalisation that autograd records.
 
     Args:
-        operands: x, residual, gate, bias, weight, norm_bias, scale, shift and channel_scale, then eps, offset and
-            whether it is a layer norm.
+        tensors: x, residual, gate, bias, weight, norm_bias, scale, shift and channel_scale.
+        eps: As the operator has it.
+        offset: Likewise.
+        centred: It is a layer norm.
     """
-    *tensors, eps, offset, centred = operands
     if is_dynamo_compiling():
         eps, offset = constant(eps), constant(offset)
     return _apply(*tensors, eps, offset, centred)

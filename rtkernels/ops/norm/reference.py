@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,22 +82,37 @@ def layer_bwd(
 # ---- the same with a residual, into memory of the caller, over what was normalised ----------------------------------
 
 
-def added(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a forward that gives y and the sum of x and residual, of which it is the norm."""
-
-    def add_forward(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        total = (x.float() + residual.float()).to(x.dtype).contiguous()
-        return forward(total, *rest), total
-
-    return add_forward
+def _total(x: Tensor, residual: Tensor) -> Tensor:
+    return (x.float() + residual.float()).to(x.dtype).contiguous()
 
 
-def over(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    """Return a backward that writes dh over h and returns the rest."""
+def add_rms_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float):
+    """Return y and the sum of x and residual, of which it is the norm."""
+    total = _total(x, residual)
+    return rms_fwd(total, weight, eps, offset), total
 
-    def backward_over(dy: Tensor, h: Tensor, *rest: Any) -> Tensor:
-        dh, gradients = backward(dy, h, *rest)
-        h.copy_(dh)
-        return gradients
 
-    return backward_over
+def add_layer_fwd(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float):
+    """Return y and the sum of x and residual, of which it is the norm."""
+    total = _total(x, residual)
+    return layer_fwd(total, weight, bias, eps, offset), total
+
+
+def rms_bwd_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool,
+    backward: Callable[..., tuple[Tensor, Tensor]] = rms_bwd,
+) -> Tensor:  # fmt: skip
+    """Write dh over h and return dweight. `backward`: who computes them."""
+    dh, dweight = backward(dy, h, weight, dsum, eps, offset, weight_grad)
+    h.copy_(dh)
+    return dweight
+
+
+def layer_bwd_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
+    parameter_grad: bool, backward: Callable[..., tuple[Tensor, Tensor]] = layer_bwd,
+) -> Tensor:  # fmt: skip
+    """Write dh over h and return the gradients of the parameters. `backward`: who computes them."""
+    dh, gradients = backward(dy, h, weight, bias, dsum, eps, offset, parameter_grad)
+    h.copy_(dh)
+    return gradients

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from rtkernels.ops.norm import reference
-from rtkernels.ops.norm.checks import check_inputs, prepare_over
-from rtkernels.ops.norm.reference import added, over
+from rtkernels.ops.norm.checks import check_inputs, check_over
 from rtkernels.ops.norm.rms_norm_plan import check_bwd, plan_bwd, plan_fwd
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
 
-def _plan_over(*values: Any) -> Steps:
-    steps = plan_bwd(*values, dh="h")
-    return Steps(instead=over(BACKWARD.launch)) if "rstd" in steps.scratch else steps  # a second kernel reads h
+def _prepare_over(
+    dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float, weight_grad: bool
+) -> tuple[Any, ...]:
+    check_over(h, dy, weight, dsum)
+    return dy, h, weight, dsum, eps, offset, weight_grad
+
+
+def _plan_over(
+    dy: Meta, h: Meta, weight: Meta | None, dsum: Meta | None, eps: float, offset: float, weight_grad: bool, device: int
+) -> Steps:
+    steps = plan_bwd(dy, h, weight, dsum, eps, offset, weight_grad, device, dh="h")
+    if "rstd" in steps.scratch:  # a second kernel reads h
+        return Steps(instead=partial(reference.rms_bwd_over, backward=BACKWARD.launch))
+    return steps
 
 
 _X, _RESIDUAL, _WEIGHT = Rows("x", None), Rows("residual", None), Dense("weight", None, optional=True)
@@ -26,7 +39,7 @@ FORWARD = Operator(
 )  # fmt: skip
 ADD_FORWARD = Operator(
     "add_rms_norm_fwd", (_X, _RESIDUAL, _WEIGHT), options="float eps, float offset", results="y sum",
-    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=added(reference.rms_fwd),
+    outputs=lambda x: (Memory.like(x), Memory.like(x)), plan=plan_fwd, reference=reference.add_rms_fwd,
     check=check_inputs,
 )  # fmt: skip
 BACKWARD = Operator(
@@ -39,7 +52,7 @@ BACKWARD_OVER = InPlaceOperator(
     "rms_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _DSUM),
     options="float eps, float offset, bool weight_grad", results="dweight",
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,), plan=_plan_over,
-    reference=over(reference.rms_bwd), check=check_bwd, prepare=prepare_over,
+    reference=reference.rms_bwd_over, check=check_bwd, prepare=_prepare_over,
 )  # fmt: skip
 
 shard_rows(FORWARD, ("x",))

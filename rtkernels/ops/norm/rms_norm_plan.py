@@ -78,7 +78,7 @@ _BWD_BULK = Kernel(
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _UNIT, "rms_norm_bwd_long", template="T", max_registers=64,
-    args=_BWD_ARGS.format(last="rstd", flags="flags"), variants=TYPES,
+    args=_BWD_ARGS.format(last="rstd_out", flags="flags"), variants=TYPES,
 )  # fmt: skip
 _BWD_WEIGHT = Kernel(
     _UNIT, "rms_norm_bwd_weight", template="T", max_registers=64,

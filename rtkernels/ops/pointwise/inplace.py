@@ -32,7 +32,7 @@ _THREADS = 128
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def _check(x: Meta, y: Meta | None, factor: Meta | None, *numbers: Any) -> None:
+def _check(x: Meta, y: Meta | None, factor: Meta | None) -> None:
     if y is not None:
         accepted = (torch.float32, torch.bfloat16, torch.float16) if x.dtype == torch.float32 else (x.dtype,)
         token("y", y.dtype, accepted)

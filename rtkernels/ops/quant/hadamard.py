@@ -55,7 +55,7 @@ def _check_transform(x: Meta, block: int, dtype: torch.dtype) -> None:
     token("the result", dtype, FLOAT_DTYPES if x.dtype == torch.float32 else (x.dtype, torch.float32))
 
 
-def _check_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool) -> None:
+def _check_quantize(x: Meta, block: int, dtype: torch.dtype) -> None:
     _check(x, block)
     token("the result", dtype, FP8_DTYPES)
 
@@ -73,7 +73,7 @@ def _plan(x: Meta, block: int, dtype: torch.dtype, device: int) -> Steps:
     return Steps(step, converted=None if x.dtype == kind else {"x": kind})  # exact
 
 
-def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool, device: int) -> Steps:
+def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2_scale: bool, device: int) -> Steps:
     rows, cols, kind = x.rows, x.shape[-1], x.dtype
     if cols > _THREADS * _CHUNKS * _ELEMENTS or dtype != E4M3:
         return Steps(instead=_transformed_and_quantized)
@@ -84,7 +84,7 @@ def _plan_quantize(x: Meta, block: int, dtype: torch.dtype, pow2: bool, device: 
     threads = max(group_threads(-(-cols // (_ELEMENTS * _CHUNKS)), _THREADS), lanes)
     size = block_of(threads)
     launch = _QUANTIZE.bind((DTYPE_TOKEN[kind],), device, min(-(-rows // (size // threads)), GRID_LIMIT), size)
-    step = Step(launch, "x", "q", "scale", rows, cols, threads, lanes, int(pow2), _norm(block))
+    step = Step(launch, "x", "q", "scale", rows, cols, threads, lanes, int(pow2_scale), _norm(block))
     return Steps(step, converted=converted)
 
 
@@ -120,13 +120,13 @@ def _reference_quantize(x: Tensor, block: int, dtype: torch.dtype, pow2_scale: b
 
 TRANSFORM = Operator(
     "hadamard", (Aligned("x", None),), options="int block, ScalarType dtype", results="y",
-    outputs=lambda x, block, dtype: (Memory(x.shape, dtype),), plan=_plan, reference=_reference,
+    outputs=lambda x, dtype: (Memory(x.shape, dtype),), plan=_plan, reference=_reference,
     check=_check_transform,
 )  # fmt: skip
 QUANTIZE = Operator(
     "quantize_fp8_hadamard", (Aligned("x", None),), options="int block, ScalarType dtype, bool pow2_scale",
     results="q scale", plan=_plan_quantize, reference=_reference_quantize, check=_check_quantize,
-    outputs=lambda x, block, dtype, pow2: (Memory(x.shape, dtype), Memory(x.shape[:-1], torch.float32)),
+    outputs=lambda x, dtype: (Memory(x.shape, dtype), Memory(x.shape[:-1], torch.float32)),
 )  # fmt: skip
 
 

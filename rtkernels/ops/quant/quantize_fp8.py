@@ -9,35 +9,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.quant import dequantize_fp8_plan as back
-from rtkernels.ops.quant import groups, reference
-from rtkernels.ops.quant import quantize_fp8_plan as plans
+from rtkernels.ops.quant import groups
+from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL
 from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
+from rtkernels.ops.quant.quantize_fp8_operators import BOTH, DEQUANTIZE, QUANTIZE, STATIC
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.declared import Argument, Dense, Operator, Rows
-from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
-
-_X, _OPTIONS = Rows("x", None), "str granularity, ScalarType dtype, bool pow2_scale, str scale_layout"
-QUANTIZE = Operator(
-    "quantize_fp8", (_X,), options=_OPTIONS, results="q scale", outputs=plans.outputs_quantize,
-    plan=plans.plan_quantize, reference=reference.quantize, check=plans.check_quantize,
-)  # fmt: skip
-BOTH = Operator(
-    "quantize_fp8_both", (_X,), options=_OPTIONS, results="q scale q_t scale_t", outputs=plans.outputs_both,
-    plan=plans.plan_both, reference=reference.both, check=plans.check_both,
-)  # fmt: skip
-STATIC = Operator(
-    "quantize_fp8_static", (_X, Argument("scale", None)), options="ScalarType dtype", results="q",
-    outputs=lambda x, dtype: (Memory(x.shape, dtype),), plan=plans.plan_static, reference=reference.static,
-    check=plans.check_static,
-)  # fmt: skip
-DEQUANTIZE = Operator(
-    "dequantize_fp8", (Rows("q", None), Dense("scale", None)),
-    options="str granularity, ScalarType code_dtype, ScalarType dtype, str scale_layout", results="y",
-    outputs=back.outputs, plan=back.plan, reference=reference.dequantize, check=back.check_dequantize,
-)  # fmt: skip
 
 
 class QuantizedBoth(NamedTuple):
@@ -123,8 +101,6 @@ def quantize_fp8(
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:
                 raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and layout 'row'")
-            from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL  # which builds on this module's plans
-
             return CHANNEL.call(x, None, None, dtype, pow2_scale, 1)
         if not with_transposed:
             return QUANTIZE.call(x, granularity, dtype, pow2_scale, scale_layout)

@@ -14,7 +14,7 @@ from rtkernels.ops.layout.transpose import TRANSPOSE
 from rtkernels.ops.layout.transpose_plan import padded
 from rtkernels.ops.quant import reference
 from rtkernels.ops.quant.column_absmax import check_factor, column_steps
-from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
+from rtkernels.ops.quant.quantize_fp8_operators import QUANTIZE
 from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, groups_of
 from rtkernels.runtime.checks import token

@@ -26,11 +26,11 @@ KINDS = {"uniform": 0, "normal": 1, "exponential": 2, "bernoulli": 3}  # cuda_sr
 _THREADS = 256
 _FILL = Kernel(
     "random/random.cu", "random_fill", template="T", variants=TYPES, max_registers=64, tier="aten",
-    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 key:i64 offset:i64",
+    args="out:ptr seed:ptr n:i64 kind:i64 a:f64 b:f64 aligned:i64 known_key:i64 offset:i64",
 )  # fmt: skip
 _DROPOUT = Kernel(
     "random/random.cu", "random_dropout", template="T", variants=TYPES, max_registers=48, tier="aten",
-    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 key:i64 offset:i64",
+    args="x:ptr y:ptr mask:ptr seed:ptr n:i64 keep:f64 scale:f64 aligned:i64 known_key:i64 offset:i64",
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ _DRAWN = Primitive(
 _DROPPED = Primitive(
     "random_dropout", (Argument("x", None), _SEED), "keep, scale, key, offset", results="y mask",
     numbers="keep scale key offset", plan=_plan_dropout,
-    outputs=lambda x, *_: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
+    outputs=lambda x: (Memory(x.shape, x.dtype, tuple(x.stride)), Memory(x.shape, torch.bool, tuple(x.stride))),
 )  # fmt: skip
 _OTHER_THAN_TORCHS = 0xD1B54A32D192ED03  # or torch's own kernels would draw some of the same words
 _lock = threading.Lock()

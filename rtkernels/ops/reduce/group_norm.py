@@ -81,18 +81,18 @@ _STATISTICS = (Dense("mean", None), Dense("rstd", None))
 _APPLIED = Primitive(
     "group_norm_apply", (Dense("x", None), Dense("variances", None), Dense("means", None), *_PARAMETERS), "groups, eps",
     numbers="eps", results="y mean rstd", plan=_plan_apply,
-    outputs=lambda x, v, m, w, b, groups, *_: (
+    outputs=lambda x, groups: (
         Memory(x.shape, x.dtype), *[Memory((x.shape[0], groups), x.dtype)] * 2,
     ),
 )  # fmt: skip
 _PLANE_SUMS = Primitive(
     "plane_sums", (Dense("dy", None), Dense("x", None), *_STATISTICS), "groups", results="partial", plan=_plan_planes,
-    outputs=lambda dy, x, *_: (Memory((x.shape[0], 2, x.shape[1]), torch.float32),),
+    outputs=lambda x: (Memory((x.shape[0], 2, x.shape[1]), torch.float32),),
 )  # fmt: skip
 _DX = Primitive(
     "group_norm_bwd",
     (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS, Dense("partial", None)),
-    "groups", results="dx", outputs=lambda dy, x, *_: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
+    "groups", results="dx", outputs=lambda x: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def _plan_bwd(
 _FORWARD = Primitive(
     "nll_forward", (Argument("x", None), Dense("targets", None), Dense("weight", None, optional=True)),
     "ignore_index, reduction", results="out total", plan=_plan_fwd,
-    outputs=lambda x, targets, weight, ignore_index, reduction: (
+    outputs=lambda x, targets, reduction: (
         Memory(targets.shape if reduction == 0 else (), x.dtype), Memory((), x.dtype),
     ),
 )  # fmt: skip
@@ -90,7 +90,7 @@ _BACKWARD = Primitive(
     "nll_backward",
     (Dense("dy", None), Dense("targets", None), Dense("weight", None, optional=True), Dense("total", None)),
     "classes, spatial, ignore_index, reduction", results="dx", plan=_plan_bwd,
-    outputs=lambda dy, targets, weight, total, classes, spatial, *_: (
+    outputs=lambda dy, targets, classes, spatial: (
         Memory((targets.numel() // spatial, classes, spatial), dy.dtype),
     ),
 )  # fmt: skip

@@ -36,7 +36,7 @@ def _plan(x: Meta, y: Meta, kind: str, equal_nan: bool, device: int) -> Steps:
 
 _SUMS = Primitive(
     "pair_sums", (Dense("x", None), Dense("y", None)), "kind, equal_nan, rtol, atol", numbers="rtol atol",
-    results="partial", outputs=lambda x, *_: (Memory((_blocks(x.numel(), x.device),), torch.float32),), plan=_plan,
+    results="partial", outputs=lambda x: (Memory((_blocks(x.numel(), x.device),), torch.float32),), plan=_plan,
 )  # fmt: skip
 
 

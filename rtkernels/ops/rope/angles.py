@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import vector_bytes
+from rtkernels.runtime.layout import metadata, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
 # The tail of every kernel's arguments, and of every operator's.
@@ -31,6 +31,38 @@ _BY_PLACE, _BY_TOKEN, _BY_POSITION, _BY_SEQUENCE = range(4)
 _SECTION_KINDS = {"": 0, "blocks": 1, "interleaved": 2}
 
 LAYOUTS = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}  # where batch, place and head are
+
+
+class Rotations(NamedTuple):
+    """``ARGUMENTS`` of an operator: of its tensors, checks and plans get the metas, references the tensors."""
+
+    cos: Any
+    sin: Any
+    positions: Any
+    cu_seqlens: Any
+    sections: str
+    cp_rank: int
+    cp_size: int
+    mscale: float
+
+    @property
+    def metas(self) -> Rotations:
+        """The same with the metadata of tensors."""
+        return Rotations(*map(metadata, self[:4]), *self[4:])
+
+    @property
+    def index(self) -> str | int:
+        """Name of what tells a token's position; 0 without one."""
+        return "positions" if self.positions is not None else 0 if self.cu_seqlens is None else "cu_seqlens"
+
+    def uniform(self) -> tuple[Rotations, dict[str, Any]]:
+        """Return tables with uniform rows, as kernels take them, and what is copied for that (``Steps.converted``)."""
+        cos, sin = self.cos, self.sin
+        step = _row_step(cos.shape, cos.stride)
+        if step is not None and step == _row_step(sin.shape, sin.stride):
+            return self, {}
+        cos, sin = (meta._replace(stride=dense_strides(meta.shape), misaligned=0) for meta in (cos, sin))
+        return self._replace(cos=cos, sin=sin), dict.fromkeys(("cos", "sin"), Tensor.contiguous)
 
 
 class Angles(NamedTuple):
@@ -83,76 +115,53 @@ def check_rotary(rotary: int, head_dim: int) -> int:
     return rotary
 
 
-def check(
-    cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
-    mscale: float, *, dtype: torch.dtype, device: int, batch: int, length: int, packed: bool, rotary: int,
-    adjacent: bool, inverse: bool,
-) -> Angles:  # fmt: skip
-    """Raise an ArgumentError for tables and positions that do not fit; return what kernels need.
+class Rotated(NamedTuple):
+    """What is known of a tensor that is to be rotated.
 
-    Args:
-        cos: Metadata, as those that follow; the options are the operators'.
-        dtype: That of the rotated tensor; tables have it or float32.
-        device: Likewise.
+    Attributes:
+        dtype: Tables have it or float32.
+        device: That of the tables.
         batch: Sequences, of `length` tokens each (one for packed tokens).
-        packed: The rotated tensor has no batch dimension.
+        length: Likewise.
+        packed: It has no batch dimension.
         rotary: Rotated elements of a head.
         adjacent: The forward leaves pairs as neighbours, not as halves.
         inverse: The kernel applies the adjoint.
     """
-    token("cos", cos[0], (dtype, torch.float32))
+
+    dtype: torch.dtype
+    device: int
+    batch: int
+    length: int
+    packed: bool
+    rotary: int
+    adjacent: bool
+    inverse: bool
+
+
+def check(given: Rotations, of: Rotated) -> Angles:
+    """Raise an ArgumentError for tables and positions that do not fit what is rotated; return what kernels need."""
+    cos, sin, positions, cu_seqlens, sections, cp_rank, cp_size, mscale = given
+    rotary, length = of.rotary, of.length
+    token("cos", cos[0], (of.dtype, torch.float32))
     check_same("sin", sin[0], cos[0], "dtype", of="cos")
     check_same("sin", sin[1], cos[1], "shape", of="cos")
     for name, meta in {"cos": cos, "sin": sin, "positions": positions, "cu_seqlens": cu_seqlens}.items():
         if meta is not None:  # the operator would say "q" for what callers know as x
-            check_same(name, meta[3], device, "device index")
-    shape = tuple(cos[1])
+            check_same(name, meta[3], of.device, "device index")
     kind, sizes = _parse_sections(sections, rotary)
     if not 0 <= cp_rank < cp_size:
         raise ArgumentError(f"cp_rank is {cp_rank} and cp_size {cp_size}; expected 0 <= cp_rank < cp_size")
-    if len(shape) not in (2, 3, 4) or shape[-1] not in (rotary // 2, rotary):
-        raise ArgumentError(
-            f"cos has shape {shape}; expected [positions, n] or [batch, length, n], where n is {rotary // 2} (one for "
-            f"each pair) or {rotary} (one for each rotated element)"
-        )
-    flags = (cos[0] == torch.float32) * _TABLES_FP32 | (shape[-1] == rotary) * _FULL | adjacent * _ADJACENT
-    flags |= inverse * _INVERSE
-    rows, index_kind, count, step, stream_rows = shape[0], _BY_PLACE, 0, 0, 0
-    if len(shape) == 4 and not kind and shape[1:3] == (1, 1):
-        pass
-    elif len(shape) > 2:
-        wanted = (3,) * bool(kind) + (batch, length)
-        if shape[:-1] == (*wanted[:-2], 1, length):
-            wanted = shape[:-1]
-        if shape[:-1] != wanted or positions is not None or cu_seqlens is not None:
-            raise ArgumentError(
-                f"cos has shape {shape}; expected {(*wanted, shape[-1])}, a row for each token, and then neither "
-                f"positions nor cu_seqlens"
-            )
-        per_stream = wanted[-2] * length
-        rows, stream_rows = per_stream * (3 if kind else 1), per_stream if kind else 0
-        index_kind = _BY_TOKEN if wanted[-2] == batch else _BY_PLACE
+    rows, stream_rows, index_kind = _check_tables(given, of, kind)
+    flags = (cos[0] == torch.float32) * _TABLES_FP32 | (cos[1][-1] == rotary) * _FULL | of.adjacent * _ADJACENT
+    flags |= of.inverse * _INVERSE
+    count = step = 0
     if positions is not None:
-        if cu_seqlens is not None:
-            raise ArgumentError("got positions and cu_seqlens; expected one of them")
         index_kind, flags = _BY_POSITION, flags | (positions[0] == torch.int64) * _INDEX_INT64
-        token_shape = (length,) if packed else (batch, length)
-        streams = (3,) * bool(kind)
-        check_dtype("positions", positions[0])
-        got = tuple(positions[1])
-        if got not in ((*streams, *token_shape), (*streams, length)):
-            raise ArgumentError(f"positions has shape {got}; expected {(*streams, *token_shape)} or one row for all")
-        shared = got == (*streams, length) and batch > 1
-        count, step = (length if shared else batch * length), (0 if shared else length)
+        count, step = _check_positions(given, of, kind)
     elif cu_seqlens is not None:
         index_kind, flags = _BY_SEQUENCE, flags | (cu_seqlens[0] == torch.int64) * _INDEX_INT64
-        check_dtype("cu_seqlens", cu_seqlens[0])
-        if not packed or len(cu_seqlens[1]) != 1 or cu_seqlens[1][0] < 1:
-            raise ArgumentError(
-                f"cu_seqlens has shape {tuple(cu_seqlens[1])}; expected [sequences + 1], and tokens without a batch "
-                f"dimension"
-            )
-        count = cu_seqlens[1][0]
+        count = _check_sequences(cu_seqlens, of)
     if kind and positions is None and not stream_rows:
         raise ArgumentError("sections need positions of shape [3, ...], or cos of shape [3, batch, length, n]")
     if cp_size > 1 and index_kind not in (_BY_PLACE, _BY_SEQUENCE):
@@ -167,6 +176,54 @@ def check(
         rows, -1 if stride is None or stride != _row_step(sin[1], sin[2]) else stride, stream_rows, flags, index_kind,
         count, step, kind, sizes, rotary, cp_rank, cp_size, mscale,
     )  # fmt: skip
+
+
+def _check_tables(given: Rotations, of: Rotated, kind: int) -> tuple[int, int, int]:
+    """Return how many rows the tables have, and each stream of them, and how a token finds its own."""
+    shape, (batch, length, rotary) = tuple(given.cos[1]), (of.batch, of.length, of.rotary)
+    if len(shape) not in (2, 3, 4) or shape[-1] not in (rotary // 2, rotary):
+        raise ArgumentError(
+            f"cos has shape {shape}; expected [positions, n] or [batch, length, n], where n is {rotary // 2} (one for "
+            f"each pair) or {rotary} (one for each rotated element)"
+        )
+    if len(shape) == 2 or (len(shape) == 4 and not kind and shape[1:3] == (1, 1)):
+        return shape[0], 0, _BY_PLACE
+    wanted = (3,) * bool(kind) + (batch, length)
+    if shape[:-1] == (*wanted[:-2], 1, length):
+        wanted = shape[:-1]
+    if shape[:-1] != wanted or given.positions is not None or given.cu_seqlens is not None:
+        raise ArgumentError(
+            f"cos has shape {shape}; expected {(*wanted, shape[-1])}, a row for each token, and then neither "
+            f"positions nor cu_seqlens"
+        )
+    per_stream = wanted[-2] * length
+    by = _BY_TOKEN if wanted[-2] == batch else _BY_PLACE
+    return (3 * per_stream, per_stream, by) if kind else (per_stream, 0, by)
+
+
+def _check_positions(given: Rotations, of: Rotated, kind: int) -> tuple[int, int]:
+    """Return how many positions there are (of one stream), and from one sequence's to the next."""
+    if given.cu_seqlens is not None:
+        raise ArgumentError("got positions and cu_seqlens; expected one of them")
+    token_shape = (of.length,) if of.packed else (of.batch, of.length)
+    streams = (3,) * bool(kind)
+    check_dtype("positions", given.positions[0])
+    got = tuple(given.positions[1])
+    if got not in ((*streams, *token_shape), (*streams, of.length)):
+        raise ArgumentError(f"positions has shape {got}; expected {(*streams, *token_shape)} or one row for all")
+    shared = got == (*streams, of.length) and of.batch > 1
+    return (of.length, 0) if shared else (of.batch * of.length, of.length)
+
+
+def _check_sequences(cu_seqlens: Meta, of: Rotated) -> int:
+    """Return how many bounds of sequences there are."""
+    check_dtype("cu_seqlens", cu_seqlens[0])
+    if not of.packed or len(cu_seqlens[1]) != 1 or cu_seqlens[1][0] < 1:
+        raise ArgumentError(
+            f"cu_seqlens has shape {tuple(cu_seqlens[1])}; expected [sequences + 1], and tokens without a batch "
+            f"dimension"
+        )
+    return cu_seqlens[1][0]
 
 
 def _parse_sections(sections: str, rotary: int) -> tuple[int, tuple[int, int, int]]:
@@ -199,20 +256,6 @@ def _row_step(shape: Any, stride: Any) -> int | None:
     return shape[-1] if step is None else step
 
 
-def uniform_tables(cos: Meta, sin: Meta) -> tuple[Meta, Meta, dict[str, Any]]:
-    """Return tables as kernels take them, and how they are converted (``Steps``): copied unless rows are uniform."""
-    step = _row_step(cos.shape, cos.stride)
-    if step is not None and step == _row_step(sin.shape, sin.stride):
-        return cos, sin, {}
-    copied = (meta._replace(stride=dense_strides(meta.shape), misaligned=0) for meta in (cos, sin))
-    return *copied, dict.fromkeys(("cos", "sin"), Tensor.contiguous)
-
-
-def index_of(positions: Meta | None, cu_seqlens: Meta | None) -> str | int:
-    """Return the name of what tells a token's position; 0 without one."""
-    return "positions" if positions is not None else 0 if cu_seqlens is None else "cu_seqlens"
-
-
 def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) -> bool:
     """Return True if kernels can read runs of `vec` table entries, or half of that where pairs stay neighbours.
 
@@ -235,10 +278,10 @@ def readable(angles: Angles, pairs: int, vec: int, align: int, itemsize: int) ->
 
 
 def reference_tables(
-    cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, angles: Angles, batch: int,
-    length: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    given: Rotations, angles: Angles, batch: int, length: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return cos and sin of the first, then of the second elements of pairs: fp32 ``[batch, length, rotary / 2]``."""
+    cos, sin = given.cos, given.sin
     half, device = angles.rotary // 2, cos.device
     pairs = torch.arange(half, dtype=torch.int64, device=device)
     streams = torch.zeros_like(pairs)
@@ -250,7 +293,7 @@ def reference_tables(
     elif angles.section_kind == 2:
         used = torch.tensor((0, 3 * b, 3 * c), dtype=torch.int64, device=device)
         streams = torch.where(pairs < used[pairs % 3], pairs % 3, 0)
-    rows = torch.stack([_rows(positions, cu_seqlens, angles, batch, length, s, device) for s in range(3)])
+    rows = torch.stack([_rows(given.positions, given.cu_seqlens, angles, batch, length, s, device) for s in range(3)])
     limit = angles.stream_rows or angles.table_rows
     rows = rows[streams].permute(1, 2, 0)  # batch, length, pair
     inside = (rows >= 0) & (rows < limit)

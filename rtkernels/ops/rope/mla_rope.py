@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import Rotated, Rotations
 from rtkernels.ops.rope.rope_operators import (
     FORWARD,
     IN_PLACE,
@@ -63,42 +64,49 @@ def _pos_heads(name: str, pos: Meta, layout: str, like: Heads, packed: bool) -> 
     return found
 
 
-def _check(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, inverse: bool, *angles: Any):
+class Latent(NamedTuple):
+    """Options of both directions."""
+
+    nope: int
+    layout: str
+    out_layout: str
+    pairs: int
+
+
+def _check(kv: Meta, k_pos: Meta, of: Latent, given: Rotations, inverse: bool = False):
     token("kv", kv[0])
     check_same("k_pos", k_pos[0], kv[0], "dtype", of="kv")
-    packed = len(kv[1]) == 3
-    heads = heads_of("kv", kv, layout)
-    pos = _pos_heads("k_pos", k_pos, layout, heads, packed)
+    nope, packed = of.nope, len(kv[1]) == 3
+    heads = heads_of("kv", kv, of.layout)
+    pos = _pos_heads("k_pos", k_pos, of.layout, heads, packed)
     if not 0 <= nope <= heads.head_dim:
         raise ArgumentError(
             f"q has {nope} elements of a head beside the rotary part and kv {heads.head_dim} in all; expected kv to "
             f"have as many, and v"
         )
     rotary = angles_of.check_rotary(0, pos.head_dim)
-    found = angles_of.check(
-        *angles, dtype=kv[0], device=kv[3], batch=heads.batch, length=heads.length, packed=packed, rotary=rotary,
-        adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER), inverse=inverse,
-    )  # fmt: skip
+    adjacent = of.pairs in (angles_of.ADJACENT, angles_of.SCATTER)
+    found = angles_of.check(given, Rotated(kv[0], kv[3], heads.batch, heads.length, packed, rotary, adjacent, inverse))
     k = heads._replace(head_dim=nope + rotary)
     v = heads._replace(head_dim=heads.head_dim - nope)
-    return heads, pos, found, shape_in(out_layout, k, packed), shape_in(out_layout, v, packed)
+    return heads, pos, found, shape_in(of.out_layout, k, packed), shape_in(of.out_layout, v, packed)
 
 
-def _step(
-    backward: bool, kv: Meta, k_pos: Meta, k: Meta | None, v: Meta | None, nope: int, layout: str, out_layout: str,
-    pairs: int, starts: int, device: int, *angles: Any,
+def _steps(
+    kv: Meta, k_pos: Meta, of: Latent, given: Rotations, starts: int, device: int,
+    gradients: tuple[Meta, Meta] | None = None,
 ) -> Steps:  # fmt: skip
     """Return the launch.
 
-    Forward: kv and k_pos are inputs and k, v None. Backward: kv and k_pos stand for dense gradients of these shapes,
-    k and v are the incoming gradients.
+    Forward: kv and k_pos are inputs. Backward: they stand for dense gradients of these shapes; `gradients` are the
+    incoming ones, of k and v.
     """
-    cos, sin, converted = angles_of.uniform_tables(*angles[:2])
-    angles = cos, sin, *angles[2:]
-    heads, pos, found, *shapes = _check(kv, k_pos, nope, layout, out_layout, pairs, backward, *angles)
+    backward, nope, pairs = gradients is not None, of.nope, of.pairs
+    given, converted = given.uniform()
+    heads, pos, found, *shapes = _check(kv, k_pos, of, given, backward)
     t, size, tokens, value_dim = kv.token, kv.dtype.itemsize, heads.batch * heads.length, heads.head_dim - nope
     dense = [Meta(kv.dtype, s, dense_strides(s), device, 0) for s in shapes]
-    to_k, to_v = (heads_of("", m, out_layout) for m in ((k, v) if backward else dense))
+    to_k, to_v = (heads_of("", m, of.out_layout) for m in gradients or dense)
     strides = [*heads.strides, *to_k.strides, *to_v.strides]
     sizes = nope, value_dim, to_k.head_dim, heads.head_dim, *strides
     aligned16 = vector_bytes(starts, *(n * size for n in sizes)) == 16
@@ -113,65 +121,49 @@ def _step(
     else:
         launch, tensors = _FWD.bind(variant, device, -(-units // 4), 128), ("kv", "k_pos", "k", "v")
     numbers = tokens, heads.length, heads.heads, nope, value_dim, order, *heads.strides, *pos.strides[:2]
-    tables = plain_tables(found, angles_of.index_of(*angles[2:4]))
+    tables = plain_tables(found, given.index)
     step = Step(launch, *tensors, *numbers, *to_k.strides, *to_v.strides, *tables.tensors, *tables.angles)
     return Steps(step, converted=converted)
 
 
-def _plan_fwd(kv: Meta, k_pos: Meta, nope: int, layout: str, out_layout: str, pairs: int, *values: Any) -> Steps:
-    *angles, device = values
-    options = nope, layout, out_layout, pairs
-    return _step(False, kv, k_pos, None, None, *options, kv.misaligned, device, *angles)
+def _plan_fwd(kv: Meta, k_pos: Meta, of: Latent, given: Rotations, device: int) -> Steps:
+    return _steps(kv, k_pos, of, given, kv.misaligned, device)
 
 
-def _plan_bwd(
-    dk: Meta, dv: Meta, nope: int, layout: str, out_layout: str, pairs: int, pos_dims: int, *values: Any
-) -> Steps:
-    *angles, device = values
-    options = nope, layout, out_layout, pairs
-    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)
-    return _step(True, *gradients, dk, dv, *options, dk.misaligned | dv.misaligned, device, *angles)
+def _plan_bwd(dk: Meta, dv: Meta, of: Latent, pos_dims: int, given: Rotations, device: int) -> Steps:
+    results = _gradient_metas(dk, dv, of, pos_dims)
+    return _steps(*results, of, given, dk.misaligned | dv.misaligned, device, (dk, dv))
 
 
-def _metas(angles: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*map(metadata, angles[:4]), *angles[4:])
-
-
-def _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims) -> tuple[Meta, Meta]:
+def _gradient_metas(dk: Meta, dv: Meta, of: Latent, pos_dims: int) -> tuple[Meta, Meta]:
     """Return what dkv and dk_pos are."""
-    of_k, of_v = heads_of("dk", dk, out_layout), heads_of("dv", dv, out_layout)
+    of_k, of_v = heads_of("dk", dk, of.out_layout), heads_of("dv", dv, of.out_layout)
     packed = len(dk[1]) == 3
-    kv = shape_in(layout, of_k._replace(head_dim=nope + of_v.head_dim), packed)
-    pos = shape_in(layout, of_k._replace(heads=1, head_dim=of_k.head_dim - nope), packed)
+    kv = shape_in(of.layout, of_k._replace(head_dim=of.nope + of_v.head_dim), packed)
+    pos = shape_in(of.layout, of_k._replace(heads=1, head_dim=of_k.head_dim - of.nope), packed)
     if pos_dims < len(pos):
-        at = 1 if packed else _HEAD_DIMENSION[layout]
+        at = 1 if packed else _HEAD_DIMENSION[of.layout]
         pos = pos[:at] + pos[at + 1 :]
     check_same("dv", dv[0], dk[0], "dtype", of="dk")
     return tuple(Meta(dk[0], s, dense_strides(s), dk[3], 0) for s in (kv, pos))
 
 
-def _check_fwd(kv, k_pos, nope, layout, out_layout, pairs, *angles) -> None:
-    _check(kv, k_pos, nope, layout, out_layout, pairs, False, *angles)
-
-
-def _check_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles) -> None:
-    gradients = _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)
-    _check(*gradients, nope, layout, out_layout, pairs, True, *angles)
+def _check_bwd(dk: Meta, dv: Meta, of: Latent, pos_dims: int, given: Rotations) -> None:
+    _check(*_gradient_metas(dk, dv, of, pos_dims), of, given, True)
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_fwd(kv: Tensor, k_pos: Tensor, nope: int, layout: str, out_layout: str, pairs: int, *angles: Any):
-    checked = _check(metadata(kv), metadata(k_pos), nope, layout, out_layout, pairs, False, *_metas(angles))
-    heads, _, found = checked[:3]
-    packed = kv.dim() == 3
-    x = as_heads(kv, layout)
-    pos = k_pos.reshape(_with_head(k_pos, kv, layout))
-    tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
-    rotated = angles_of.rotate(as_heads(pos, layout).float(), tables, 0, pairs, False).to(kv.dtype)
+def _reference_fwd(kv: Tensor, k_pos: Tensor, of: Latent, given: Rotations):
+    heads, _, found, *_ = _check(metadata(kv), metadata(k_pos), of, given.metas)
+    packed, nope = kv.dim() == 3, of.nope
+    x = as_heads(kv, of.layout)
+    pos = k_pos.reshape(_with_head(k_pos, kv, of.layout))
+    tables = angles_of.reference_tables(given, found, heads.batch, heads.length)
+    rotated = angles_of.rotate(as_heads(pos, of.layout).float(), tables, 0, of.pairs, False).to(kv.dtype)
     k = torch.cat((x[..., :nope], rotated.expand(*x.shape[:3], -1)), -1)
-    return from_heads(k, out_layout, packed), from_heads(x[..., nope:], out_layout, packed)
+    return from_heads(k, of.out_layout, packed), from_heads(x[..., nope:], of.out_layout, packed)
 
 
 def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
@@ -181,16 +173,16 @@ def _with_head(k_pos: Tensor, kv: Tensor, layout: str) -> list[int]:
     return [*k_pos.shape[:at], 1, *k_pos.shape[at:]]
 
 
-def _reference_bwd(dk, dv, nope, layout, out_layout, pairs, pos_dims, *angles):
-    kv, k_pos = _gradient_metas(metadata(dk), metadata(dv), nope, layout, out_layout, pos_dims)
-    heads, _, found = _check(kv, k_pos, nope, layout, out_layout, pairs, True, *_metas(angles))[:3]
-    packed = dk.dim() == 3
-    gk, gv = as_heads(dk, out_layout), as_heads(dv, out_layout)
+def _reference_bwd(dk: Tensor, dv: Tensor, of: Latent, pos_dims: int, given: Rotations):
+    kv, k_pos = _gradient_metas(metadata(dk), metadata(dv), of, pos_dims)
+    heads, _, found, *_ = _check(kv, k_pos, of, given.metas, True)
+    packed, nope = dk.dim() == 3, of.nope
+    gk, gv = as_heads(dk, of.out_layout), as_heads(dv, of.out_layout)
     dkv = torch.cat((gk[..., :nope], gv), -1)
-    tables = angles_of.reference_tables(*angles[:4], found, heads.batch, heads.length)
+    tables = angles_of.reference_tables(given, found, heads.batch, heads.length)
     total = gk[..., nope:].float().sum(2, keepdim=True)
-    pos = angles_of.rotate(total, tables, 0, pairs, True).to(dk.dtype)
-    return from_heads(dkv, layout, packed), from_heads(pos, layout, packed).reshape(k_pos[1])
+    pos = angles_of.rotate(total, tables, 0, of.pairs, True).to(dk.dtype)
+    return from_heads(dkv, of.layout, packed), from_heads(pos, of.layout, packed).reshape(k_pos[1])
 
 
 def _outputs_fwd(kv, k_pos, nope, layout, out_layout):
@@ -199,14 +191,14 @@ def _outputs_fwd(kv, k_pos, nope, layout, out_layout):
     return tuple(Memory(shape, kv.dtype) for shape in shapes)
 
 
-def _outputs_bwd(dk, dv, nope, layout, out_layout, pos_dims):
-    return tuple(map(Memory.like, _gradient_metas(dk, dv, nope, layout, out_layout, pos_dims)))
+def _outputs_bwd(dk: Meta, dv: Meta, of: Latent, pos_dims: int):
+    return tuple(map(Memory.like, _gradient_metas(dk, dv, of, pos_dims)))
 
 
 _OPTIONS = "int nope", "str layout", "str out_layout", "int pairs"
 KV_FORWARD = Operator(
     "mla_rope_kv_fwd", (UnitStride("kv", None), UnitStride("k_pos", None), *_OPTIONS, *angles_of.ARGUMENTS),
-    results="k v", outputs=_outputs_fwd, plan=_plan_fwd, reference=_reference_fwd, check=_check_fwd,
+    results="k v", outputs=_outputs_fwd, plan=_plan_fwd, reference=_reference_fwd, check=_check,
 )  # fmt: skip
 KV_BACKWARD = Operator(
     "mla_rope_kv_bwd",

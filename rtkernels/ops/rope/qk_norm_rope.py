@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope import qk_norm_rope_plan as plans
+from rtkernels.ops.rope.angles import Rotations
+from rtkernels.ops.rope.qk_norm_rope_plan import Inputs
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata, nothing
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -46,53 +46,47 @@ def _gain(weight: Tensor | None, offset: float) -> Tensor | float:
     return 1.0 if weight is None else weight.float() + offset
 
 
-def _prepare(qkv, q_weight, k_weight, options, inverse, angles):
-    q_heads, kv_heads, grouped, layout, rotary, pairs = options[:6]
-    found, tables = plans.check(
-        *map(metadata, (qkv, q_weight, k_weight)), q_heads, kv_heads, grouped, layout, rotary, pairs,
-        *map(metadata, angles[:4]), *angles[4:], inverse=inverse,
-    )  # fmt: skip
-    rotation = angles_of.reference_tables(*angles[:4], tables, found.batch, found.length)
-    return found, rotation, _by_head(qkv, found, layout).float(), _columns(found, qkv.device)
+def _prepare(inputs: Inputs, given: Rotations, inverse: bool):
+    qkv = inputs.qkv
+    metas = inputs._replace(qkv=metadata(qkv), q_weight=metadata(inputs.q_weight), k_weight=metadata(inputs.k_weight))
+    found, angles = plans.check(metas, given.metas, inverse)
+    rotation = angles_of.reference_tables(given, angles, found.batch, found.length)
+    return rotation, _by_head(qkv, found, inputs.layout).float(), _columns(found, qkv.device)
 
 
-def _reference_fwd(qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any):
-    options, angles = args[:_OPTION_COUNT], args[_OPTION_COUNT:]
-    pairs, silu, eps, offset = options[5:]
-    _, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, False, angles)
-    if silu:
+def _reference_fwd(inputs: Inputs, given: Rotations):
+    qkv = inputs.qkv
+    rotation, x, columns = _prepare(inputs, given, False)
+    if inputs.silu:
         x = x * torch.sigmoid(x)
     results = []
-    for heads, weight in zip(columns[:2], (q_weight, k_weight), strict=True):
+    for heads, weight in zip(columns[:2], (inputs.q_weight, inputs.k_weight), strict=True):
         u = x[..., heads, :]
-        n = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * _gain(weight, offset)
-        results.append(angles_of.rotate(n, rotation, 0, pairs, False))
+        n = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + inputs.eps) * _gain(weight, inputs.offset)
+        results.append(angles_of.rotate(n, rotation, 0, inputs.pairs, False))
     results.append(x[..., columns[2], :])
     results = [r.to(qkv.dtype) for r in results]
     return tuple((r.squeeze(0) if qkv.dim() == 2 else r).contiguous() for r in results)
 
 
-def _reference_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *args: Any
-):
-    *options, weight_grad = args[: _OPTION_COUNT + 1]
-    layout, pairs, silu, eps, offset = options[3], *options[5:]
-    _, rotation, x, columns = _prepare(qkv, q_weight, k_weight, options, True, args[_OPTION_COUNT + 1 :])
+def _reference_bwd(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, weight_grad: bool, given: Rotations):
+    qkv, q_weight, silu = inputs.qkv, inputs.q_weight, inputs.silu
+    rotation, x, columns = _prepare(inputs, given, True)
     packed = qkv.dim() == 2
     sigmoid = torch.sigmoid(x)
     slope = sigmoid * (1 + x * (1 - sigmoid)) if silu else 1.0
     u = x * sigmoid if silu else x
     dx, dweights = torch.empty_like(x), []
-    for heads, weight, d in zip(columns[:2], (q_weight, k_weight), (dq, dk), strict=True):
+    for heads, weight, d in zip(columns[:2], (q_weight, inputs.k_weight), (dq, dk), strict=True):
         h = u[..., heads, :]
-        rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-        a = angles_of.rotate((d.unsqueeze(0) if packed else d).float(), rotation, 0, pairs, True)
-        g = a * _gain(weight, offset)
+        rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + inputs.eps)
+        a = angles_of.rotate((d.unsqueeze(0) if packed else d).float(), rotation, 0, inputs.pairs, True)
+        g = a * _gain(weight, inputs.offset)
         dx[..., heads, :] = rstd * g - h * rstd**3 * (g * h).mean(-1, keepdim=True)
         dweights.append((a * h * rstd).sum((0, 1, 2)))
     dx[..., columns[2], :] = (dv.unsqueeze(0) if packed else dv).float()
     dx = (dx * slope).flatten(-2).to(qkv.dtype)
-    dqkv = dx.squeeze(0) if packed else dx.transpose(0, 1) if layout == "sbhd" else dx
+    dqkv = dx.squeeze(0) if packed else dx.transpose(0, 1) if inputs.layout == "sbhd" else dx
     return dqkv.contiguous(), torch.stack(dweights).to(q_weight.dtype) if weight_grad else nothing(qkv)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
+from rtkernels.ops.rope.angles import Angles, Rotated, Rotations
 from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, PAIR_ORDERS, order_of_pairs, plan_bulk
 from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, Tables, heads_of, plain_tables, plan_tables
 from rtkernels.ops.shared.column_sum import column_sum_step
@@ -16,7 +17,7 @@ from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import DTYPE_TOKEN, divisor, group_threads, vector_bytes
+from rtkernels.runtime.layout import divisor, group_threads, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
@@ -156,21 +157,37 @@ def check_weights(q_weight: Meta | None, k_weight: Meta | None, qkv: Meta, head_
         check_same("k_weight", k_weight[0], q_weight[0], "dtype", of="q_weight")
 
 
-def check(
-    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
-    rotary: int, pairs: int, cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str,
-    cp_rank: int, cp_size: int, mscale: float, inverse: bool = False,
-) -> tuple[Qkv, angles_of.Angles]:  # fmt: skip
+class Inputs(NamedTuple):
+    """What both directions have in common: of the tensors, checks and plans get the metas, references the tensors."""
+
+    qkv: Any
+    q_weight: Any
+    k_weight: Any
+    q_heads: int
+    kv_heads: int
+    grouped: bool
+    layout: str
+    rotary: int
+    pairs: int
+    silu: bool
+    eps: float
+    offset: float
+
+    @property
+    def heads(self) -> tuple[int, int, bool, str]:
+        """How the columns of qkv are heads."""
+        return self.q_heads, self.kv_heads, self.grouped, self.layout
+
+
+def check(inputs: Inputs, given: Rotations, inverse: bool = False) -> tuple[Qkv, Angles]:
     """Raise an ArgumentError for arguments that do not fit together."""
-    found = check_qkv(qkv, q_heads, kv_heads, grouped, layout)
-    check_weights(q_weight, k_weight, qkv, found.head_dim)
-    rotary = angles_of.check_rotary(rotary, found.head_dim)
-    tables = angles_of.check(
-        cos, sin, positions, cu_seqlens, sections, cp_rank, cp_size, mscale, dtype=qkv[0], device=qkv[3],
-        batch=found.batch, length=found.length, packed=len(qkv[1]) == 2, rotary=rotary,
-        adjacent=pairs == angles_of.ADJACENT, inverse=inverse,
-    )  # fmt: skip
-    return found, tables
+    qkv = inputs.qkv
+    found = check_qkv(qkv, *inputs.heads)
+    check_weights(inputs.q_weight, inputs.k_weight, qkv, found.head_dim)
+    rotary, packed = angles_of.check_rotary(inputs.rotary, found.head_dim), len(qkv[1]) == 2
+    adjacent = inputs.pairs == angles_of.ADJACENT
+    rotated = Rotated(qkv[0], qkv[3], found.batch, found.length, packed, rotary, adjacent, inverse)
+    return found, angles_of.check(given, rotated)
 
 
 def _dims(found: Qkv, slots: tuple[int, int], lane_bits: int, weight: Meta | None, eps: float, offset: float):
@@ -222,25 +239,21 @@ def _limit(found: Qkv, units: int) -> None:
         )
 
 
-def plan_fwd(
-    qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int, grouped: bool, layout: str,
-    rotary: int, pairs: int, silu: bool, eps: float, offset: float, cos: Meta, sin: Meta, *rest: Any,
-) -> Steps:  # fmt: skip
-    cos, sin, converted = angles_of.uniform_tables(cos, sin)
-    *angles, device = cos, sin, *rest
-    found, tables_found = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, *angles)
-    t, size, index = qkv.token, qkv.dtype.itemsize, angles_of.index_of(*angles[2:4])
-    vec, rotary = 16 // size, tables_found.rotary
+def plan_fwd(inputs: Inputs, given: Rotations, device: int) -> Steps:
+    qkv, q_weight, k_weight, *_, pairs, silu, eps, offset = inputs
+    given, converted = given.uniform()
+    found, angles = check(inputs, given)
+    t, size, vec = qkv.token, qkv.dtype.itemsize, 16 // qkv.dtype.itemsize
     strides = (found.batch_stride * size, found.place_stride * size)
     aligned16 = vector_bytes(misaligned(qkv, q_weight, k_weight), *strides) == 16
-    if aligned16 and in_chunks(found.head_dim, rotary, size, _FWD_THREADS // 2):
+    if aligned16 and in_chunks(found.head_dim, angles.rotary, size, _FWD_THREADS // 2):
         _limit(found, found.tokens)
-        tables = _plan_tables(tables_found, t, cos, sin, index, pairs, vec, found, device)
+        tables = _plan_tables(angles, t, given, pairs, vec, found, device)
         sizes, grid, threads, shared = _fwd_geometry(found, vec, pairs, silu, q_weight)
         launch = FWD.bind((t, silu), device, grid, threads, shared)
         sizes = (*sizes, eps, offset, 1.0 / found.head_dim)
     else:
-        slots, tables = _slots(found, 1), plain_tables(tables_found, index)
+        slots, tables = _slots(found, 1), plain_tables(angles, given.index)
         units = found.tokens * (slots[0] + 2 * slots[1])
         _limit(found, units)
         launch = FWD_ANY.bind((t,), device, -(-units // (_BLOCK // 32)), _BLOCK)
@@ -255,13 +268,11 @@ def in_chunks(head_dim: int, rotary: int, size: int, limit: int) -> bool:
     return head_dim * size % 16 == 0 and rotary // 2 * size % 4 == 0 and head_dim * size // 16 <= limit
 
 
-def _plan_tables(
-    found: angles_of.Angles, t: str, cos: Meta, sin: Meta, index: str | int, pairs: int, vec: int, qkv: Qkv, device: int
-) -> Tables:
+def _plan_tables(found: Angles, t: str, given: Rotations, pairs: int, vec: int, qkv: Qkv, device: int) -> Tables:
     """Return the way to tables: entry by entry where halves are no whole chunks, several at a time otherwise."""
     if found.rotary // 2 % vec and not found.section_kind:
-        return plain_tables(found, index)
-    return plan_tables(found, t, cos, sin, index, pairs, vec, qkv.tokens, qkv.length, device)
+        return plain_tables(found, given.index)
+    return plan_tables(found, t, given, pairs, vec, qkv.tokens, qkv.length, device)
 
 
 def _tokens_of_block(threads: int) -> int:
@@ -294,72 +305,43 @@ def _fwd_geometry(found: Qkv, vec: int, pairs: int, silu: bool, weight: Meta | N
     return dims, (-(-found.tokens // tokens), parts), threads, shared
 
 
-def check_bwd(
-    dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
-    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, weight_grad: bool,
-    *angles: Any,
-) -> None:  # fmt: skip
+def check_bwd(dq: Meta, dk: Meta, dv: Meta, inputs: Inputs, weight_grad: bool, given: Rotations) -> None:
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    if weight_grad and q_weight is None:
+    qkv, q_heads, kv_heads = inputs.qkv, inputs.q_heads, inputs.kv_heads
+    if weight_grad and inputs.q_weight is None:
         raise ArgumentError("weight_grad is True but there are no weights")
-    found, _ = check(qkv, q_weight, k_weight, q_heads, kv_heads, grouped, layout, rotary, pairs, *angles, inverse=True)
+    found, _ = check(inputs, given, inverse=True)
     packed = len(qkv[1]) == 2
     for name, d, heads in (("dq", dq, q_heads), ("dk", dk, kv_heads), ("dv", dv, kv_heads)):
         check_same(name, d[0], qkv[0], "dtype", of="qkv")
         check_same(name, tuple(d[1]), found.shape(packed, heads), "shape", of="the result")
 
 
-def plan_bwd(
-    dq: Meta, dk: Meta, dv: Meta, qkv: Meta, q_weight: Meta | None, k_weight: Meta | None, q_heads: int, kv_heads: int,
-    grouped: bool, layout: str, rotary: int, pairs: int, silu: bool, eps: float, offset: float, weight_grad: bool,
-    cos: Meta, sin: Meta, *rest: Any,
-) -> Steps:  # fmt: skip
-    cos, sin, converted = angles_of.uniform_tables(cos, sin)
-    *angles, device = cos, sin, *rest
-    heads = q_heads, kv_heads, grouped, layout
-    found, tables_found = check(qkv, q_weight, k_weight, *heads, rotary, pairs, *angles, inverse=True)
-    dtype, shape, index = qkv.dtype, qkv.shape, angles_of.index_of(*angles[2:4])
-    t, size, info = DTYPE_TOKEN[dtype], dtype.itemsize, device_info(device)
-    vec, rotary = 16 // size, tables_found.rotary
+def plan_bwd(dq: Meta, dk: Meta, dv: Meta, inputs: Inputs, weight_grad: bool, given: Rotations, device: int) -> Steps:
+    qkv, q_weight, k_weight, *_, pairs, silu, eps, offset = inputs
+    given, converted = given.uniform()
+    found, angles = check(inputs, given, inverse=True)
+    t, size, info = qkv.token, qkv.dtype.itemsize, device_info(device)
     gradients = [s for d in (dq, dk, dv) for s in heads_of("", d, "bshd").strides]
-    dense = check_qkv((dtype, shape, dense_strides(shape), device), *heads)
+    dense = check_qkv((qkv.dtype, qkv.shape, dense_strides(qkv.shape), device), *inputs.heads)
     strides = (*gradients, dense.batch_stride, dense.place_stride)
     every = (found.batch_stride, found.place_stride, *strides)
-    starts = misaligned(dq, dk, dv, qkv, q_weight, k_weight)
-    chunked = vector_bytes(starts, *(s * size for s in every)) == 16 and in_chunks(found.head_dim, rotary, size, 64)
-    bulk = None
-    if chunked and BWD_BULK.supports(info.target):
+    starts, in_rows = (
+        misaligned(dq, dk, dv, qkv, q_weight, k_weight),
+        in_chunks(found.head_dim, angles.rotary, size, 64),
+    )
+    chunked, launched = vector_bytes(starts, *(s * size for s in every)) == 16 and in_rows, None
+    if chunked:
         _limit(found, found.tokens)
-        bulk = plan_bulk(found, strides, rotary, t, size, pairs, silu, q_weight, eps, offset, device)
-    threads = _bwd_threads(info.shared_per_block, silu)
-    lanes, tables = group_threads(-(-found.head_dim // (2 * vec)), 32), None
-    groups = threads // lanes
-    if bulk is not None or (chunked and not BWD_BULK.supports(info.target)):
-        _limit(found, found.tokens)
-        tables = _plan_tables(tables_found, t, cos, sin, index, pairs, vec, found, device)
-    slots = _slots(found, _BWD_HEADS)
-    per_token = slots[0] + 2 * slots[1]
-    if bulk is not None:
-        launch, sizes, grid = bulk
-    elif tables is not None and info.sm_count * groups >= per_token:
-        together = min(found.tokens, info.sm_count * groups // per_token)  # tokens
-        grid = -(-together * per_token // groups)
-        inner, batch_inner = found.inner
-        bits, extra = lanes.bit_length() - 1, (together, inner, int(batch_inner), int(pairs == angles_of.ADJACENT))
-        shared = 2 * _BWD_HEADS * 4 * 16 * threads
-        order = order_of_pairs(found.head_dim, rotary, size, pairs)
-        launch = BWD.bind((t, order, silu, _BWD_HEADS, threads), device, grid, threads, shared)
-        sizes = (*strides, *extra, *_dims(found, slots, bits, q_weight, eps, offset))
+        if BWD_BULK.supports(info.target):
+            launched = plan_bulk(found, strides, angles.rotary, t, size, pairs, silu, q_weight, eps, offset, device)
+        else:
+            launched = _bwd_in_chunks(inputs, found, angles.rotary, strides, device)
+    if launched is not None:
+        tables = _plan_tables(angles, t, given, pairs, 16 // size, found, device)
     else:
-        if found.head_dim > _ANY_HEAD_DIM:
-            raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
-        slots, tables = _slots(found, 1), plain_tables(tables_found, index)
-        units = found.tokens * (slots[0] + 2 * slots[1])
-        _limit(found, units)
-        warps = max(1, min(4, 32768 // (8 * found.head_dim)))
-        grid = min(-(-units // warps), 4 * info.sm_count)
-        launch = BWD_ANY.bind((t,), device, grid, 32 * warps, 8 * found.head_dim * warps)
-        sizes = (*strides, pairs, int(silu), *_dims(found, slots, 5, q_weight, eps, offset))
+        tables, launched = plain_tables(angles, given.index), _bwd_of_any(inputs, found, strides, device)
+    launch, sizes, grid = launched
     scratch, after = dict(tables.scratch), []
     if weight_grad:
         width = 2 * found.head_dim
@@ -368,6 +350,40 @@ def plan_bwd(
     tensors = "dq", "dk", "dv", "qkv", "q_weight", "k_weight", "dqkv", "partial" if weight_grad else 0
     step = Step(launch, *tensors, *sizes, *tables.tensors, *tables.angles)
     return Steps(*tables.steps, step, *after, scratch=scratch, converted=converted)
+
+
+def _bwd_in_chunks(
+    inputs: Inputs, found: Qkv, rotary: int, strides: tuple[int, ...], device: int
+) -> tuple[Any, tuple[Any, ...], int] | None:
+    """Return the launch of the kernel that has heads in chunks, its numbers and its blocks; None if they do not fit."""
+    info, size, pairs, silu = device_info(device), inputs.qkv.dtype.itemsize, inputs.pairs, inputs.silu
+    threads = _bwd_threads(info.shared_per_block, silu)
+    lanes = group_threads(-(-found.head_dim // (2 * (16 // size))), 32)
+    groups, slots = threads // lanes, _slots(found, _BWD_HEADS)
+    per_token = slots[0] + 2 * slots[1]
+    if info.sm_count * groups < per_token:
+        return None
+    together = min(found.tokens, info.sm_count * groups // per_token)  # tokens
+    grid = -(-together * per_token // groups)
+    inner, batch_inner = found.inner
+    bits, extra = lanes.bit_length() - 1, (together, inner, int(batch_inner), int(pairs == angles_of.ADJACENT))
+    order, shared = order_of_pairs(found.head_dim, rotary, size, pairs), 2 * _BWD_HEADS * 4 * 16 * threads
+    launch = BWD.bind((inputs.qkv.token, order, silu, _BWD_HEADS, threads), device, grid, threads, shared)
+    return launch, (*strides, *extra, *_dims(found, slots, bits, inputs.q_weight, inputs.eps, inputs.offset)), grid
+
+
+def _bwd_of_any(inputs: Inputs, found: Qkv, strides: tuple[int, ...], device: int) -> tuple[Any, tuple[Any, ...], int]:
+    """Return the same of the kernel that has an element at a time."""
+    if found.head_dim > _ANY_HEAD_DIM:
+        raise ArgumentError(f"heads have {found.head_dim} elements; expected at most {_ANY_HEAD_DIM} here")
+    slots = _slots(found, 1)
+    units = found.tokens * (slots[0] + 2 * slots[1])
+    _limit(found, units)
+    warps = max(1, min(4, 32768 // (8 * found.head_dim)))
+    grid = min(-(-units // warps), 4 * device_info(device).sm_count)
+    launch = BWD_ANY.bind((inputs.qkv.token,), device, grid, 32 * warps, 8 * found.head_dim * warps)
+    numbers = *strides, inputs.pairs, int(inputs.silu)
+    return launch, (*numbers, *_dims(found, slots, 5, inputs.q_weight, inputs.eps, inputs.offset)), grid
 
 
 KERNELS = (FWD, FWD_ANY, BWD, BWD_BULK, BWD_ANY)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
-from rtkernels.ops.rope.angles import LAYOUTS, Angles
+from rtkernels.ops.rope.angles import LAYOUTS, Angles, Rotated, Rotations
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -23,6 +23,7 @@ UNIT = "rope/rope.cu"
 TYPES = ("bf16", "fp16", "fp32")
 HEADS_PER_GROUP = 4  # kRopeHeads
 UNIT_LIMIT = 2**31 - 1024  # (token, head group) pairs that one launch can count, and a block may pass the end
+_REORDERING = (angles_of.GATHER, angles_of.SCATTER)
 _BLOCK = 128
 _TOKEN_HEADS = 8  # of a thread of rope_token, or fewer
 _TOKEN_THREADS = 192  # of its blocks, or fewer
@@ -144,10 +145,10 @@ def plain_tables(found: Angles, index: str | int) -> Tables:
 
 
 def plan_tables(
-    found: Angles, t: str, cos: Meta, sin: Meta, index: str | int, pairs: int, vec: int, tokens: int, length: int,
-    device: int,
-) -> Tables | None:  # fmt: skip
+    found: Angles, t: str, given: Rotations, pairs: int, vec: int, tokens: int, length: int, device: int
+) -> Tables | None:
     """Return the way to tables that kernels can read `vec` entries at a time; None if there is none."""
+    cos, sin, index = given.cos, given.sin, given.index
     if angles_of.readable(found, pairs, vec, misaligned(cos, sin), cos.dtype.itemsize):
         return plain_tables(found, index)
     width, per_token = found.width, found.per_token()
@@ -162,102 +163,182 @@ def plan_tables(
     return Tables((*gathered, 0), per_token.arguments(), (step,), scratch)
 
 
-def _check(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
+class Turned(NamedTuple):
+    """Arguments of the operators: of the tensors, checks and plans get the metas, the reference the tensors."""
+
+    q: Any
+    k: Any
+    layout: str
+    first: int
+    rotary: int
+    pairs: int
+    inverse: bool
+    out_layout: str | None = None  # of results in memory of their own; None in place
+
+    @property
+    def output_layout(self) -> str:
+        """That of the results, wherever they are."""
+        return self.layout if self.out_layout is None else self.out_layout
+
+    @property
+    def order(self) -> int:
+        """The order of pairs that the kernel has: that of the forward, or the other way round."""
+        return self.pairs ^ 1 if self.inverse and self.pairs in _REORDERING else self.pairs
+
+
+class _Problem(NamedTuple):
+    """What a launch is made for."""
+
+    of: Turned
+    given: Rotations
+    heads: Heads
+    of_k: Heads | None
+    rotary: int
+    angles: Angles
+    strides: list[int]  # of q and k: from batch to batch, place to place, head to head
+    out: list[int]  # likewise, of the results
+    in_place: bool
+    device: int
+
+    @property
+    def tokens(self) -> int:
+        return self.heads.batch * self.heads.length
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Heads of q and of k."""
+        return self.heads.heads, self.of_k.heads if self.of_k else 0
+
+    @property
+    def vec(self) -> int:
+        """Elements in 16 bytes."""
+        return 16 // self.of.q.dtype.itemsize
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Where the part of a head begins that is written, and its width."""
+        return (self.of.first, self.rotary) if self.in_place else (0, self.heads.head_dim)
+
+
+def _check(of: Turned, given: Rotations) -> tuple[Heads, Heads | None, int, Angles]:
     """Raise an ArgumentError for arguments that do not fit together; return Heads of q and k, rotary and Angles."""
+    q, k = of.q, of.k
     token("x", q[0])
-    heads = heads_of("x", q, layout)
+    heads = heads_of("x", q, of.layout)
     of_k = None
-    if out_layout not in LAYOUTS:
-        raise ArgumentError(f"output_layout is {out_layout!r}; expected one of {', '.join(LAYOUTS)}")
+    if of.output_layout not in LAYOUTS:
+        raise ArgumentError(f"output_layout is {of.output_layout!r}; expected one of {', '.join(LAYOUTS)}")
     if k is not None:
         check_same("k", k[0], q[0], "dtype")
         check_same("k", k[3], q[3], "device index")
-        of_k = heads_of("k", k, layout)
+        of_k = heads_of("k", k, of.layout)
         if len(k[1]) != len(q[1]) or of_k[:2] != heads[:2] or of_k.head_dim != heads.head_dim:
             raise ArgumentError(
                 f"k has shape {tuple(k[1])}; expected that of x, {tuple(q[1])}, except for the number of heads"
             )
-    rotary = angles_of.check_rotary(rotary, heads.head_dim - first)
-    found = angles_of.check(
-        cos, sin, positions, cu_seqlens, *options, dtype=q[0], device=q[3], batch=heads.batch, length=heads.length,
-        packed=len(q[1]) == 3, rotary=rotary, adjacent=pairs in (angles_of.ADJACENT, angles_of.SCATTER),
-        inverse=inverse,
-    )  # fmt: skip
+    rotary = angles_of.check_rotary(of.rotary, heads.head_dim - of.first)
+    adjacent, packed = of.pairs in (angles_of.ADJACENT, angles_of.SCATTER), len(q[1]) == 3
+    found = angles_of.check(given, Rotated(q[0], q[3], heads.batch, heads.length, packed, rotary, adjacent, of.inverse))
     return heads, of_k, rotary, found
 
 
-def _plan(
-    q: Meta, k: Meta | None, layout: str, out_layout: str, first: int, rotary: int, pairs: int, inverse: bool,
-    cos: Meta, sin: Meta, positions: Meta | None, cu_seqlens: Meta | None, sections: str, cp_rank: int, cp_size: int,
-    mscale: float, device: int, in_place: bool = False,
-) -> Steps:  # fmt: skip
-    cos, sin, converted = angles_of.uniform_tables(cos, sin)
-    heads, of_k, rotary, found = _check(
-        q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, sections, cp_rank,
-        cp_size, mscale,
-    )  # fmt: skip
-    packed, index = q.dim() == 3, angles_of.index_of(positions, cu_seqlens)
-    tokens, total = heads.batch * heads.length, heads.heads + (of_k.heads if of_k else 0)
-    t, size = q.token, q.dtype.itemsize
-    vec = 16 // size
+def _plan(of: Turned, given: Rotations, device: int) -> Steps:
+    return _steps_of(of, given, False, device)
+
+
+def _plan_in_place(of: Turned, given: Rotations, device: int) -> Steps:
+    if any(m is not None and m.shape[-1] > 1 and m.stride[-1] != 1 for m in (of.q, of.k)):
+        return Steps(instead=_by_copy)
+    return _steps_of(of, given, True, device)
+
+
+def _steps_of(of: Turned, given: Rotations, in_place: bool, device: int) -> Steps:
+    given, converted = given.uniform()
+    heads, of_k, rotary, angles = _check(of, given)
     strides = [*heads.strides, *(of_k.strides if of_k else (0, 0, 0))]
-    if in_place:
-        out, results = strides, ("q", "k")
+    out = strides if in_place else _result_strides(of, heads, of_k)
+    problem = _Problem(of, given, heads, of_k, rotary, angles, strides, out, in_place, device)
+    lanes = _lanes(problem)
+    tables = None if lanes is None else _tables_in_chunks(problem)
+    if tables is not None and of.order not in _REORDERING:
+        launch, sizes = _launch_of_tokens(problem, lanes)
+    elif tables is not None:
+        launch, sizes = _launch_of_groups(problem, lanes)
+    elif in_place and of.pairs in _REORDERING:
+        return Steps(instead=_by_copy)  # a lane would overwrite what another one has not read
     else:
-        out, results = [], ("q_out", "k_out")
-        for h in (heads, of_k):
-            shape = None if h is None else shape_in(out_layout, h, packed)
-            view = None if shape is None else heads_of("", (q.dtype, shape, dense_strides(shape)), out_layout)
-            out += (0, 0, 0) if view is None else view.strides
-    order = pairs if not inverse else (pairs ^ 1 if pairs in (angles_of.GATHER, angles_of.SCATTER) else pairs)
-    reorders = order in (angles_of.GATHER, angles_of.SCATTER)
-    begin, width = (first, rotary) if in_place else (0, heads.head_dim)
-    if reorders:
-        lanes = lanes_of(heads.head_dim, rotary, first, vec, copies=not in_place)
-    else:
-        lanes = chunk_lanes(width, rotary, first, vec)
-    aligned16 = vector_bytes(misaligned(q, k), *(s * size for s in (*strides, *out))) == 16
-    tables = None
-    if lanes is not None and aligned16:
-        tables = plan_tables(found, t, cos, sin, index, order, vec, tokens, heads.length, device)
-    if tables is not None and not reorders:
-        _limit(tokens, total, 1)
-        counts = (heads.heads, total - heads.heads)
-        slots = [-(-n // _TOKEN_HEADS) for n in counts]
-        grid = -(-sum(slots) // (_TOKEN_THREADS // lanes))
-        groups = -(-sum(slots) // grid)
-        threads = -(-groups * lanes // 32) * 32
-        per_slot = max(-(-n // s) for n, s in zip(counts, slots, strict=True) if s)
-        launch = ROPE_TOKEN.bind((t,), device, (tokens, grid), threads, 16 * per_slot * threads)
-        sizes = (heads.length, *counts, *slots, groups, lanes.bit_length() - 1, begin, width, first, order, *strides,
-                 *out, divisor(heads.length))  # fmt: skip
-    else:
-        spare = width - rotary
-        if tables is not None:
-            slots, kernel, variant, bits = -(-total // HEADS_PER_GROUP), ROPE, (t, order), lanes.bit_length() - 1
-            spare //= vec
-        else:
-            if in_place and pairs in (angles_of.GATHER, angles_of.SCATTER):
-                return Steps(instead=_by_copy)  # a lane would overwrite what another one has not read
-            tables = plain_tables(found, index)
-            slots, kernel, variant, bits = total, ROPE_ANY, (t,), 5
-        _limit(tokens, total, slots)
-        launch = kernel.bind(variant, device, -(-tokens * slots // (_BLOCK >> bits)), _BLOCK)
-        sizes = (tokens, heads.length, heads.heads, total - heads.heads, slots, bits, first, spare, order, *strides,
-                 *out, divisor(slots), divisor(heads.length))  # fmt: skip
+        tables = plain_tables(angles, given.index)
+        launch, sizes = _launch_of_any(problem)
+    results = ("q", "k") if in_place else ("q_out", "k_out")
     step = Step(launch, "q", "k", *results, *sizes, *tables.tensors, *tables.angles)
     return Steps(*tables.steps, step, scratch=tables.scratch, converted=converted)
 
 
-def _limit(tokens: int, heads: int, units: int) -> None:
-    if tokens * units > UNIT_LIMIT:
-        raise ArgumentError(f"x has {tokens} tokens of {heads} heads; expected at most {UNIT_LIMIT // units} tokens")
+def _result_strides(of: Turned, heads: Heads, of_k: Heads | None) -> list[int]:
+    """Return the strides of dense results."""
+    out: list[int] = []
+    for h in (heads, of_k):
+        if h is None:
+            out += (0, 0, 0)
+        else:
+            shape = shape_in(of.output_layout, h, of.q.dim() == 3)
+            out += heads_of("", (of.q.dtype, shape, dense_strides(shape)), of.output_layout).strides
+    return out
 
 
-def _plan_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> Steps:
-    if any(m is not None and m.shape[-1] > 1 and m.stride[-1] != 1 for m in (q, k)):
-        return Steps(instead=_by_copy)
-    return _plan(q, k, layout, layout, *values, in_place=True)
+def _lanes(p: _Problem) -> int | None:
+    """Return how many lanes share a head in chunks of 16 bytes; None if they cannot."""
+    size = p.of.q.dtype.itemsize
+    if p.of.order in _REORDERING:
+        lanes = lanes_of(p.heads.head_dim, p.rotary, p.of.first, p.vec, copies=not p.in_place)
+    else:
+        lanes = chunk_lanes(p.part[1], p.rotary, p.of.first, p.vec)
+    aligned16 = vector_bytes(misaligned(p.of.q, p.of.k), *(s * size for s in (*p.strides, *p.out))) == 16
+    return lanes if aligned16 else None
+
+
+def _tables_in_chunks(p: _Problem) -> Tables | None:
+    return plan_tables(p.angles, p.of.q.token, p.given, p.of.order, p.vec, p.tokens, p.heads.length, p.device)
+
+
+def _launch_of_tokens(p: _Problem, lanes: int) -> tuple[Any, tuple[int, ...]]:
+    """Return the launch of a kernel whose blocks have a token each, and the numbers it takes."""
+    _limit(p, 1)
+    slots = [-(-n // _TOKEN_HEADS) for n in p.counts]
+    grid = -(-sum(slots) // (_TOKEN_THREADS // lanes))
+    groups = -(-sum(slots) // grid)
+    threads = -(-groups * lanes // 32) * 32
+    per_slot = max(-(-n // s) for n, s in zip(p.counts, slots, strict=True) if s)
+    launch = ROPE_TOKEN.bind((p.of.q.token,), p.device, (p.tokens, grid), threads, 16 * per_slot * threads)
+    sizes = p.heads.length, *p.counts, *slots, groups, lanes.bit_length() - 1, *p.part, p.of.first, p.of.order
+    return launch, (*sizes, *p.strides, *p.out, divisor(p.heads.length))
+
+
+def _launch_of_groups(p: _Problem, lanes: int) -> tuple[Any, tuple[int, ...]]:
+    """Return the same of the kernel that puts pairs into another order: lanes share several heads."""
+    slots, bits = -(-sum(p.counts) // HEADS_PER_GROUP), lanes.bit_length() - 1
+    return _launch_by_units(p, ROPE, (p.of.q.token, p.of.order), slots, bits, (p.part[1] - p.rotary) // p.vec)
+
+
+def _launch_of_any(p: _Problem) -> tuple[Any, tuple[int, ...]]:
+    """Return the same of the kernel that has an element at a time: a warp has a head."""
+    return _launch_by_units(p, ROPE_ANY, (p.of.q.token,), sum(p.counts), 5, p.part[1] - p.rotary)
+
+
+def _launch_by_units(
+    p: _Problem, kernel: Kernel, variant: tuple[Any, ...], slots: int, bits: int, spare: int
+) -> tuple[Any, tuple[int, ...]]:
+    _limit(p, slots)
+    launch = kernel.bind(variant, p.device, -(-p.tokens * slots // (_BLOCK >> bits)), _BLOCK)
+    sizes = p.tokens, p.heads.length, *p.counts, slots, bits, p.of.first, spare, p.of.order
+    return launch, (*sizes, *p.strides, *p.out, divisor(slots), divisor(p.heads.length))
+
+
+def _limit(p: _Problem, units: int) -> None:
+    if p.tokens * units > UNIT_LIMIT:
+        raise ArgumentError(
+            f"x has {p.tokens} tokens of {sum(p.counts)} heads; expected at most {UNIT_LIMIT // units} tokens"
+        )
 
 
 def _by_copy(q: Tensor, k: Tensor | None, layout: str, *rest: Any) -> None:
@@ -267,35 +348,29 @@ def _by_copy(q: Tensor, k: Tensor | None, layout: str, *rest: Any) -> None:
         k.copy_(ky)
 
 
-def _check_in_place(q: Meta, k: Meta | None, layout: str, *values: Any) -> None:
-    _check(q, k, layout, layout, *values)
-
-
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_fwd(q, k, layout, out_layout, first, rotary, pairs, inverse, cos, sin, positions, cu_seqlens, *options):
-    heads, _, rotary, found = _check(
-        metadata(q), metadata(k), layout, out_layout, first, rotary, pairs, inverse, metadata(cos), metadata(sin),
-        metadata(positions), metadata(cu_seqlens), *options,
-    )  # fmt: skip
-    tables = angles_of.reference_tables(cos, sin, positions, cu_seqlens, found, heads.batch, heads.length)
+def _reference(of: Turned, given: Rotations) -> tuple[Tensor, Tensor]:
+    q, k, first = of.q, of.k, of.first
+    heads, _, rotary, found = _check(of._replace(q=metadata(q), k=metadata(k)), given.metas)
+    tables = angles_of.reference_tables(given, found, heads.batch, heads.length)
 
     def rotated(t: Tensor) -> Tensor:
-        given = as_heads(t, layout)
-        y = angles_of.rotate(given.float(), tables, first, pairs, inverse).to(t.dtype)
+        part = as_heads(t, of.layout)
+        y = angles_of.rotate(part.float(), tables, first, of.pairs, of.inverse).to(t.dtype)
         # What is not rotated keeps its bits: a conversion may change those of a NaN.
-        y[..., :first], y[..., first + rotary :] = given[..., :first], given[..., first + rotary :]
-        return from_heads(y, out_layout, t.dim() == 3)
+        y[..., :first], y[..., first + rotary :] = part[..., :first], part[..., first + rotary :]
+        return from_heads(y, of.output_layout, t.dim() == 3)
 
     return rotated(q), nothing(q) if k is None else rotated(k)
 
 
-def _reference_in_place(q, k, layout, *args) -> None:
-    y, ky = _reference_fwd(q, k, layout, layout, *args)
-    q.copy_(y)
-    if k is not None:
-        k.copy_(ky)
+def _reference_in_place(of: Turned, given: Rotations) -> None:
+    y, ky = _reference(of, given)
+    of.q.copy_(y)
+    if of.k is not None:
+        of.k.copy_(ky)
 
 
 def _outputs(q, k, layout, out_layout):
@@ -309,11 +384,11 @@ _OPTIONS = "int first", "int rotary", "int pairs", "bool inverse", *angles_of.AR
 FORWARD = Operator(
     "rope_fwd",
     (UnitStride("q", None), UnitStride("k", None, optional=True), "str layout", "str out_layout", *_OPTIONS),
-    results="q_out k_out", outputs=_outputs, plan=_plan, reference=_reference_fwd, check=_check,
+    results="q_out k_out", outputs=_outputs, plan=_plan, reference=_reference, check=_check,
 )  # fmt: skip
 IN_PLACE = Operator(
     "rope_", (InPlace("q", None), InPlace("k", None, optional=True), "str layout", *_OPTIONS), results="",
-    plan=_plan_in_place, reference=_reference_in_place, check=_check_in_place,
+    plan=_plan_in_place, reference=_reference_in_place, check=_check,
 )  # fmt: skip
 
 

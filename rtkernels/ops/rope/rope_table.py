@@ -23,7 +23,7 @@ from rtkernels.runtime.torch_private import dispatch_modes, is_dynamo_compiling
 _THREADS = 256
 KERNEL = Kernel(
     "rope/rope_table.cu", "rope_table", template="T", variants=TYPES, max_registers=80,
-    args="rates:ptr positions:ptr cos:ptr sin:ptr rows:i64 pairs:i64 scaling:f64",
+    args="rates:ptr positions:ptr cosines:ptr sines:ptr rows:i64 pairs:i64 scaling:f64",
 )  # fmt: skip
 _RATES_LIMIT = 64
 _rates: dict[Any, Tensor] = {}  # vectors by dim, base, device and stream, which are only read

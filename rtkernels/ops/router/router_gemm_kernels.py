@@ -34,7 +34,7 @@ _MMA_SHARED = 3 * 2 * _TILE_BYTES
 
 SPLIT = Kernel(
     "router/router_gemm_terms.cu", "router_split", template="In T", max_registers=64,
-    args="source:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 "
+    args="in:ptr out:ptr scale:ptr column_largest:ptr rows:i64 cols:i64 stride:i64 pitch:i64 terms:i64 "
     "aligned16:i64",
     variants=[("fp32", "bf16"), ("fp16", "bf16"), ("fp32", "fp16"), ("bf16", "fp16")],
 )  # fmt: skip
@@ -58,7 +58,7 @@ MMA = Kernel(
 FWD = Kernel(
     "router/router_gemm_fwd.cu", "router_fwd", template="T GROUPS COLUMNS", max_registers=168, needs=("tma", "wgmma"),
     args="x:tmap weight:tmap out_map:tmap out:ptr bias:ptr scale:ptr rows:i64 experts:i64 depth:i64 x_rows:i64 "
-    "weight_rows:i64 terms:i64 stages:i64 splits:i64 promote:i64 by_copy_engine:i64",
+    "weight_rows:i64 term_count:i64 stage_count:i64 split_count:i64 promote:i64 by_copy_engine:i64",
     variants=[(token, rows // 64, columns) for token in ("bf16", "fp16") for rows, columns in tiles.TILES],
 )  # fmt: skip
 DX = Kernel(

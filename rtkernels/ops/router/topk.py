@@ -54,7 +54,7 @@ def _check(x: Meta, k: int) -> None:
     check_k(k, x.shape[-1])
 
 
-def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
+def _plan_fwd(x: Meta, k: int, wide: bool, device: int) -> Steps:
     rows, cols, stride = x.rows, x.shape[-1], x.row_stride
     v = warp_rows.lane_columns(cols)
     if cols > WARP_COLUMNS:
@@ -65,7 +65,7 @@ def _plan_fwd(x: Meta, k: int, int64: bool, device: int) -> Steps:
         launch = _FWD_OCTETS.bind((x.dtype.itemsize,), device, min(grid, GRID_LIMIT), _OCTET_THREADS)
     else:
         launch = _FWD.bind((v,), device, min(-(-rows // _WARPS), GRID_LIMIT), 32 * _WARPS)
-    numbers = rows, cols, stride, k, KIND[x.dtype], int(warp_rows.whole_vectors(x, v)), int(int64)
+    numbers = rows, cols, stride, k, KIND[x.dtype], int(warp_rows.whole_vectors(x, v)), int(wide)
     return Steps(Step(launch, "x", "values", "indices", *numbers))
 
 
@@ -100,18 +100,18 @@ def largest(key: Tensor, k: int) -> Tensor:
     return torch.sort(key, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _reference_fwd(x: Tensor, k: int, int64: bool) -> tuple[Tensor, Tensor]:
+def _reference_fwd(x: Tensor, k: int, wide: bool) -> tuple[Tensor, Tensor]:
     indices = largest(sort_key(x), k)
-    return x.gather(-1, indices).contiguous(), indices.to(torch.int64 if int64 else torch.int32).contiguous()
+    return x.gather(-1, indices).contiguous(), indices.to(torch.int64 if wide else torch.int32).contiguous()
 
 
 def _reference_bwd(g: Tensor, indices: Tensor, cols: int) -> Tensor:
     return torch.zeros((*g.shape[:-1], cols), dtype=g.dtype, device=g.device).scatter_(-1, indices.long(), g)
 
 
-def _outputs(x, k, int64):
+def _outputs(x, k, wide):
     shape = (*x.shape[:-1], k)
-    return Memory(shape, x.dtype), Memory(shape, torch.int64 if int64 else torch.int32)
+    return Memory(shape, x.dtype), Memory(shape, torch.int64 if wide else torch.int32)
 
 
 FORWARD = Operator(

@@ -151,24 +151,24 @@ def swizzled_bytes(rows: int, blocks: int) -> int:
     return -(-rows // 128) * -(-blocks // 4) * 512
 
 
-def swizzle(scale: Tensor) -> Tensor:
+def swizzle(scales: Tensor) -> Tensor:
     """Return one-byte scales ``[rows, blocks]`` in blocks of 128 x 4, zeros beyond the last row and column.
 
     The byte of row r and column c lies ``(r % 32) * 16 + r % 128 // 32 * 4 + c % 4`` behind the first of its block of
     512; blocks along a row follow each other.
     """
-    rows, columns = scale.shape
+    rows, columns = scales.shape
     down, across = -(-rows // 128), -(-columns // 4)
     new = torch.empty if rows % 128 == 0 and columns % 4 == 0 else torch.zeros
-    made = new(down, across, 32, 4, 4, dtype=torch.uint8, device=scale.device)
-    by_rows, source = made.permute(0, 3, 2, 1, 4), scale.view(torch.uint8)
+    made = new(down, across, 32, 4, 4, dtype=torch.uint8, device=scales.device)
+    by_rows, source = made.permute(0, 3, 2, 1, 4), scales.view(torch.uint8)
     if columns % 4 == 0 and (rows % 128 == 0 or (rows < 128 and rows % 32 == 0)):
         by_rows = by_rows[:, : rows // 32]
         by_rows.copy_(source.reshape(by_rows.shape))
     else:
         padded = torch.nn.functional.pad(source, (0, 4 * across - columns, 0, 128 * down - rows))
         by_rows.copy_(padded.view(by_rows.shape))
-    return made.view(-1).view(scale.dtype)
+    return made.view(-1).view(scales.dtype)
 
 
 def unswizzle(scale: Tensor, rows: int, blocks: int) -> Tensor:

@@ -28,8 +28,8 @@ class Primitive:
         arguments: Its tensors.
         options: Names of its other arguments, separated by commas; hashable ones.
         results: Names of what it returns.
-        outputs: ``(*values) -> (Memory, ...)``, as for ``Operator``.
-        plan: ``(*values, device) -> Steps``, as for ``Operator``; never called for results without elements.
+        outputs: Returns a Memory for each result, as for ``Operator``.
+        plan: Returns ``Steps``, as for ``Operator``; never called for results without elements.
         numbers: Names of options that no plan depends on.
     """
 
@@ -40,7 +40,7 @@ class Primitive:
         self.name = name
         listed = ", ".join(f"int {option.strip()}" for option in options.split(",") if option)
         self._declaration = {
-            "arguments": arguments, "options": listed, "results": results, "outputs": outputs or (lambda *_: ()),
+            "arguments": arguments, "options": listed, "results": results, "outputs": outputs or (lambda: ()),
             "plan": plan, "reference": self._has_no_reference, "numbers": numbers,
         }  # fmt: skip
 
@@ -49,7 +49,7 @@ class Primitive:
         """The steps, declared by the first call: `rtkernels.enable()` imports all primitives, and calls none."""
         return _Steps(self.name, **self._declaration)
 
-    def _has_no_reference(self, *_: Any) -> Any:
+    def _has_no_reference(self) -> Any:
         """Torch's own operator is the reference; an override that raises this gives the call back to it."""
         raise ArgumentError(f"{self.name}: a tensor has no elements; expected at least one")
 

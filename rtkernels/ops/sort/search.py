@@ -22,18 +22,18 @@ _CONTAINS = Kernel(
 )  # fmt: skip
 
 
-def _plan(x: Meta, sorted_: Meta, invert: bool, device: int) -> Steps:
+def _plan(x: Meta, ordered: Meta, invert: bool, device: int) -> Steps:
     n = x.numel()
     grid = -(-n // _THREADS)
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
     launch = _CONTAINS.bind((TOKEN[x.dtype],), device, grid, _THREADS)
-    return Steps(Step(launch, "x", "sorted", "out", n, sorted_.numel(), int(invert)))
+    return Steps(Step(launch, "x", "ordered", "out", n, ordered.numel(), int(invert)))
 
 
 _SEARCH = Primitive(
-    "sorted_contains", (Dense("x", None), Dense("sorted", None)), "invert", results="out", plan=_plan,
-    outputs=lambda x, *_: (Memory(x.shape, torch.bool),),
+    "sorted_contains", (Dense("x", None), Dense("ordered", None)), "invert", results="out", plan=_plan,
+    outputs=lambda x: (Memory(x.shape, torch.bool),),
 )  # fmt: skip
 
 

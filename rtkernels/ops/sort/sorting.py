@@ -37,7 +37,7 @@ _ROWS = Kernel(
 )  # fmt: skip
 _BLOCK = Kernel(
     "sort/block_sort.cu", "block_sort", template="T", variants=_TYPES, max_registers=128, tier="aten",
-    args="x:ptr values:ptr indices:ptr n:i64 rounds:i64 descending:i64",
+    args="x:ptr values:ptr indices:ptr n:i64 rounds_:i64 descending:i64",
 )  # fmt: skip
 _HISTOGRAM = Kernel(
     "sort/radix.cu", "radix_histogram", template="T", variants=_TYPES, max_registers=64, tier="aten",
@@ -61,35 +61,35 @@ _SELECT_LIMIT = 64  # k up to which parts are long enough
 
 
 def _plan_short(
-    x: Meta, list_: Meta | None, parts: int, kept: int, values: bool, descending: bool, device: int
+    x: Meta, listed: Meta | None, parts: int, kept: int, values: bool, descending: bool, device: int
 ) -> Steps:
     n = x.shape[1]
-    count = -(-n // parts) if list_ is None else list_.shape[1]
+    count = -(-n // parts) if listed is None else listed.shape[1]
     rows, length = x.shape[0] * parts, max(2, power_of_two(count))
     grid = -(-rows // (PLACES // length))
     if grid > GRID_LIMIT:
         raise OverflowError("more blocks than a grid has")
     launch = _ROWS.bind((TOKEN[x.dtype],), device, grid, _THREADS)
-    given = "list" if list_ is not None else 0
+    given = "listed" if listed is not None else 0
     step = Step(
         launch, "x", given, "out" if values else 0, "indices", rows, n, parts, count, length, kept, int(descending)
     )
     return Steps(step)
 
 
-def _short_outputs(x: Meta, list_: Meta | None, parts: int, kept: int, values: bool, descending: bool) -> tuple:
+def _short_outputs(x: Meta, parts: int, kept: int, values: bool) -> tuple:
     return Memory((x.shape[0], parts * kept), x.dtype) if values else None, Memory(
         (x.shape[0], parts * kept), torch.int64
     )
 
 
 _SHORT = Primitive(
-    "sort_rows", (Dense("x", None), Dense("list", None, optional=True)), "parts, kept, values, descending",
+    "sort_rows", (Dense("x", None), Dense("listed", None, optional=True)), "parts, kept, values, descending",
     results="out indices", outputs=_short_outputs, plan=_plan_short,
 )  # fmt: skip
 
 
-def _sorted_outputs(x: Meta, ordered: bool, _: bool) -> tuple:
+def _sorted_outputs(x: Meta, ordered: bool) -> tuple:
     return Memory(x.shape, x.dtype), Memory(x.shape, torch.int64) if ordered else None
 
 
@@ -232,20 +232,20 @@ def _plan_select(x: Meta, k: int, descending: bool, device: int) -> Steps:
 
 _SELECTED = Primitive(
     "select_best", (Dense("x", None),), "k, descending", results="indices", plan=_plan_select,
-    outputs=lambda x, k, _: (Memory((x.shape[0], _parts(x, k, x.device)[0] * k), torch.int64),),
+    outputs=lambda x, k: (Memory((x.shape[0], _parts(x, k, x.device)[0] * k), torch.int64),),
 )  # fmt: skip
 
 
-def _plan_listed(x: Meta, list_: Meta, parts: int, kept: int, descending: bool, device: int) -> Steps:
+def _plan_listed(x: Meta, parts: int, kept: int, descending: bool, device: int) -> Steps:
     rows = x.shape[0] * parts
     launch = _ROWS.bind((TOKEN[x.dtype],), device, rows, _THREADS)
     numbers = rows, x.shape[1], parts, PLACES, PLACES, kept, int(descending)
-    return Steps(Step(launch, "x", "list", 0, "indices", *numbers))
+    return Steps(Step(launch, "x", "listed", 0, "indices", *numbers))
 
 
 _LISTED = Primitive(
-    "sort_listed", (Dense("x", None), Dense("list", None)), "parts, kept, descending", results="out indices",
-    outputs=lambda x, list_, parts, kept, _: (None, Memory((x.shape[0], parts * kept), torch.int64)),
+    "sort_listed", (Dense("x", None), Dense("listed", None)), "parts, kept, descending", results="out indices",
+    outputs=lambda x, parts, kept: (None, Memory((x.shape[0], parts * kept), torch.int64)),
     plan=_plan_listed,
 )  # fmt: skip
 

@@ -57,7 +57,7 @@ def _unrolled(x: Meta, window: tuple[int, ...]) -> int:
     return window[0] if window[0] == window[1] and window[0] in (2, 3) and x.stride[3] == 1 else 0
 
 
-def _outputs(x: Meta, out: tuple[int, int], *_: object) -> tuple[Memory]:
+def _outputs(x: Meta, out: tuple[int, int]) -> tuple[Memory]:
     return (Memory((*x.shape[:2], *out), x.dtype),)
 
 
@@ -67,7 +67,7 @@ _AVERAGE = Primitive(
 )  # fmt: skip
 _MAXIMUM = Primitive(
     "max_pool", (Argument("x", None),), "out, window, dilation", results="y indices",
-    outputs=lambda x, out, *_: (*_outputs(x, out), Memory((*x.shape[:2], *out), torch.int64)), plan=_plan_max,
+    outputs=lambda x, out: (*_outputs(x, out), Memory((*x.shape[:2], *out), torch.int64)), plan=_plan_max,
 )  # fmt: skip
 
 

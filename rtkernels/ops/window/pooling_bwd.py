@@ -52,12 +52,12 @@ def _plan_max(dy: Meta, indices: Meta, size: tuple, window: tuple, dilation: tup
 
 
 _AVERAGE = Primitive(
-    "avg_pool_bwd", (Dense("dy", None),), "size, window, count_padding, divisor", results="dx", plan=_plan_avg,
-    outputs=lambda dy, size, *_: (Memory((*dy.shape[:2], *size), dy.dtype),),
+    "avg_pool_bwd", (Dense("dy", None),), "size, window, count_padding, divided_by", results="dx", plan=_plan_avg,
+    outputs=lambda dy, size: (Memory((*dy.shape[:2], *size), dy.dtype),),
 )  # fmt: skip
 _MAXIMUM = Primitive(
     "max_pool_bwd", (Dense("dy", None), Dense("indices", None)), "size, window, dilation", results="dx", plan=_plan_max,
-    outputs=lambda dy, indices, size, *_: (Memory((*dy.shape[:2], *size), dy.dtype),),
+    outputs=lambda dy, size: (Memory((*dy.shape[:2], *size), dy.dtype),),
 )  # fmt: skip
 
 

@@ -80,11 +80,11 @@ def _plan_nearest_bwd(dy: Meta, size: tuple, scales: tuple, device: int) -> Step
 
 _UPSAMPLED = Primitive(
     "upsample_nearest", (Argument("x", None),), "out, scales", results="y", plan=_plan_nearest,
-    outputs=lambda x, out, _: (Memory((*x.shape[:2], *out), x.dtype),),
+    outputs=lambda x, out: (Memory((*x.shape[:2], *out), x.dtype),),
 )  # fmt: skip
 _UPSAMPLED_GRAD = Primitive(
     "upsample_nearest_bwd", (Dense("dy", None),), "size, scales", results="dx", plan=_plan_nearest_bwd,
-    outputs=lambda dy, size, *_: (Memory((*dy.shape[:2], *size), dy.dtype),),
+    outputs=lambda dy, size: (Memory((*dy.shape[:2], *size), dy.dtype),),
 )  # fmt: skip
 
 

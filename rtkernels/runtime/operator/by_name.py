@@ -6,33 +6,62 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rtkernels.runtime.operator.kinds import Meta
+
 
 def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     """Return `function` as a function of all values that have these names, in order.
 
-    It gets those that its parameters name, so that operators with different arguments can share it: a parameter with
-    a default value need not be among them. A function with ``*values``, or with a name of its own for a value, gets
-    all of them by their order.
+    It gets the values that its parameters name, so operators with different arguments can share it. A parameter with a
+    default value need not be among the names. A parameter annotated with a NamedTuple gets a record of the values that
+    the fields name; fields follow the same rule.
 
     Raises:
-        ValueError: It takes neither some of the names nor as many values as there are, or by their order one would
-            come under the name of another.
+        ValueError: It takes ``*values``, or a parameter or a field that is none of the names.
     """
     parameters = [*inspect.signature(function).parameters.values()]
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+    if starred := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+        raise ValueError(f"{_called(function)} takes {starred[0]}; expected parameters named {', '.join(names)}")
+    if [p.name for p in parameters] == [*names]:
         return function
-    unknown = [p.name for p in parameters if p.name not in names]
-    if [p.name for p in parameters if p.name in names] == [*names] and not unknown:
-        return function
-    required = [p.name for p in parameters if p.default is p.empty]
-    if not set(required) & set(unknown):
-        wanted = {p.name: list(names).index(p.name) for p in parameters if p.name in names}
-        return lambda *values: function(**{name: values[i] for name, i in wanted.items()})
-    if not len(required) <= len(names) <= len(parameters):
-        raise ValueError(f"{function} takes {', '.join(unknown)}; expected some of {', '.join(names)}")
-    if misplaced := [p.name for p, name in zip(parameters, names, strict=False) if p.name in names and p.name != name]:
+    places = {name: i for i, name in enumerate(names)}
+    found: dict[str, Callable[[Sequence[Any]], Any]] = {}
+    for parameter in parameters:
+        if parameter.name in places:
+            found[parameter.name] = _value(places[parameter.name])
+        elif record := _record_of(function, parameter):
+            found[parameter.name] = _record(record, places, function)
+        elif parameter.default is parameter.empty:
+            raise ValueError(f"{_called(function)} takes {parameter.name}; expected some of {', '.join(names)}")
+    return lambda *values: function(**{name: get(values) for name, get in found.items()})
+
+
+def _called(function: Callable[..., Any]) -> str:
+    while hasattr(function, "func"):  # of a partial function
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
+
+
+def _value(place: int) -> Callable[[Sequence[Any]], Any]:
+    return lambda values: values[place]
+
+
+def _record_of(function: Callable[..., Any], parameter: inspect.Parameter) -> type[Any] | None:
+    """Return the NamedTuple that a parameter is annotated with, if it is."""
+    while hasattr(function, "func"):
+        function = function.func
+    found = parameter.annotation
+    if isinstance(found, str):  # as all of a module with ``from __future__ import annotations`` are
+        found = getattr(function, "__globals__", {}).get(found)
+    return found if isinstance(found, type) and hasattr(found, "_fields") and found is not Meta else None
+
+
+def _record(record: type[Any], places: dict[str, int], function: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+    wanted = {field: places[field] for field in record._fields if field in places}
+    if unknown := [field for field in record._fields if field not in places and field not in record._field_defaults]:
         raise ValueError(
-            f"{function} takes {', '.join(unknown)}, so values come by their order, and not as {', '.join(misplaced)}; "
-            f"expected some of {', '.join(names)}"
+            f"{_called(function)} takes a {record.__name__} with {', '.join(unknown)}; "
+            f"expected some of {', '.join(places)}"
         )
-    return function
+    return lambda values: record(**{field: values[i] for field, i in wanted.items()})

@@ -92,8 +92,8 @@ class Declared:
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
-        Below, `values` are the operator's arguments in order, with a ``Meta`` (or None) for each tensor. Functions of
-        values or arguments may name those that they want, and the device, instead of taking all (``by_name``).
+        Below, `values` are the operator's arguments, with a ``Meta`` (or None) for each tensor. Functions of values or
+        arguments name those that they want, and the device, or take a NamedTuple of them (``by_name``).
 
         Args:
             name: The operator's.

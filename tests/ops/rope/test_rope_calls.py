@@ -21,6 +21,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import mla_rope as mla_rope_module
 from rtkernels.ops.rope import rope as module
 from rtkernels.ops.rope import rope_operators
+from rtkernels.ops.rope.angles import Rotations
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
 
@@ -67,11 +68,11 @@ def _on_devices(**devices: int) -> Callable[[], Any]:
     given = {name: _meta(index[name], devices[name]) for name in index if name in devices}
 
     def call() -> None:
-        rope_operators._check(
-            _meta(X, 0), _meta(X, devices["k"]) if "k" in devices else None, "bshd", "bshd", 0, 0, 0, False,
-            _meta(T, devices.get("cos", 0)), _meta(T, devices.get("sin", 0)), given.get("positions"),
-            given.get("cu_seqlens"), "", 0, 1, 1.0,
-        )  # fmt: skip
+        k = _meta(X, devices["k"]) if "k" in devices else None
+        turned = rope_operators.Turned(_meta(X, 0), k, "bshd", 0, 0, 0, False, "bshd")
+        tables = (_meta(T, devices.get(name, 0)) for name in ("cos", "sin"))
+        index = (given.get(name) for name in ("positions", "cu_seqlens"))
+        rope_operators._check(turned, Rotations(*tables, *index, "", 0, 1, 1.0))
 
     return call
 
