@@ -1,4 +1,4 @@
-"""What is known of modules that were tried before: modules of one class with the same attributes are tried once."""
+"""Remember the results of tests: modules of one class with equal attributes are tested once."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import nn
 
 from rtkernels.models.probe import NotRecognized, Raised, Recognized
 
-_SAME = set(nn.Module().__dict__)  # tables of torch's own
-_answers: dict[Hashable, Recognized | str] = {}  # of this process
+_SAME = set(nn.Module().__dict__)  # attributes of every module
+_answers: dict[Hashable, Recognized | str] = {}  # shared by all models of this process
 
 
 class Known:
-    """Answers for the modules of one model; those that depend on nothing but values are kept for other models."""
+    """Test results for the modules of one model. Results that depend on plain values only are shared between models."""
 
     def __init__(self) -> None:
         self._own: dict[Hashable, Recognized | str] = {}
-        self._texts: dict[int, str] = {}  # of configurations
+        self._texts: dict[int, str] = {}  # configurations as text, by id
         self._by_identity = False
 
     def ask(
         self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable, by_class: bool
     ) -> Recognized | str:
-        """Return what ``find(module)`` returns, or the reason of its ``NotRecognized``.
+        """Return ``find(module)``, or the message of the ``NotRecognized`` that it raises.
 
-        `more` is what the answer depends on, apart from the module, and such an answer is not kept for other models;
-        `by_class` says that it depends on the module's class alone.
+        `more` is what the result depends on besides the module; such a result is not shared with other models.
+        `by_class` means that the result depends on the module's class alone.
         """
         self._by_identity = False
         state = None if by_class else self._state(module)
@@ -39,12 +39,12 @@ class Known:
                 answers[key] = find(module)
             except NotRecognized as error:
                 answers[key] = str(error)
-            except Exception as error:  # a module that is unlike any that was thought of is left alone as well
+            except Exception as error:  # a module that the tests cannot handle is left alone, too
                 answers[key] = str(Raised("at all", error))
         return answers[key]
 
     def _state(self, module: nn.Module) -> Hashable:
-        """Return what two modules of one class may differ in: attributes, sizes of parameters, children, hooks."""
+        """Return everything in which modules of one class may differ: attributes, parameter sizes, children, hooks."""
         state = tuple((name, self._value(value)) for name, value in module.__dict__.items() if name not in _SAME)
         tensors = (*module._parameters.items(), *module._buffers.items())
         shapes = tuple((name, None if t is None else tuple(t.shape)) for name, t in tensors)
@@ -55,12 +55,12 @@ class Known:
     def _child(self, child: nn.Module | None) -> Hashable:
         if child is None:
             return None
-        if child._parameters:  # a projection, which is not tried
+        if child._parameters:  # a projection, which is replaced by a random map
             return type(child), *(getattr(child, name, None) for name in ("in_features", "out_features"))
         return type(child), self._state(child)
 
     def _value(self, value: Any) -> Hashable:
-        """Return what stands for an attribute: plain values by their text, functions and classes as they are."""
+        """Return a hashable form of an attribute: the text of plain values, functions and classes themselves."""
         if isinstance(value, (bool, int, float, str, type(None))):
             return repr(value)
         if isinstance(value, (tuple, list)):
@@ -76,7 +76,7 @@ class Known:
 
 
 def _code(cls: type) -> Hashable:
-    """Return the functions of a class and those that its forward calls: somebody may exchange one."""
+    """Return the methods of a class and the functions its forward calls: other libraries may exchange them."""
     classes = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     methods = tuple(f for c in classes for f in vars(c).values() if isinstance(f, FunctionType))
     names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())

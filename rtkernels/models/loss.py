@@ -1,7 +1,7 @@
-"""The loss of a causal language model from hidden states and head: ``linear_cross_entropy`` instead of logits.
+"""Compute the loss of a causal language model from hidden states and head, with ``linear_cross_entropy``.
 
-Three things of a model are replaced: its head gives ``LazyLogits`` while the model trains with labels; hooks of the
-model tell the head when that is; its loss function takes lazy logits, and hands any other to the original one.
+Three parts of a model are replaced. While the model trains with labels, its head returns ``LazyLogits``. Hooks of the
+model tell the head when that is the case. The loss function accepts lazy logits and passes all others to the original.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden, materialize=False, loss=None):
-        if loss is not None:  # a call of the module, so that hooks which gather its weight run
+        if loss is not None:  # the module is called so that hooks which gather its weight run
             return loss(self, hidden)
         if getattr(self, _LAZY, False) and not materialize and not isinstance(self.weight, DTensor):
-            return LazyLogits(hidden, self)  # hooks of tensor parallelism take nothing but a tensor
+            return LazyLogits(hidden, self)  # hooks of tensor parallelism accept only tensors
         return own(self, hidden)
 
     return forward
@@ -43,7 +43,7 @@ replace.register("head", _head)
 
 
 class CausalLMLoss:
-    """What ``ForCausalLMLoss`` of transformers computes, without the logits where they are lazy."""
+    """``ForCausalLMLoss`` of transformers, computed without logits if they are lazy."""
 
     def __init__(self, original: Callable[..., Tensor]) -> None:
         self.original = original
@@ -58,7 +58,7 @@ class CausalLMLoss:
                 ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
             )  # fmt: skip
 
-        if isinstance(logits, DTensor) and not kwargs:  # of a head that is split between processes
+        if isinstance(logits, DTensor) and not kwargs:  # from a head that is split between processes
             options = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
             value = rtkernels.cross_entropy(logits, self._shifted(labels, shift_labels, ignore_index), **options)
             return self._mean(value.full_tensor(), num_items_in_batch)
@@ -66,7 +66,7 @@ class CausalLMLoss:
             return as_before(logits)
         shaping = logits.shaping()
         head, hidden = logits.head, logits.hidden
-        if shaping is None or kwargs or logits._made is not None or head.weight.shape[0] != vocab_size:
+        if shaping is None or kwargs or logits._result is not None or head.weight.shape[0] != vocab_size:
             return as_before(logits.tensor())
         targets = self._shifted(labels, shift_labels, ignore_index).reshape(-1).to(hidden.device)
 
@@ -99,7 +99,7 @@ class CausalLMLoss:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """Return the head as one linear layer, or those of them that PEFT trains in its place (``modules_to_save``)."""
+    """Return the head as one linear layer, or the copies that PEFT trains in its place (``modules_to_save``)."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     saved = getattr(head, "modules_to_save", None)
     if isinstance(saved, nn.ModuleDict):
@@ -107,12 +107,12 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return [] if head is None else [head]
 
 
-# Those that gather or split weights: the loss calls the head a second time for them to run.
+# Hooks that gather or split weights: the loss calls the head a second time so that they run.
 _GATHERING = ("torch.distributed", "transformers", "accelerate", "deepspeed")
 
 
 def _has_hooks(head: nn.Module) -> bool:
-    """Return True if a head has hooks of somebody who reads or changes logits or hidden states."""
+    """Return True if a head has hooks that read or change logits or hidden states."""
     if head._backward_hooks or head._backward_pre_hooks:
         return True
     for hook in (*head._forward_hooks.values(), *head._forward_pre_hooks.values()):
@@ -122,8 +122,8 @@ def _has_hooks(head: nn.Module) -> bool:
     return False
 
 
-# Hooks are functions of the file, and ask for the head at every call: a copied or pickled model has a head of its own,
-# and PEFT may have put another in its place.
+# Hooks are module-level functions that look up the head at every call: a copied or unpickled model has its own head,
+# and PEFT may have exchanged it.
 
 
 def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -143,7 +143,8 @@ def replace_loss(model: nn.Module) -> None:
     """Replace head and loss of a causal language model.
 
     Raises:
-        NotRecognized: Its loss is another one, its head is no plain linear layer, or its forward makes logits anyway.
+        NotRecognized: Its loss is a different one, its head is not a plain linear layer, or its forward needs the
+            logits.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -175,7 +176,7 @@ def restore_loss(model: nn.Module) -> None:
         handle.remove()
     if isinstance(getattr(model, "_loss_function", None), CausalLMLoss):
         del model._loss_function
-    for module in model.modules():  # adapters may be around the head by now
+    for module in model.modules():  # adapters may wrap the head by now
         if replace.replaced(module) == _KIND:
             module.__dict__.pop(_LAZY, None)
             replace.restore(module)

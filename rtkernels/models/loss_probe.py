@@ -1,8 +1,8 @@
-"""Does a model's forward give the logits of its head to its loss function, with nothing but a scale in between?
+"""Test whether a model's forward passes the logits of its head to its loss function, at most scaled or capped.
 
-Asked by calling the forward with labels on a twin of the model: its children are stand-ins that give hidden states
-without values, its head gives lazy logits that must not be computed, and its loss function records what it is called
-with. So nothing of the model runs but its own code, on any device and of any size.
+The forward is called with labels on a twin of the model. Its children are stand-ins that return hidden states without
+values, its head returns lazy logits that must not be computed, and its loss function records its arguments. Only the
+model's own code runs, so this works on any device and for any size.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from rtkernels.models.lazy_logits import LazyLogits
 from rtkernels.models.probe import NotRecognized, Raised, probing
 
-_SHAPE = (2, 3)  # sequences and tokens
+_SHAPE = (2, 3)  # sequences, tokens
 
 
 class _LogitsComputed(Exception):
-    """The forward did something with logits that needs their values."""
+    """The forward used the values of the logits."""
 
 
 class _Output:
-    """What the body of a model gives: hidden states, and None for everything else."""
+    """Output of a model's body: hidden states, and None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state, self.hidden_states = hidden, (hidden,)
@@ -47,7 +47,7 @@ class _Output:
 
 
 class _Child:
-    """Stands for a child that has no head in it. Its attributes are the child's, and its children are such as well."""
+    """Stands for a child without the head: it has the child's attributes, and its children are stand-ins, too."""
 
     def __init__(self, module: nn.Module, hidden: Tensor) -> None:
         self.__dict__ |= {"_module": module, "_hidden": hidden}
@@ -94,7 +94,7 @@ class _Head:
 
 
 class _Loss:
-    """Records that it was called with logits that are lazy still; arguments as of ``ForCausalLMLoss``."""
+    """Records that it was called with lazy logits; arguments as for ``ForCausalLMLoss``."""
 
     called = False
 
@@ -114,16 +114,16 @@ class _Loss:
 
 
 def takes_labels(model: nn.Module) -> bool:
-    """Return True if a model computes a loss: its forward takes labels."""
+    """Return True if a model can compute a loss: its forward takes labels."""
     return "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
 
 
 @probing()
 def check_loss(model: nn.Module, head: nn.Module, weight: Tensor) -> None:
-    """Call the forward of a model with labels, as above.
+    """Call the forward of a model with labels, as described above.
 
     Raises:
-        NotRecognized: It raises, computes logits, or does not call its loss function.
+        NotRecognized: The forward raises an exception, computes logits, or does not call its loss function.
     """
     forward, loss = inspect.unwrap(type(model).forward), _Loss()
     ids = torch.ones(_SHAPE, dtype=torch.int64, device="cpu")
@@ -147,12 +147,12 @@ def check_loss(model: nn.Module, head: nn.Module, weight: Tensor) -> None:
 
 
 def _stubbed(module: nn.Module, head: nn.Module, weight: Tensor, hidden: Tensor) -> Any:
-    """Return a stand-in: of the head, of a child without one, or a copy of a module that has the head inside."""
+    """Return a stand-in for the head or for a child without it, or a copy of a module that contains the head."""
     if module is head:
         return _Head(module, weight)
     if all(inner is not head for inner in module.modules()):
         return _Child(module, hidden)
-    twin = object.__new__(type(module))  # a class of FSDP would build a module
+    twin = object.__new__(type(module))  # calling a class of FSDP would build a module
     twin.__dict__ = {**module.__dict__, **nn.Module().__dict__}  # without hooks
     twin.__dict__ |= {name: module.__dict__[name] for name in ("_parameters", "_buffers", "training")}
     twin.__dict__.pop("forward", None)

@@ -1,4 +1,4 @@
-"""``patch(model)``: what it replaces, what it leaves alone and why, and the way back."""
+"""``patch(model)``, its report, and ``unpatch(model)``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8",
 
 
 class Site(NamedTuple):
-    """A place in the model that was looked at. `reason` says why it was left alone, None if it was replaced."""
+    """A module that ``patch`` examined. `reason` says why it was left alone; None if it was replaced."""
 
     kind: str
     name: str
@@ -44,19 +44,19 @@ class Site(NamedTuple):
 
 
 class PatchReport:
-    """What :func:`patch` did. Printed, it is a table; `sites` has every place, `asked` the kinds looked for."""
+    """The result of :func:`patch`; prints as a table. `sites` lists examined modules, `asked` the requested kinds."""
 
     def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
         self.sites, self.asked, self.options = sites, asked, options
 
     @property
     def replaced(self) -> Counter[str]:
-        """How many places of each kind were replaced."""
+        """Number of replaced modules of each kind."""
         return Counter(site.kind for site in self.sites if site.reason is None)
 
     @property
     def left_alone(self) -> list[Site]:
-        """The places that were not."""
+        """The modules that were not replaced."""
         return [site for site in self.sites if site.reason is not None]
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def _check_transformers() -> None:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside of wrappers (DataParallel, DDP, PEFT), or the model."""
+    """Return the model inside DataParallel, DDP and PEFT wrappers."""
     if isinstance(model, str):
         raise ArgumentError(
             f"model is {model!r}; expected a model: replacing by name would change all models of this process. To "
@@ -99,7 +99,7 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 def _notice_others(model: nn.Module, known: PatchReport) -> str:
-    """Correct the report of a model that others patched after us; return a sentence for a warning, or ""."""
+    """Update the report of a model that another library patched after us; return the warning, or ""."""
     others = {path: who for path, who, _ in foreign(model)}
     if not others:
         return ""
@@ -111,7 +111,10 @@ def _notice_others(model: nn.Module, known: PatchReport) -> str:
 
 
 def _first_call(model: nn.Module, args: Any) -> None:
-    """Warn at the first call of a model if others patched it after us; a hook, of the file so that it pickles."""
+    """Warn at the model's first call if another library patched it after us.
+
+    This forward pre-hook is a module-level function so that the model can be pickled.
+    """
     if is_dynamo_compiling():
         return
     handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
@@ -122,7 +125,7 @@ def _first_call(model: nn.Module, args: Any) -> None:
 
 
 class _Patcher:
-    """One call of ``patch``: asks each class of modules one time."""
+    """The state of one ``patch`` call; equal modules are tested only once."""
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
@@ -143,7 +146,7 @@ class _Patcher:
         self.note(kind, name, module, answer if isinstance(answer, str) else None)
 
     def change(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
-        """Replace what was replaced before by what suits it better, if something does."""
+        """Exchange a replacement for a more specific one, if the module has one."""
         try:
             replace.change(module, find(module))
         except NotRecognized as error:
@@ -156,47 +159,47 @@ class _Patcher:
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()  # what a module computes is asked with gradients, whatever mode the caller is in
+@torch.enable_grad()  # modules are tested with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
     experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
     fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
-    """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
+    """Make a ``transformers`` model compute with rtkernels' ops. Changes this model in place, and no other.
 
-    Every norm, gated MLP, rotary embedding, expert layer and the loss is tried with random numbers and replaced if one
-    of our ops gives the same results and gradients; the report says what was left alone and why. Parameters,
-    ``state_dict``, pickling and ``save_pretrained`` stay as they are. Patch after the weights are loaded, before or
-    after PEFT or FSDP, before ``torch.compile``. Patching twice changes nothing. A warning says so where nothing was
-    replaced at all, or nothing of a kind that is off unless asked for.
+    Every norm, gated MLP, rotary embedding and expert layer, and the loss, is run on random inputs. It is replaced if
+    one of our ops gives the same results and gradients. The report lists what was left alone and why. Parameters,
+    ``state_dict``, pickling and ``save_pretrained`` do not change. Patch after the weights are loaded and before
+    ``torch.compile``; PEFT and FSDP may be applied before or after. Patching a patched model again changes nothing.
+    A warning is issued if nothing was replaced, or if an option that is off by default found nothing to replace.
 
     Args:
-        model: A model of transformers 5, or a PEFT model around one, on any device or on meta.
-        norm: Replace RMS and layer norms.
-        mlp: Replace activation and product of gated MLPs.
+        model: A transformers 5 model, or a PEFT model around one, on any device including meta.
+        norm: Replace RMS norms and layer norms.
+        mlp: Replace the activation and product of gated MLPs.
         rope: Replace the rotation of queries and keys.
-        loss: In training with labels, compute the loss from hidden states and head without making logits. They are
-            made if somebody looks at ``outputs.logits``.
-        experts: Replace permutation, products, gate and sum of expert layers.
-        router: Replace scores and choice of experts. Off by default: of experts with equal probabilities, which are not
-            rare in 16 bits, another one may be chosen.
-        fused_layers: Add residuals inside of norms, normalise and rotate q and k in one op, and multiply q, k and v,
-            and gate and up, in one product. A decoder layer or attention is replaced if the text of its forward is
-            one of those known here. Weights of such layers are moved into one block of memory each, as parameters
-            of their own.
-        attention: Use our attention in place of the model's. Off by default: where torch's is cuDNN's, the two are
-            about equally fast, and ours has no dropout.
-        fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
-            128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` with more options. The head, and layers too
-            small to gain, are left alone. Parameters and their gradients stay what they are.
-        strict: Raise if a candidate of an asked kind is left alone, and in place of warnings.
+        loss: When training with labels, compute the loss from the hidden states and the head without storing logits.
+            ``outputs.logits`` is computed when it is read.
+        experts: Replace expert layers: permutation, products, gate and weighted sum.
+        router: Replace the scoring and selection of experts. Off by default: if two experts have equal probabilities,
+            which is common in 16 bits, a different one may be selected.
+        fused_layers: Fuse residual additions into norms, q/k norms with the rotation, the q, k and v projections into
+            one product, and gate and up into one product. A decoder layer or attention module is replaced only if the
+            source of its forward is one of those known here. The weights of fused projections are moved into one block
+            of memory and remain separate parameters.
+        attention: Use :func:`rtkernels.attention` instead of the model's attention. Off by default: it is about as fast
+            as cuDNN's attention, and it has no dropout.
+        fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
+            and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
+            too small to gain are left alone. Parameters and gradients keep their dtypes.
+        strict: Raise an error instead of warning, and also if any module of a requested kind is left alone.
 
     Returns:
-        What was replaced and what was not.
+        The report of what was replaced and what was not.
 
     Raises:
-        ArgumentError: `model` is no model.
-        RtkError: transformers is missing or too old, the model was patched by others, or `strict` is not met.
+        ArgumentError: `model` is not a ``torch.nn.Module``, or it is compiled; or `fp8` is not a known recipe.
+        RtkError: transformers is missing or older than 5.0, another library patched the model, or `strict` is violated.
     """
     inner, recipe = _unwrapped(model), check_recipe(fp8)
     options = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss, "experts": experts, "router": router}
@@ -245,40 +248,40 @@ def patch(
         except NotRecognized as error:
             patcher.note("loss", "", inner, str(error))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
-    made = PatchReport(patcher.sites, asked, options)
-    inner.__dict__[_REPORT] = made
+    result = PatchReport(patcher.sites, asked, options)
+    inner.__dict__[_REPORT] = result
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
-        left = "not everything was replaced" if made.left_alone and strict else ""
-        _tell(_in_vain(made, inner) or left, strict, f"\n{made}")
+        left = "not everything was replaced" if result.left_alone and strict else ""
+        _tell(_in_vain(result, inner) or left, strict, f"\n{result}")
     except RtkError:
         unpatch(inner)
         raise
-    return made
+    return result
 
 
-_OPTIONS = {"fused": "fused_layers"}  # names of options that are not those of the kind
+_OPTIONS = {"fused": "fused_layers"}  # options that are not named after their kind
 _UNLESS_ASKED = ("router", "attention", "fp8", "fused")  # kinds that are off by default
 
 
 def _tell(sentence: str, strict: bool, more: str = "") -> None:
-    """Warn the caller of ``patch``, or raise an RtkError if it is `strict`; nothing if there is no sentence."""
+    """Issue a warning to the caller of ``patch``, or raise an RtkError if `strict`; "" does nothing."""
     if sentence and strict:
         raise RtkError(f"strict=True, and {sentence}{more}")
     if sentence:
-        warnings.warn(f"rtkernels.models.patch: {sentence}{more}", stacklevel=5)  # two of them are decorators
+        warnings.warn(f"rtkernels.models.patch: {sentence}{more}", stacklevel=5)  # two of the frames are decorators
 
 
-def _in_vain(made: PatchReport, model: nn.Module) -> str:
-    """Return a sentence if nothing was replaced, or nothing of a kind that somebody has asked for; else ""."""
-    if not made.replaced:
+def _in_vain(result: PatchReport, model: nn.Module) -> str:
+    """Return a warning if nothing was replaced, or nothing of an explicitly requested kind; else ""."""
+    if not result.replaced:
         return f"nothing was replaced in this {type(model).__name__}, which computes as before"
-    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in made.asked and not made.replaced[kind]]
+    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in result.asked and not result.replaced[kind]]
     return f"{', '.join(f'{name}=' for name in missing)} found nothing to replace in this model" if missing else ""
 
 
 def _other_options(known: PatchReport, options: dict[str, Any]) -> str:
-    """Return a sentence if a model that is patched is to be patched with other options; else ""."""
+    """Return a warning if a patched model is patched again with other options; else ""."""
     others = [f"{name}=" for name, value in options.items() if known.options.get(name, value) != value]
     if not others:
         return ""
@@ -286,14 +289,14 @@ def _other_options(known: PatchReport, options: dict[str, Any]) -> str:
 
 
 def _gathers_weights(model: nn.Module) -> bool:
-    """Return True if FSDP2 gathers weights for each pass: codes that are kept in between would undo what it saves."""
+    """Return True if FSDP2 gathers weights for each pass: codes kept in between would undo the memory it saves."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
 def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused: bool) -> None:
-    """Replace the linear layers of a model, except for its head; those that are fused count as one layer."""
+    """Replace the linear layers of a model except its head. Layers that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
     rows = fusing.rows_together(model) if fused else {}
@@ -314,7 +317,13 @@ def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused:
 
 
 def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    """Return ``build()``, patched; options as for :func:`patch`."""
+    """Return ``build()`` after patching it.
+
+    Args:
+        build: A function without arguments that returns a model:
+            ``lambda: AutoModelForCausalLM.from_pretrained(...)``.
+        **options: Options of :func:`patch`.
+    """
     model = build()
     patch(model, **options)
     return model
@@ -322,9 +331,9 @@ def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
 
 @contextmanager
 def loss_only(model: nn.Module) -> Iterator[None]:
-    """Within this context, a patched model makes no logits in evaluation either, if it is given labels.
+    """Within this context, a patched model that is given labels stores no logits in evaluation either.
 
-    For evaluations that look at the loss alone; ``outputs.logits`` is made if somebody looks at it.
+    For evaluations that need only the loss. ``outputs.logits`` is computed when it is read.
     """
     inner = _unwrapped(model)
     inner.__dict__[losses.LOSS_ONLY] = True
@@ -335,7 +344,7 @@ def loss_only(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give a model its own forwards, head and loss back."""
+    """Restore the original forwards, head and loss of a patched model. Does nothing to other models."""
     inner = _unwrapped(model)
     known = inner.__dict__.pop(_REPORT, None)
     if known is None:
@@ -353,9 +362,9 @@ def unpatch(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> PatchReport | None:
-    """Return what :func:`patch` did to a model, None if it was not patched.
+    """Return the report of :func:`patch` for a model, None if it is not patched.
 
-    Modules that others (Liger, Unsloth) patched since then are left alone, in its words.
+    Modules that another library (Liger, Unsloth) patched since then are listed as left alone.
     """
     inner = _unwrapped(model)
     known = inner.__dict__.get(_REPORT)
