@@ -178,8 +178,8 @@ def _handler(run: Callable[..., None], inputs: Sequence[Spec], results: Sequence
             execute(frame)
         except BaseException as error:  # an exception cannot pass through XLA
             message = f"{type(error).__name__}: {error}".encode()
-            made = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
-            return _MakeError(frame.api.contents.error_create)(ctypes.byref(made))
+            arguments = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
+            return _MakeError(frame.api.contents.error_create)(ctypes.byref(arguments))
         return None
 
     return _Handler(call)
@@ -221,8 +221,8 @@ def _as_list(result: Any) -> list[Tensor]:
 def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
     """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
     with FakeTensorMode(), torch.no_grad():
-        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
-        return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
+        results = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
+        return [Spec(tuple(t.shape), t.dtype) for t in results], all(t.is_contiguous() for t in results)
 
 
 def as_jax(
@@ -281,11 +281,11 @@ def _forward(key: Any, call: Callable[..., Any], takes_out: bool) -> Callable[..
             if takes_out and dense and len(outs) == 1:
                 call(*given, out=outs[0])
                 return
-            for out, made in zip(outs, _as_list(call(*given)), strict=True):
-                out.copy_(made)
+            for out, result in zip(outs, _as_list(call(*given)), strict=True):
+                out.copy_(result)
 
-        made = _foreign(key, run, inputs, results)(*arrays)
-        return made[0] if len(made) == 1 else tuple(made)
+        outputs = _foreign(key, run, inputs, results)(*arrays)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return forward
 
@@ -304,16 +304,16 @@ def _with_gradient(
             with torch.enable_grad():
                 for k in wanted:
                     given[k] = given[k].detach().requires_grad_()
-                made = _as_list(call(*given))
-                pairs = [(y, d) for y, d in zip(made, dy_tensors, strict=True) if y.requires_grad]
+                outputs = _as_list(call(*given))
+                pairs = [(y, d) for y, d in zip(outputs, dy_tensors, strict=True) if y.requires_grad]
                 found = torch.autograd.grad(
                     [y for y, _ in pairs], [given[k] for k in wanted], [d for _, d in pairs], allow_unused=True
                 )
             for out, gradient in zip(tensors[len(inputs) + len(gradients) :], found, strict=True):
                 out.zero_() if gradient is None else out.copy_(gradient)
 
-        made = _foreign((f"{key[0]}_backward", *key[1:]), run, [*inputs, *gradients], results)(*arrays, *dys)
-        by_place = dict(zip(wanted, made, strict=True))
+        outputs = _foreign((f"{key[0]}_backward", *key[1:]), run, [*inputs, *gradients], results)(*arrays, *dys)
+        by_place = dict(zip(wanted, outputs, strict=True))
         return tuple(by_place.get(k, _no_gradient(array)) for k, array in enumerate(arrays))
 
     function = jax.custom_vjp(forward)

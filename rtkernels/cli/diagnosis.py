@@ -97,10 +97,10 @@ def _newer_than_driver(report: dict[str, Any]) -> str | None:
     nvrtc = _NUMBERS.search(str(report["nvrtc"].get("version")))
     if not driver or not nvrtc:
         return None
-    supported, made = tuple(map(int, driver.groups())), tuple(map(int, nvrtc.groups()))
-    if made[0] > supported[0]:
+    supported, installed = tuple(map(int, driver.groups())), tuple(map(int, nvrtc.groups()))
+    if installed[0] > supported[0]:
         return "major"
-    return "minor" if made > supported else None
+    return "minor" if installed > supported else None
 
 
 def _versions(report: dict[str, Any]) -> str:

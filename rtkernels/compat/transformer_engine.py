@@ -29,8 +29,8 @@ def blockwise(codes: Any, like: torch.Tensor, quantizer: Any = None) -> Any:
         torch.float8_e5m2: codes_of_te.DType.kFloat8E5M2,
     }
     by_rows, transposed = getattr(codes, "q", None), getattr(codes, "q_t", None)
-    made = by_rows if by_rows is not None else transposed
-    if made is None or made.dtype not in kinds:
+    given = by_rows if by_rows is not None else transposed
+    if given is None or given.dtype not in kinds:
         raise ArgumentError("codes has neither q nor q_t of an fp8 dtype; expected a result of a quantiser")
     return Float8BlockwiseQTensor(
         shape=like.shape,
@@ -39,7 +39,7 @@ def blockwise(codes: Any, like: torch.Tensor, quantizer: Any = None) -> Any:
         rowwise_scale_inv=getattr(codes, "scale", None),
         columnwise_data=None if transposed is None else transposed.view(torch.uint8),
         columnwise_scale_inv=getattr(codes, "scale_t", None),
-        fp8_dtype=kinds[made.dtype],
+        fp8_dtype=kinds[given.dtype],
         quantizer=quantizer,
         is_2D_scaled=False,
     )

@@ -87,10 +87,10 @@ class Fp8GatherWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        made = func(*_plain(cls, args), **_plain(cls, kwargs or {}))
+        result = func(*_plain(cls, args), **_plain(cls, kwargs or {}))
         if func is _aten.copy_.default:
             return args[0]
-        return tree_map_only(Tensor, cls, made) if func in _PARTS else made
+        return tree_map_only(Tensor, cls, result) if func in _PARTS else result
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_"], None

@@ -48,9 +48,9 @@ class _Glu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, counts = ctx.saved_tensors
         keep = "both" if ctx.dense else "fp8"
-        made = glu_fp8_backward(dy, x, weight=weight, counts=counts, keep=keep, **ctx.options)
-        dx = made.dx if ctx.dense else without_memory(x.shape, x)
-        return _carrying(dx, made), made.dweight, None, None, None
+        codes = glu_fp8_backward(dy, x, weight=weight, counts=counts, keep=keep, **ctx.options)
+        dx = codes.dx if ctx.dense else without_memory(x.shape, x)
+        return _carrying(dx, codes), codes.dweight, None, None, None
 
 
 def glu_with_fp8_gradient(

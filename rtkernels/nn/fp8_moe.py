@@ -140,10 +140,10 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
             "score": score, "score_first": score_first, "renormalize": renormalize, "num_groups": num_groups,
             "top_groups": top_groups, "scale": scale,
         }  # fmt: skip
-        made = {"device": device, "dtype": dtype}
-        self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **made))
-        self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **made))
-        self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **made))
+        factory = {"device": device, "dtype": dtype}
+        self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **factory))
+        self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **factory))
+        self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **factory))
         bias = torch.zeros(experts, dtype=torch.float32, device=device) if selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.reset_parameters()
@@ -178,13 +178,13 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         main_grads = tuple(main_grad_of(weight) for weight in weights)
         for name, weight, main_grad in zip(("gate_up_weight", "down_weight"), weights, main_grads, strict=True):
             _check_main_grad(name, weight, main_grad)
-        made = [
+        kept = [
             self.codes_of(name, weight, lambda w, t: weight_codes(w, t, self.pow2_scale))
             for name, weight in zip(("gate_up", "down"), weights, strict=True)
         ]
         out = experts(
             flat, routing.probs, *weights, index.rows, index.slots, group_ends(index.offsets), main_grads, self.act,
-            self.grad_dtype, self.pow2_scale, *(part for codes in made if codes for part in codes),
+            self.grad_dtype, self.pow2_scale, *(part for codes in kept if codes for part in codes),
         ).view(x.shape)  # fmt: skip
         return (out, routing) if return_routing else out
 

@@ -312,8 +312,8 @@ def _require_compiler(
     others = sorted({version for store in stores for version, _ in _other_versions(store, request)})
     said = ""
     if others:
-        made, installed = ", ".join(map(_dotted, others)), _dotted(request.nvrtc or ())
-        said = f" (it is there as made by NVRTC {made}; NVRTC {installed} is installed)"
+        versions, installed = ", ".join(map(_dotted, others)), _dotted(request.nvrtc or ())
+        said = f" (the cache has it from NVRTC {versions}; NVRTC {installed} is installed)"
     said += "".join(f" (not used: {reason})" for reason in places.refusals().values())
     raise NotWarmError(
         f"{request.op}: {'; '.join(request.expressions)} for {request.target.name} is not in the cache "

@@ -116,17 +116,17 @@ def zero_words(device: int, n: int) -> tuple[Tensor, int]:
     given to another one. What is left of it is kept for each n that was asked for: see :func:`zero_words_for`.
     """
     if device < 0 or getattr(call_state, "dispatched", False) or is_capturing():
-        made = fresh_zeros(device, n)
-        return made, made.data_ptr()  # in the emulator an address belongs to a tensor of one call
+        zeros = fresh_zeros(device, n)
+        return zeros, zeros.data_ptr()  # in the emulator an address belongs to a tensor of one call
     key = device, current_stream(device), n
     try:
         return _zero_words[key].pop()
     except (KeyError, IndexError):
         step = -(-n // 32) * 128
         count = max(1, _ZERO_BYTES // step, min(_BATCH, _MAX_ZERO_BYTES // step))
-        made = torch.zeros(count * step // 4, dtype=torch.int32, device=f"cuda:{device}")
-        first = made.data_ptr()
-        pairs = list(zip(repeat(made), range(first, first + count * step, step)))
+        zeros = torch.zeros(count * step // 4, dtype=torch.int32, device=f"cuda:{device}")
+        first = zeros.data_ptr()
+        pairs = list(zip(repeat(zeros), range(first, first + count * step, step)))
         found = pairs.pop()
         _zero_words[key] = pairs
         return found

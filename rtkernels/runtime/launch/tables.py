@@ -49,10 +49,10 @@ class TensorList(tuple):
     requires_grad: bool  # of any of them
 
     def __new__(cls, tensors: Iterable[Tensor]) -> TensorList:
-        made = super().__new__(cls, tensors)
-        made.tables = {}
-        made.requires_grad = any(getattr(t, "requires_grad", False) for t in made)
-        return made
+        table = super().__new__(cls, tensors)
+        table.tables = {}
+        table.requires_grad = any(getattr(t, "requires_grad", False) for t in table)
+        return table
 
 
 class _Slot:

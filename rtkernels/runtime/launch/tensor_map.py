@@ -119,21 +119,21 @@ def tiled_map(
     """
     if hasattr(address, "tensor"):  # while a launcher runs in the emulator
         return EmulatedMap(address, _TYPES[token][1], sizes, strides, box, swizzle)
-    return _made(address, token, sizes, strides, box, swizzle, promote)
+    return _encoded_map(address, token, sizes, strides, box, swizzle, promote)
 
 
 @lru_cache(maxsize=_MAPS)
-def _made(
+def _encoded_map(
     address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool, promote: bool
 ) -> TensorMap:
-    made, rank = TensorMap(), len(sizes)
+    encoded, rank = TensorMap(), len(sizes)
     arrays = (
         (ctypes.c_uint64 * rank)(*sizes),
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
     )
-    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
+    args = (encoded.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels.runtime.launch.driver import make_context
@@ -145,7 +145,7 @@ def _made(
             f"cuTensorMapEncodeTiled failed with status {status} for {token} {list(sizes[::-1])}, "
             f"{list(strides[::-1])} bytes apart, at {address:#x}, boxes of {list(box[::-1])}"
         )
-    return made
+    return encoded
 
 
 @cache
