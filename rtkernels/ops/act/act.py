@@ -59,14 +59,15 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
     Computed in fp32 and rounded once: the sum is not rounded. Differentiable once in x and add.
 
     Args:
-        x: Any shape; bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride and evenly
-            spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: Any shape; bfloat16, float16 or float32. Any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared) or ``"sigmoid"``.
         add: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own; x's dtype or float32.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x, or add. Not recorded by autograd.
+        out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x, or add. Not recorded by
+            autograd.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(act, locals())

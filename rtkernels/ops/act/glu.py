@@ -139,9 +139,9 @@ def glu(
     Computed in fp32 and rounded once. Differentiable once in x, up and weight.
 
     Args:
-        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
-            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`, ``[..., d]``,
+            the gate. bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: ``"silu"`` (SwiGLU), ``"gelu_tanh"``, ``"gelu_erf"`` (GeGLU), ``"relu"``, ``"relu2"`` (relu squared),
             ``"sigmoid"``, ``"none"``, or ``"swiglu_oai"``, what GPT-OSS models use:
@@ -152,18 +152,18 @@ def glu(
             instead of taking new memory. For tensors that nothing else needs by then, as the result of a projection.
             See below.
         layout: ``"concat"``, or ``"interleaved"``: without `up`, gate and up are alternating columns of x. From here
-            on: the options of inference, not with weight or reuse.
-        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It gets no gradient.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        out: Takes the result, contiguous; may be x or up if both are given. Not recorded by autograd.
-        scale_out: Takes the scales that are made.
+            on: inference-only options, not with weight or reuse.
+        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It has no gradient.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        out: Contiguous tensor to write the result to; may be x or up if both are given. Not recorded by autograd.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
         ``[..., d]``, dense, of x's dtype. With quant the codes, or a :class:`rtkernels.GluOut` if there are scales that
         were made or something to keep.
 
-    With an option of inference, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
+    With an inference-only option, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
     ``quantize_nvfp4`` returns them.
 
     With reuse, x and up must be dense results of operations: leaves that require grad and views of them are refused. If

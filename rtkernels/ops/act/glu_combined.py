@@ -20,7 +20,7 @@ from rtkernels.runtime.operator.recorded import refuse_outputs
 
 
 class GluOut(NamedTuple):
-    """Results of ``glu`` with ``quant``; None for what was not asked for.
+    """Results of ``glu`` with ``quant``; None for results that were not requested.
 
     Attributes:
         out: The codes.

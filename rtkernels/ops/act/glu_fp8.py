@@ -62,7 +62,7 @@ def glu_fp8(
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
 
     y is computed in fp32 and quantised as :func:`quantize_fp8` does with granularity "group" (each 128 elements of a
-    row share a scale) and "group_t" (each 128 rows of a column do), without being rounded in between.
+    row share a scale) and "group_t" (each 128 rows of a column do), without intermediate rounding.
 
     Without `counts`, for y ``[m, d]`` (leading dimensions flattened):
 
@@ -95,19 +95,20 @@ def glu_fp8(
     ``backward`` of the ``torch.autograd.Function`` whose ``forward`` calls this.
 
     Args:
-        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
-            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`, ``[..., d]``,
+            the gate. bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: As for :func:`glu`.
         weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32 (which saves a copy); None for ones.
         counts: ``[experts]``, int32 or int64: the rows of each expert, some perhaps 0. None for one set of rows.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", how the scales of rows lie.
+        scale_layout: "row" or "column", the layout of the scales of rows.
         check_counts: Stop with an error on the device (which ends all work on it, as a failed assertion there does) if
             counts are negative or do not add up to m. For debugging.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
@@ -144,16 +145,17 @@ def glu_fp8_backward(
         counts: As given to :func:`glu_fp8`.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", how the scales of rows lie.
+        scale_layout: "row" or "column", the layout of the scales of rows.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
         weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
             ``4 * m * ceil(d / 128)`` bytes is used.
         check_counts: As for :func:`glu_fp8`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
-        ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for results that were not requested:
+        `dx` is ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
     """
     if out is not None or not isinstance(dy, Tensor):
         return redirected(glu_fp8_backward, locals())

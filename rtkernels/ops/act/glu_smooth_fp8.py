@@ -227,8 +227,8 @@ def glu_smooth_fp8(
 ) -> GluSmoothFp8:  # fmt: skip
     """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
 
-    Computed in fp32 and quantised without being rounded in between, as :func:`quantize_fp8` does with granularity
-    "row". The results never require grad: :func:`glu_smooth_fp8_backward` gives the gradient.
+    Computed in fp32 and quantised without intermediate rounding, as :func:`quantize_fp8` does with granularity "row".
+    The results never require grad: :func:`glu_smooth_fp8_backward` gives the gradient.
 
     Args:
         x: As for :func:`glu_fp8`: ``[..., 2 * d]``, or with `up` ``[..., d]``.
@@ -242,11 +242,12 @@ def glu_smooth_fp8(
         with_maxima: Also return the largest finite ``|act(gate) * up|`` of each column, for calibration.
         check_counts: As for :func:`glu_fp8`.
         divide: False multiplies by smooth instead.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
-        the shape of smooth (None unless asked for; 0 for experts without rows).
+        the shape of smooth (None unless requested; 0 for experts without rows).
     """
     if out is not None or not isinstance(x, Tensor):
         return redirected(glu_smooth_fp8, locals())
@@ -288,14 +289,15 @@ def glu_smooth_fp8_backward(
         check_counts: As for :func:`glu_fp8`.
         divide: Divide by smooth and row_factor instead.
         pad_to: Round the rows of the transposed codes, those of each expert, up to a multiple; what is added is zeros.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for what was not asked for. `q` and `dx` are
-        ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's part as
-        for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and there is room, zeros, for
-        as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]``
-        (0 for experts without rows).
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for results that were not requested. `q` and
+        `dx` are ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's
+        part as for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and there is room,
+        zeros, for as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for
+        experts without rows).
     """
     if out is not None or not isinstance(dy, Tensor):
         return redirected(glu_smooth_fp8_backward, locals())

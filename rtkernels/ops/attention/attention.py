@@ -234,9 +234,9 @@ def attention(
             dtype or float32; ``-inf`` masks. Its gradient is summed over what it is broadcast over, in a fixed order;
             over queries or keys, that takes memory for a matrix of each sequence and head that do not share it.
         kv_limit: int32 [queries] or [batch, queries], or a list: query i sees keys below its limit only.
-        seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything;
+        seqused_k: int32 [batch] on the device: the number of valid keys of each sequence. Those behind may be anything;
             causal and window count from them. Results for other values of it come from the same captured graph.
-        return_lse: Return lse as well.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
         out: Where the result goes, of its shape and dtype; may be q. Not differentiable then.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
         backend: "auto", or a name of ``rtkernels.ops.attention.backends``.
@@ -294,8 +294,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of sequences that are packed one behind the other, each within itself.
 
-    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0,
-    and so do their gradients.
+    As ``attention``, which explains the options, for every sequence. Rows after the last sequence (padding) give 0, and
+    so do their gradients.
 
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.
@@ -305,15 +305,15 @@ def attention_varlen(
         cu_seqlens_k: The same for k and v.
         max_seqlen_q: The largest number of queries in a sequence (or more).
         max_seqlen_k: The largest number of keys in a sequence (or more).
-        scale: Factor of the products.
+        scale: Factor of the scores.
         causal: The last query of a sequence sees all its keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
-        softcap: 0, or what limits scores.
-        sinks: [heads of q], a score per head without a value.
-        seqused_k: int32 [sequences]: how many keys of each sequence count.
-        return_lse: Return lse as well.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
+        softcap: Limit of the scores as in ``attention``; 0 for none.
+        sinks: [heads of q], an extra score per head without a value.
+        seqused_k: int32 [sequences]: the number of valid keys of each sequence.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
         out: Where the result goes. Not differentiable then.
-        backend: "auto", or the name of one.
+        backend: "auto", or the name of a backend.
 
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].

@@ -172,18 +172,18 @@ def attention_decode(
         v_cache: The same; its heads may have a width of their own.
         seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
             the cache, and waits for the device.
-        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page
+        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries after the last page
             that `seqlens` needs are not read.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
-        causal: The last token sees all keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
-        softcap: 0, or what limits scores.
-        sinks: [heads of q], a score per head without a value.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
+        causal: Causal mask aligned to the last token, which attends to all keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
+        softcap: Limit of the scores as in ``attention``; 0 for none.
+        sinks: [heads of q], an extra score per head without a value.
         k_scale: Of an 8-bit cache: float32 () or [heads], by which codes of keys are multiplied.
         v_scale: The same for values.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]

@@ -221,10 +221,10 @@ def lightning_attention(
         initial_state: [batch or sequences, heads, width of k, width of v], any float type: the state that a call for
             the rows before returned; zeros if None.
         cu_seqlens: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens[b]`` to ``[b + 1]``. Rows
-            behind the last one give 0.
-        return_state: Return the state behind the last row as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+            after the last one give 0.
+        return_state: Return the state after the last row as well.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
         group: A process group of ``torch.distributed`` over whose members a sequence is split, in the order of their
             ranks, in parts of equal length. Each member works out the state of its part, these are gathered, and it
             begins with what those before it leave behind: two passes over k and v. Not with initial_state or
@@ -298,7 +298,7 @@ def lightning_attention_step(
         state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the
             token. By way of a copy if its address is no multiple of 16 bytes.
         scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         [batch, heads, width of v]. Not differentiable.

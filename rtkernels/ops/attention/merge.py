@@ -137,10 +137,10 @@ def merge_attention(
         outs: Results of ``attention(..., return_lse=True)`` for the same queries: bfloat16, float16 or float32, in
             `layout` or, of packed sequences, [tokens, heads, width].
         lses: As many, float32 [batch, heads, queries] or [heads, tokens].
-        out_dtype: Of the result: that of the first part if None, or float32, for parts to come.
+        out_dtype: Dtype of the result: that of the first part if None, or float32, for parts to come.
         layout: "blhd" or "bhld", that of all parts.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         The merged output and its lse, like the first of each.

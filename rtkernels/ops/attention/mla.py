@@ -35,15 +35,15 @@ def mla_attention(
         cu_seqlens_k: The same for k and v; `cu_seqlens_q` if None.
         max_seqlen_q: The largest number of queries in a packed sequence, or more; all tokens if None.
         max_seqlen_k: The same for keys; `max_seqlen_q` if None and `cu_seqlens_k` is None.
-        scale: Factor of the products; ``1 / sqrt(width of q)`` if None.
-        causal: The last query sees all keys, the one before one less.
+        scale: Factor of the scores. Default: ``1 / sqrt(width of q)``.
+        causal: Causal mask aligned to the last query, which attends to all keys.
         clip_value: Products of q and k count as at most this number (before `scale`), a positive one; None for no
             limit. Gradients are those without the limit.
-        return_lse: Return lse as well.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
         layout: "blhd" or "bhld", of q, k, v and the result; packed sequences have one order only.
-        backend: "auto", or the name of one.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        backend: "auto", or the name of a backend.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         As ``attention`` or ``attention_varlen``.

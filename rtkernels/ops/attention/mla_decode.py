@@ -192,14 +192,14 @@ def mla_decode(
             one head before the last is accepted.
         seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
             the cache, and waits for the device.
-        page_table: int32 [batch, pages]; entries behind the last page that `seqlens` needs are not read.
+        page_table: int32 [batch, pages]; entries after the last page that `seqlens` needs are not read.
         value_width: How many of the first elements of a latent are the value, up to 512.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None. Models want that of the expanded heads instead,
-            ``1 / sqrt(192)`` for DeepSeek's.
-        causal: The last token sees all keys, the one before one less.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``. Models want that of the expanded heads instead, ``1 /
+            sqrt(192)`` for DeepSeek's.
+        causal: Causal mask aligned to the last token, which attends to all keys.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of

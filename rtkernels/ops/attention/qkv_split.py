@@ -243,7 +243,7 @@ def qkv_split(
 
     Args:
         qkv: ``[tokens, columns]`` or ``[batch, tokens, columns]``: all heads of q, then of k, then of v. bfloat16,
-            float16 or float32; any strides (a copy is made unless rows are unit-stride and evenly spaced).
+            float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
         num_heads: Of q.
         num_kv_heads: Of k, and of v.
         rope: ``(cos, sin)``, each ``[positions, pairs]`` (:func:`rope_table`), any float and any strides; fewer pairs

@@ -133,8 +133,8 @@ def quantize_qk(
             a softmax does not see. Outliers that all keys share are gone then.
         scale: Factor of the products that the attention will have; ``1 / sqrt(width)`` if None. Only the last result
             depends on it.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and what smooth_k
@@ -158,11 +158,11 @@ def quantize_v(
     Args:
         v: bfloat16 or float16 [batch, keys, heads, width]; width a multiple of 8 up to 128.
         dtype: int8 or float8_e4m3fn.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros behind the last key, and a scale of each
+        Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros after the last key, and a scale of each
         column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
     """
     if out is not None or not isinstance(v, Tensor):

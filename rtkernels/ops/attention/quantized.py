@@ -185,25 +185,25 @@ def attention_quantized(
             multiple of 16 up to 128. Strides as for ``attention``.
         k: The same with keys.
         v: bfloat16 or float16, as k with a width of its own; or codes, transposed: int8 (q and k are then int8, too) or
-            float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes behind the last key are finite.
+            float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes after the last key are finite.
         scale_q: float32 [batch, heads, queries], not negative; with a `block_q`, one for each so many queries. Packed:
             [heads, tokens].
         scale_k: The same for k.
         scale_v: Of codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width].
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
-        causal: The last query sees all keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
+        causal: Causal mask aligned to the last query, which attends to all keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
         block_q: Queries that share a scale, a power of two.
         block_k: The same for keys.
-        seqused_k: int32 [batch] on the device: how many keys of each sequence count.
+        seqused_k: int32 [batch] on the device: the number of valid keys of each sequence.
         cu_seqlens_q: int32 [sequences + 1] on the device where sequences are packed; v has 16 bits then.
         cu_seqlens_k: The same for k and v.
         max_seqlen_q: The largest number of queries in a packed sequence, or more.
         max_seqlen_k: The same for keys.
         out_dtype: bfloat16 or float16 for values with codes; otherwise the result has v's dtype.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         [batch, queries, heads, width of v] (packed as q is); with return_lse a pair of it and lse, float32 [batch,

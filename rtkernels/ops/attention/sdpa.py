@@ -32,9 +32,9 @@ def sdpa(
             scores; it must not require a gradient.
         dropout_p: 0.
         is_causal: Query i sees keys up to i.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
         enable_gqa: key and value may have fewer heads than query.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         [..., heads, queries, width of value], of query's dtype; 0 for queries whose keys are all masked.

@@ -197,8 +197,8 @@ def fp8_linear(
     """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
 
     Codes are made from x, weight and the incoming gradient dy in their own dtypes, as :func:`quantize_fp8` makes them;
-    products add in fp32 and round one time. Nothing is quantised twice: x and dy are read one time for the codes of
-    both products that take them, and what is saved for the backward pass is the transposed codes of x (1.03 bytes per
+    products add in fp32 and round once. Nothing is quantised twice: x and dy are read once for the codes of both
+    products that take them, and what is saved for the backward pass is the transposed codes of x (1.03 bytes per
     element) and of the weight, not x. Values that share a scale:
 
     ==========  =====================================  ==========================  =====================================
@@ -213,14 +213,15 @@ def fp8_linear(
                 the weight's scales and x's are put into dy before it is quantised
     ==========  =====================================  ==========================  =====================================
 
-    Differentiable once in x, weight and bias; only the gradients that are needed are computed. Same bits at every call.
-    NaN in x gives NaN in its row of the result.
+    Differentiable once in x, weight and bias; only the gradients that are needed are computed. Deterministic. NaN in x
+    gives NaN in its row of the result.
 
     Args:
         x: ``[..., in features]``, bfloat16, float16 or float32, any strides; or, for recipe "block", codes: the result
             of rms_norm_fp8, glu_fp8 or quantize_fp8, an object with ``q`` and ``scale``, with ``q_t`` and ``scale_t``
-            if the weight wants a gradient, and with ``y`` if x does: y, of which only shape, dtype and place in the
-            graph matter, gets the gradient. May be any object with ``__dlpack__``; the result is then of its kind.
+            if the weight needs a gradient, and with ``y`` if x does: y, of which only shape, dtype and place in the
+            graph matter, gets the gradient. Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         weight: ``[out features, in features]``, bfloat16, float16 or float32; its gradient has its dtype.
         bias: ``[out features]``, bfloat16, float16 or float32; added in fp32.
         recipe: See above.
@@ -238,7 +239,7 @@ def fp8_linear(
         wgrad: "bf16" for a gradient of the weight from dy and x themselves (float32 ones rounded to bfloat16), which
             saves x in place of its codes.
         backend: Of the products, as for :func:`scaled_mm`.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[..., out features]``.

@@ -50,7 +50,7 @@ def gated_mm(
     scales and of bias; differentiable once (the product then goes through memory, in fp32).
 
     Args:
-        a: ``[..., m, k]``. May be any object with ``__dlpack__``; the result is then of its kind.
+        a: ``[..., m, k]``. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[2 n, k]``, the rows of the gate first; or ``[k, 2 n]``, as for scaled_mm.
         scale_a: As for scaled_mm.
         scale_b: As for scaled_mm.
@@ -65,8 +65,8 @@ def gated_mm(
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
         backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``[..., m, n]``, dense; with `quant_out` ``(codes, scales)``.

@@ -80,13 +80,13 @@ def grouped_mm(
     (``[g]`` for one number each). Gradients: of float operands without scales, with `offs`; differentiable once.
 
     Args:
-        a: ``[rows, k]``: the rows of the first group, then those of the second, and so on. May be any object with
-            ``__dlpack__``; the result is then of its kind.
+        a: ``[rows, k]``: the rows of the first group, then those of the second, and so on. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[groups, n, k]``, or ``[groups, k, n]``: where k has the unit stride says which (see b_layout). Up to 512.
         scale_a: Of a, by its rows.
         scale_b: Of b, for each group.
-        offs: int32 ``[groups]``: the row behind the last one of each group, as torch takes it. Groups may be empty.
-            Rows behind the last group are left alone.
+        offs: int32 ``[groups]``: the row after the last one of each group, as torch takes it. Groups may be empty. Rows
+            after the last group are left alone.
         m_indices: int32 ``[rows]``, instead of `offs`: the group of each row, -1 for one that is left alone. Groups
             follow each other, each beginning at a multiple of `align`.
         align: Every group begins at a multiple of so many rows; 128 lets tiles be of one group. Not checked.
@@ -150,13 +150,13 @@ def grouped_mm_masked(
     those of :func:`scaled_mm` with the groups as first dimension. No gradient.
 
     Args:
-        a: ``[groups, m, k]``. May be any object with ``__dlpack__``; the result is then of its kind.
+        a: ``[groups, m, k]``. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[groups, n, k]``, or ``[groups, k, n]``, as for grouped_mm.
         scale_a: Of a, for each group.
         scale_b: Of b, for each group.
         masked_m: int32 ``[groups]``: how many rows of each group count.
-        expected_m: How many that is likely to be, 0 if nobody knows. It chooses the tile (up to 64 rows want a small
-            one) and whether 4-bit operands are unpacked; ``explain`` shows what it does.
+        expected_m: How many that is likely to be, 0 if unknown. It chooses the tile (up to 64 rows want a small one)
+            and whether 4-bit operands are unpacked; ``explain`` shows what it does.
         recipe: As for scaled_mm.
         act: None, "relu", "silu", "gelu_tanh" or "gelu".
         out_dtype: As for scaled_mm.
@@ -192,12 +192,12 @@ def grouped_wgrad(
     """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
 
     Args:
-        dy: bfloat16 or float16 ``[rows, n]`` as it is; fp8 transposed, ``[n, rows]``. May be any object with
-            ``__dlpack__``; the result is then of its kind.
+        dy: bfloat16 or float16 ``[rows, n]`` as it is; fp8 transposed, ``[n, rows]``. Any object with ``__dlpack__`` is
+            accepted; results are then of the same kind.
         x: bfloat16 or float16 ``[rows, k]``, of dy's dtype; fp8 transposed, ``[k, rows]``.
         scale_dy: Of fp8: float32 ``[n, rows / 128]``, ``quantize_fp8(dy, granularity="group_t")[1].t()``, or ``[n]``.
         scale_x: Of fp8: ``[k, rows / 128]`` or ``[k]``.
-        offs: int32 ``[groups]``: the row behind the last one of each group; groups may be empty.
+        offs: int32 ``[groups]``: the row after the last one of each group; groups may be empty.
         out: ``[groups, n, k]``, a float. None: a new one.
         accumulate: Add to `out`, in fp32; False overwrites it (with 0 for a group without rows).
         align: Every group begins at a multiple of so many rows, 128 for scales of 128 rows. None: 128 for fp8, else 1.

@@ -160,9 +160,9 @@ def scaled_mm(
     count could mean that. Gradients: of float operands without scales, of bias and add; differentiable once.
 
     Args:
-        a: ``[..., m, k]``; leading dimensions are rows. Any strides (a copy is made unless k or m has unit stride);
-            operands of 8 and 4 bits must be contiguous along k. May be any object with ``__dlpack__``; the result is
-            then of its kind.
+        a: ``[..., m, k]``; leading dimensions are rows. Any strides (copied unless k or m has unit stride); operands of
+            8 and 4 bits must be contiguous along k. Any object with ``__dlpack__`` is accepted; results are then of the
+            same kind.
         b: ``[n, k]``, or ``[k, n]`` as torch.mm takes it: where k has the unit stride says which (see b_layout). Scales
             of a b ``[k, n]`` are transposed as well.
         scale_a: See above. A number is sent to the device.

@@ -151,13 +151,13 @@ def embedding(
 ) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
-    Ids outside of the table (negative ones too) give zeros and get no gradient, without an error: with a vocabulary
-    split over processes the sum over all of them is the whole look-up. The gradient is deterministic: a row's tokens
-    are added in fp32 in a fixed order and rounded once, without atomics, however many they are. Differentiable once in
+    Ids outside the table (negative ones too) give zeros and get no gradient, without an error: with a vocabulary split
+    over processes the sum over all of them is the whole look-up. The gradient is deterministic: a row's tokens are
+    added in fp32 in a fixed order and rounded once, without atomics, however many they are. Differentiable once in
     weight.
 
     Args:
-        ids: int32 or int64, any shape. May be any object with ``__dlpack__``; the result is then of its kind.
+        ids: int32 or int64, any shape. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         weight: [rows, columns], bfloat16, float16 or float32; a copy is made unless its rows are unit-stride.
         padding_idx: This id gets no gradient; its row is looked up like any other, as in torch. Counts as `ids` do;
             negative from the end of a whole vocabulary.
@@ -168,7 +168,7 @@ def embedding(
             and gets the whole look-up of its ids, by one exchange through ``torch.distributed``.
         same_ids: All members of the group have the same ids (tensor parallelism). False: each has its own, equally
             many (sequence parallelism); ids are gathered, looked up and the sums scattered.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense ``[*ids.shape, columns]`` of weight's dtype.
@@ -212,10 +212,10 @@ def embedding_grad_(
     Args:
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows.
         ids: int32 or int64, any shape.
-        dy: [*ids.shape, columns], bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride
-            and evenly spaced).
+        dy: [*ids.shape, columns], bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and
+            evenly spaced).
         padding_idx: Tokens with this id are left out.
-        vocab_start: The id of main_grad's first row; ids outside of it are left out.
+        vocab_start: The id of main_grad's first row; ids outside it are left out.
 
     Returns:
         main_grad.

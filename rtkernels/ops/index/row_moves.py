@@ -88,12 +88,12 @@ def index_select(
     they are. Differentiable once in x; the gradient is a deterministic :func:`scatter_add`.
 
     Args:
-        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         indices: ``[n]``, int32 or int64.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
         out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad. x is
-            copied if they share memory. With `scale` also a tuple of both results (None: made anew), dense.
+            copied if they share memory. With `scale` also a tuple of both results (None: recomputed), dense.
 
     Returns:
         ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
@@ -124,8 +124,8 @@ def scatter_add(
     left out. Differentiable once in x and weights, unless `out` is given.
 
     Args:
-        x: ``[n, columns]``, bfloat16, float16 or float32; a copy is made unless rows are unit-stride. May be any object
-            with ``__dlpack__``; the result is then of its kind.
+        x: ``[n, columns]``, bfloat16, float16 or float32; a copy is made unless rows are unit-stride. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         indices: ``[n]``, int32 or int64.
         rows: Rows of the result. May be left out if `out` is given.
         weights: ``[n]``, bfloat16, float16 or float32, multiplied in fp32.
@@ -165,14 +165,15 @@ def sort_chunks(
     into the old order.
 
     Args:
-        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         counts: Rows of each chunk, ``[n]`` int32 or int64, up to 65536 of them. Negative ones count as 0. Rows past the
             sum are in no chunk; a sum above the rows of x is cut off there.
         order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is no chunk, or that repeats an
             earlier one, is left out, and the rows of chunks that it does not name are not in the result.
         scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.

@@ -85,7 +85,7 @@ def patchify(
         img_layout: ``"nhwc"`` or ``"nchw"``.
         order: How the elements of a patch lie in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
         lut: ``[256]``, what the bytes of a uint8 image stand for; the result has its dtype.
-        out: Takes the result, contiguous. Not recorded by autograd.
+        out: Contiguous tensor to write the result to. Not recorded by autograd.
 
     Returns:
         ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
@@ -157,7 +157,7 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
         n: How often.
-        out: Takes the result: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
+        out: Tensor to write the result to: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
 
     Returns:
         ``[..., heads * n, head_dim]``, dense, of x's dtype.

@@ -116,9 +116,9 @@ def cross_entropy(
     ``check_labels()``, raises an ArgumentError that names label and row.
 
     Args:
-        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind. A
-            DTensor may be sharded by rows, and over one dimension of its mesh by columns; results are DTensors.
+        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and
+            evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind. A DTensor may
+            be sharded by rows, and over one dimension of its mesh by columns; results are DTensors.
         labels: ``[...]``, int32 or int64.
         ignore_index: Rows with this label do not count.
         label_smoothing: 0 to 1: the part of the label's weight that goes to all columns evenly.
@@ -138,11 +138,12 @@ def cross_entropy(
             the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
         vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
-        ``(loss, lse, accuracy)`` without those not asked for.
+        The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is requested:
+        ``(loss, lse, accuracy)`` without those not requested.
     """
     if out is not None or not isinstance(logits, Tensor):
         return redirected(cross_entropy, locals())

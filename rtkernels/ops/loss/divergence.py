@@ -128,8 +128,8 @@ def kl_div(
     input, and in target with `log_target` or `from_logits`; a target of probabilities that requires grad is an error.
 
     Args:
-        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (copied unless rows are unit-stride
+            and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         target: P, or log P with `log_target`; of input's shape and dtype.
         log_target: The target is given as logarithms.
         reduction: "batchmean" (the sum divided by the size of the first dimension), "mean" (by the number of elements),
@@ -144,7 +144,7 @@ def kl_div(
             pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
             finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
             requires grad or nothing does.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
@@ -181,7 +181,7 @@ def jsd(
         from_logits: Both arguments are logits, as for ``kl_div``.
         temperature: Positive; other than 1 only with `from_logits`.
         one_pass: As for ``kl_div``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         A float32 scalar, or with "none" a dense tensor of input's shape and dtype.

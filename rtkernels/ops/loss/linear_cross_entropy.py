@@ -100,7 +100,8 @@ def linear_cross_entropy(
             the gradients of its own rows. One all-gather of 20 bytes per row of hidden, one all-reduce of its gradient.
         vocab_start: With `group`, the first row of this process, if the parts are not equal, in the order of ranks.
         vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         As in ``cross_entropy``.

@@ -107,8 +107,8 @@ def moe_index(
 
     Args:
         routing: Experts of each token, ``[tokens, top_k]`` int32 or int64; or a routing map ``[tokens, experts]``, bool
-            or uint8 (anything but 0 is set), where choice j is the token's j-th expert. May be any object with
-            ``__dlpack__``; the parts of the result are then of its kind.
+            or uint8 (anything but 0 is set), where choice j is the token's j-th expert. Any object with ``__dlpack__``
+            is accepted; results are then of the same kind.
         num_experts: Number of experts, 1 to 4096. May be left out with a routing map.
         top_k: The most experts a token of a routing map may have; all by default. Smaller is faster, and the index
             smaller.
@@ -147,11 +147,12 @@ def moe_row_id_map(
     two kernels, without waiting for the device.
 
     Args:
-        routing_map: ``[tokens, experts]``, bool or uint8; anything but 0 is set. Up to 4096 experts. May be any object
-            with ``__dlpack__``; the results are then of its kind.
+        routing_map: ``[tokens, experts]``, bool or uint8; anything but 0 is set. Up to 4096 experts. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         multiple_of: Every expert's rows are padded to a multiple of this.
         rows: Pairs whose row would not be below this get none. By default all have one.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of

@@ -149,8 +149,9 @@ def moe_permute_smooth(
     together from several of torch's own kernels.
 
     Args:
-        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
-            are unit-stride). May be any object with ``__dlpack__``; everything else is then of its kind.
+        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (copied unless rows are
+            unit-stride). Any object with ``__dlpack__`` is accepted; other arguments must be, and results are, of the
+            same kind.
         index: From ``moe_index``, for these T tokens.
         smooth: Factors of the columns of each expert, float32 ``[experts, H]``.
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
@@ -159,7 +160,8 @@ def moe_permute_smooth(
             the gradient of the weights of :func:`moe_unpermute`, if x is that of its result.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A named tuple ``(q, scale, dot)``: codes ``[R, H]``, float32 scales ``[R]``, and float32 dot products ``[R]``

@@ -145,7 +145,8 @@ def multi_norm(
             the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
             equally many tensors; those at the same place count as shards of one.
         root: False leaves out the square root of ord 2: the sum of squares.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
@@ -174,7 +175,8 @@ def multi_count_zeros(
         tensors: As for ``multi_norm``.
         per_tensor: Return the number for each tensor, too.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.

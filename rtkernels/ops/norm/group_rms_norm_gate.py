@@ -108,9 +108,9 @@ def group_rms_norm_gate(
 
     Args:
         x: ``[..., channels]``, or ``[..., heads, head_dim]`` with as many channels in all; bfloat16, float16 or
-            float32. Any strides, also those of a transposed ``[batch, heads, sequence, head_dim]`` if there are as
-            many groups as heads (a copy is made unless channels are unit-stride and tokens evenly spaced in two
-            levels). May be any object with ``__dlpack__``; the result is then of its kind.
+            float32. Any strides, also those of a transposed ``[batch, heads, sequence, head_dim]`` if there are as many
+            groups as heads (copied unless channels are unit-stride and tokens evenly spaced in two levels). Any object
+            with ``__dlpack__`` is accepted; results are then of the same kind.
         gate: One number for each channel, of x's dtype: ``[..., channels]`` with the leading dimensions of x in
             the order that `layout` says; its strides may differ.
         weight: ``[channels]``, or ``[channels / groups]`` shared by the groups, of x's dtype or float32; None for ones.
@@ -118,7 +118,7 @@ def group_rms_norm_gate(
         eps: Added to the mean square; None for 1e-6.
         layout: ``"same"``, or ``"sequence_first"``: x is ``[batch, sequence, ...]``, gate and the result are
             ``[sequence, batch, channels]``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``y``, dense, of gate's shape and x's dtype.

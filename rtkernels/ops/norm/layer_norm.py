@@ -74,8 +74,8 @@ def layer_norm(
     so a mean far from zero costs no digits. Differentiable once in x, weight, bias and residual.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
         bias: ``[n]`` of x's dtype or float32, the same as the weight's; None for zeros.
         eps: Added to the variance.
@@ -86,20 +86,20 @@ def layer_norm(
         return_statistics: Return rstd and mean too (last); they have no gradient.
         out: As for :func:`rms_norm`. Not with given or returned statistics.
         reuse: As for :func:`rms_norm`. Not with statistics or out.
-        gate: As for :func:`rms_norm`. From here on: the options of inference, whose order is described there.
+        gate: As for :func:`rms_norm`. From here on: inference-only options, whose order is described there.
         x_bias: ``[n]``, added to x first; what :func:`rms_norm` calls bias.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; likewise.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
         channel_scale: ``[n]``, multiplies the result.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        residual_out: Takes the sum; may be residual or x.
-        scale_out: Takes the scales that are made.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        residual_out: Tensor to write the sum to; may be residual or x.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
-        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With options of inference as :func:`rms_norm`.
+        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With inference-only options as :func:`rms_norm`.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(layer_norm, locals())

@@ -170,8 +170,8 @@ def rms_norm_fp8(
     vector is chosen; keep running maxima with ``torch.maximum``. Gradients are those of v.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
         eps: Added to the mean square; None for 1e-6.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
@@ -183,7 +183,8 @@ def rms_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.
@@ -211,8 +212,8 @@ def layer_norm_fp8(
     (from rstd and mean), smoothing.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
         bias: ``[n]`` of x's dtype or float32, the same as the weight's; None for zeros.
         eps: Added to the variance; None for 1e-5.
@@ -226,7 +227,8 @@ def layer_norm_fp8(
         keep: Return y too, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
         calibrate: Return amax too. With `smooth`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`NormFp8`; every tensor in it is dense.

@@ -27,7 +27,7 @@ from rtkernels.runtime.operator.registry import Op
 
 
 class NormOut(NamedTuple):
-    """Results of a normalisation; None for what was not asked for.
+    """Results of a normalisation; None for results that were not requested.
 
     Attributes:
         out: The normalised rows, or their codes.

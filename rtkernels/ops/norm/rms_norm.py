@@ -70,8 +70,8 @@ def rms_norm(
     of x. Computed in fp32 and rounded once. Differentiable once in x, weight and residual.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
@@ -80,29 +80,29 @@ def rms_norm(
             not worked out again. Not with a residual (give the sum as x). Gradients are those of the whole
             normalisation, as if it had been worked out.
         return_rstd: Return rstd too (last); it has no gradient.
-        out: Takes y instead of new memory: x's shape, dtype and device, any strides (a copy is made unless it is
-            dense). May be x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error
-            if a gradient is needed. Not with rstd or return_rstd.
+        out: Takes y instead of new memory: x's shape, dtype and device, any strides (copied unless it is dense). May be
+            x or residual itself, must not overlap an input otherwise. Not recorded by autograd: an error if a gradient
+            is needed. Not with rstd or return_rstd.
         reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
             that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
             Not with rstd, return_rstd or out.
         gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
-            to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+            to that of x; of x's dtype or float32, any row stride. From here on: inference-only options, see below.
         bias: ``[n]``, added to x first.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; likewise.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
         channel_scale: ``[n]``, multiplies the result.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        residual_out: Takes the sum; may be residual or x.
-        scale_out: Takes the scales that are made.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        residual_out: Tensor to write the sum to; may be residual or x.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
         ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
 
-    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in
+    With an inference-only option the call is one launch (two, if the scale of a whole tensor comes from the data), in
     this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the rounded h; the weight;
     ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
     is more than one. Without quant and out, gradients are those of all tensors but channel_scale.

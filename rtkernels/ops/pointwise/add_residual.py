@@ -75,17 +75,17 @@ def add_residual(
     Computed in fp32 and rounded once. Differentiable once in all four.
 
     Args:
-        residual: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride
-            and evenly spaced). May be any object with ``__dlpack__``.
+        residual: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted.
         x: Like residual.
         gate: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own, any row stride; x's dtype
             or float32.
         bias: ``[n]`` of x's dtype or float32.
-        out: Takes the result: contiguous, of residual's shape and dtype. May be residual, or x. Not recorded by
-            autograd.
+        out: Tensor to write the result to: contiguous, of residual's shape and dtype. May be residual, or x. Not
+            recorded by autograd.
 
     Returns:
-        Of residual's shape and dtype, dense.
+        A contiguous tensor of residual's shape and dtype.
     """
     if not isinstance(residual, Tensor):
         return interop.call_with(add_residual, locals())
@@ -149,10 +149,10 @@ def add_bias(
         bias: ``[n]`` of x's dtype or float32.
         pos: ``[positions, n]`` of x's dtype or float32.
         period: How many rows of pos are used before they start over; all of them if None.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+        out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(add_bias, locals())
@@ -210,10 +210,10 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     Args:
         x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
         s: ``[n]`` of x's dtype or float32.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+        out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(channel_mul, locals())

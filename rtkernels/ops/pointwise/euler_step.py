@@ -80,15 +80,14 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
     Computed in fp32 and rounded once. Differentiable once in x and v.
 
     Args:
-        x: Any shape; bfloat16, float16 or float32, any strides (a copy is made unless rows are unit-stride and evenly
-            spaced).
+        x: Any shape; bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and evenly spaced).
         v: Of x's shape, and of its dtype or one of both float32. To leave out leading rows, slice it.
         dt: A number, or one float32 element on the device, which the host never reads: a captured graph takes what it
-            holds at each replay. It gets no gradient.
-        out: Takes the result: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
+            holds at each replay. It has no gradient.
+        out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(euler_step, locals())
@@ -144,11 +143,11 @@ def cfg_combine(
         r: Any shape; bfloat16, float16 or float32, any strides, as for :func:`euler_step`.
         v_cond: Of r's shape, and of its dtype or one of both float32.
         v_uncond: Likewise.
-        beta: A number, or one float32 element on the device, which the host never reads. It gets no gradient.
-        out: Takes the result: contiguous, of r's shape and dtype. May be r. Not recorded by autograd.
+        beta: A number, or one float32 element on the device, which the host never reads. It has no gradient.
+        out: Tensor to write the result to: contiguous, of r's shape and dtype. May be r. Not recorded by autograd.
 
     Returns:
-        Of r's shape and dtype, dense.
+        A contiguous tensor of r's shape and dtype.
     """
     if not isinstance(r, Tensor):
         return interop.call_with(cfg_combine, locals())

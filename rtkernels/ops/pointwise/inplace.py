@@ -126,8 +126,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     Differentiable once, in x and y; x must not be a leaf that requires grad.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
-            are unit-stride and evenly spaced).
+        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (copied unless rows are
+            unit-stride and evenly spaced).
         y: Of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x, or share memory with
             it (then a copy is made).
         alpha: Factor of y.
@@ -154,8 +154,8 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     Computed in fp32 and rounded once: NaN stays NaN, and an infinity times 0 is NaN. Not differentiable.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
-            are unit-stride and evenly spaced).
+        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (copied unless rows are
+            unit-stride and evenly spaced).
         factor: A number, or one float32 element on x's device, which the host never reads.
 
     Returns:

@@ -129,12 +129,12 @@ def column_absmax(
 
     Args:
         x: ``[..., n]``, at least one dimension; bfloat16, float16 or float32, or float8_e4m3fn or float8_e5m2 (which
-            are converted first). Any strides (a copy is made unless rows are unit-stride and evenly spaced). May be any
-            object with ``__dlpack__``; the result is then of its kind.
+            are converted first). Any strides (copied unless rows are unit-stride and evenly spaced). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         row_factor: float32, one per row (leading dimensions flattened), or None.
         column_factor: float32 ``[n]``, or None.
         floor: Results are no smaller than this.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[n]``, float32.

@@ -159,11 +159,11 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, o
     Differentiable (any number of times); the gradient is the transform of the gradient.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (a copy is made unless x
-            is dense). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (copied unless x is
+            dense). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         block: 32, 64, 128 or 256.
-        dtype: Of the result: x's (None) or float32; any of the three for x of float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        dtype: Dtype of the result: x's (None) or float32; any of the three for x of float32.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of x's shape.
@@ -187,14 +187,15 @@ def quantize_fp8_hadamard(
     Not differentiable: the results never require grad.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (a copy is made unless x
-            is dense). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (copied unless x is
+            dense). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         block: 32, 64, 128 or 256.
         transposed: Transform along the columns of a matrix ``[m, n]`` instead, ``blockdiag(H) @ x``, with one scale per
             column and codes ``[n, p]``; p is m rounded up to a multiple of the block (zeros are added to x).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
@@ -228,7 +229,7 @@ def dequantize_fp8_hadamard(
         transposed: As given to quantize_fp8_hadamard.
         rows: For transposed: how many rows x had, if that is no multiple of the block.
         dtype: bfloat16, float16 or float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; transposed: ``[rows, n]``.

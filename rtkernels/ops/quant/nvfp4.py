@@ -37,8 +37,8 @@ def quantize_nvfp4(
     become the largest code of their sign. The results go straight into ``scaled_mm`` (recipe "nvfp4").
 
     Args:
-        x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (a copy is
-            made unless rows are unit-stride and evenly spaced).
+        x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (copied
+            unless rows are unit-stride and evenly spaced).
         global_scale: g: a number, one float32 element, or None for ``amax(v) / 2688`` (1 if that is 0), which is found
             by a launch of its own. 1.0 is the format without such a scale.
         swizzled: Scales in blocks of 128 x 4 (:func:`nvfp4_swizzle`), zeros where there is no row or column.
@@ -85,9 +85,9 @@ def dequantize_nvfp4(
         packed: uint8 (or float4_e2m1fn_x2) ``[..., k/2]``.
         scales: float8_e4m3fn or uint8 ``[..., ceil(k/16)]``, or swizzled. Their sign is not looked at.
         global_scale: A number, one float32 element, or None for 1.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
         ``[..., k]`` of `dtype`, dense.
@@ -119,7 +119,7 @@ def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Args:
         scales: Any dtype of one byte.
-        out: Takes the result: one dimension of ``nvfp4_scale_bytes``, dtype of scales.
+        out: Tensor to write the result to: one dimension of ``nvfp4_scale_bytes``, dtype of scales.
 
     Returns:
         One dimension, of the dtype of scales, 0 where there is no row or block.
@@ -137,7 +137,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
         scales: What it gave, one dimension.
         rows: Of the values.
         cols: Of the values, before they are packed.
-        out: Takes the result: ``[rows, ceil(cols / 16)]``, uint8, dense.
+        out: Tensor to write the result to: ``[rows, ceil(cols / 16)]``, uint8, dense.
 
     Returns:
         ``[rows, ceil(cols / 16)]``.
@@ -206,9 +206,9 @@ def dequantize_mxfp8(
     Args:
         codes: float8_e4m3fn or float8_e5m2 ``[..., k]``.
         scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
         ``[..., k]`` of `dtype`, dense.
@@ -230,9 +230,9 @@ def dequantize_mxfp4(
     Args:
         packed: uint8 ``[..., k/2]``.
         scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
         ``[..., k]`` of `dtype`, dense.

@@ -90,8 +90,8 @@ def quantize_fp8(
     Not differentiable: the results never require grad.
 
     Args:
-        x: At least one dimension, bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: At least one dimension, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and
+            evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         scale: For granularity "tensor": the scale to use, one float32 on x's device (it is never read by the host), or
             a number, which costs a launch that puts it there. Used as it is; 0 and non-finite values give what
             ``x * (1 / scale)`` gives. None computes it.
@@ -103,8 +103,9 @@ def quantize_fp8(
             of x. (Along columns alone is granularity "group_t".)
         with_transposed: Another way to say ``layout="both"``.
         group_size: Another number of values than 128, for granularities "group" and "block" (its square): a divisor of
-            n, for "block" of m too. Scales lie by rows, and layout is "row".
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+            n, for "block" of m too. Scales are in rows, and layout is "row".
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
@@ -162,15 +163,15 @@ def dequantize_fp8(
     One fp32 product per element, rounded once. Not differentiable.
 
     Args:
-        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". May
-            be any object with ``__dlpack__``; the result is then of its kind.
+        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". Any
+            object with ``__dlpack__`` is accepted; results are then of the same kind.
         scale: float32, of the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
         granularity: As given to quantize_fp8.
         dtype: bfloat16, float16 or float32.
         scale_layout: As given to quantize_fp8.
         code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
         group_size: As given to quantize_fp8.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".

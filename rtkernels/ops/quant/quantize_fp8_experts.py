@@ -129,21 +129,22 @@ def quantize_fp8_experts(
 
     Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
     "group_t"), and the results are put one after the other: see :class:`QuantizedExperts`. The host never reads
-    `counts`, so nothing waits for the device and the call can be captured in a CUDA graph.
+    `counts`, so the call does not synchronise and can be captured in a CUDA graph.
 
     Not differentiable: the results never require grad.
 
     Args:
-        x: ``[t, n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the results are then of its kind.
-        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
-            taken as 0 and rows are never read past the end. Should the sum be less than t, the rows left over (padding)
-            are not quantised, and what the results hold for them is unspecified.
+        x: ``[t, n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; may be 0. Negative counts are taken as
+            0, and rows are never read past the end. Should the sum be less than t, the rows left over (padding) are not
+            quantised, and what the results hold for them is unspecified.
         layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
         output: Another name of `layout`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`QuantizedExperts`, all of it dense.

@@ -167,9 +167,9 @@ def quantize_fp8_smooth(
 
     Args:
         x: At least one dimension, leading ones are flattened to ``[m, n]``; bfloat16, float16 or float32, and for
-            "channel" also float8_e4m3fn (codes to be quantised anew: give their old scales as row_factor). Any strides
-            (a copy is made unless rows are unit-stride, evenly spaced and of whole 16 bytes). May be any object with
-            ``__dlpack__``; the results are then of its kind.
+            "channel" also float8_e4m3fn (codes to be quantised again: give their old scales as row_factor). Any strides
+            (copied unless rows are unit-stride, evenly spaced and of whole 16 bytes). Any object with ``__dlpack__`` is
+            accepted; results are then of the same kind.
         smooth: Factors of the columns, float32 ``[n]``; with counts ``[experts, n]``. Optional for "channel".
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
         row_factor: Factors of the rows, float32 ``[m]``; for "channel" only.
@@ -182,7 +182,8 @@ def quantize_fp8_smooth(
             rows; for "row".
         pad_to: For "channel": round the length of q's rows up to a multiple; codes added are 0.
         divide_rows: Multiply by ``1 / row_factor`` (rounded to float32) instead.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`SmoothQuantized`.
@@ -259,7 +260,7 @@ def dequantize_fp8_smooth(
         granularity: As given to quantize_fp8_smooth.
         rows: For "channel": how many rows x had, if q is padded.
         dtype: bfloat16, float16 or float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense, of q's shape; ``[rows, n]`` for "channel".
@@ -313,7 +314,7 @@ def smooth_factors(
         alpha: How much of the spread goes from the activations to the weight, 0 to 1.
         floor: Smaller maxima are taken as this.
         pow2: Round up to a power of two: scaling by it is exact.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, of amax's shape.

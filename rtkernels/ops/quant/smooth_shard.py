@@ -23,8 +23,7 @@ def quantize_fp8_shard_(
     """Quantise a flat piece of a matrix into its place among the codes, with one scale per row.
 
     Rows that lie in the shard whole are quantised as :func:`quantize_fp8_smooth` does (granularity "row"). Of a row
-    that begins before or ends after it, nobody knows all values: its scale is given, and codes saturate. Not
-    differentiable.
+    that begins before or ends after it, unknown all values: its scale is given, and codes saturate. Not differentiable.
 
     Args:
         q: ``[m, n]`` dense, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.

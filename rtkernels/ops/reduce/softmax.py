@@ -126,16 +126,16 @@ def softmax(
     (torch gives NaN), and so has gradient 0. A NaN or +inf makes its row NaN. Differentiable once in x.
 
     Args:
-        x: bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and evenly spaced). May
-            be any object with ``__dlpack__``; the result is then of its kind.
-        dim: The dimension the sum is over. Other than the last one is moved there first, by a copy; the result is then
-            a view with that dimension the fastest in memory.
+        x: bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced). Any object
+            with ``__dlpack__`` is accepted; results are then of the same kind.
+        dim: The dimension the sum is over. Other than the last one is moved there first by a copy; the result is then a
+            view with that dimension the fastest in memory.
         scale: Any finite number. With 0 all scores but -inf count the same.
         lengths: int32 or int64, the shape of x without `dim`: how many scores of each row count (values are clamped to
             0 and the row's size). The others are not read, get probability 0 and gradient 0.
         in_place: Overwrite x and return it. With gradients, x must not be a leaf and nothing else may need its old
             values. Makes a copy anyway where rows are not evenly spaced, for another dim, and under torch.compile.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense (for the last dim), of x's shape and dtype.
@@ -161,7 +161,7 @@ def log_softmax(
         scale: As for ``softmax``.
         lengths: As for ``softmax``; scores that do not count get -inf and gradient 0.
         in_place: As for ``softmax``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense (for the last dim), of x's shape and dtype.

@@ -286,7 +286,7 @@ def mla_rope(
 
     Args:
         q: ``[length, batch, heads, nope + rotary]`` or as `layout` says, or packed ``[tokens, heads, nope + rotary]``.
-            bfloat16, float16 or float32; any strides. May be any object with ``__dlpack__``.
+            bfloat16, float16 or float32; any strides. Any object with ``__dlpack__`` is accepted.
         kv: The same with ``nope + value`` elements, of q's dtype, batch and length; may have another number of heads.
         k_pos: The same with one head of ``rotary`` elements, or without the dimension of heads.
         cos: As for ``rope``; n is ``rotary / 2`` or ``rotary``, the latter in the order of the result.
@@ -303,7 +303,8 @@ def mla_rope(
         mscale: Factor of cos and sin.
         in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
             overwritten.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).

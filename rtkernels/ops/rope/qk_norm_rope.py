@@ -167,8 +167,8 @@ def qk_norm_rope(
 
     Args:
         qkv: ``[length, batch, columns]``, ``[batch, length, columns]`` or packed tokens ``[tokens, columns]``, where
-            ``columns = (q_heads + 2 * kv_heads) * head_dim``. bfloat16, float16 or float32; any strides (a copy is made
-            unless rows have unit stride). May be any object with ``__dlpack__``.
+            ``columns = (q_heads + 2 * kv_heads) * head_dim``. bfloat16, float16 or float32; any strides (copied unless
+            rows have unit stride). Any object with ``__dlpack__`` is accepted.
         q_weight: ``[head_dim]`` of qkv's dtype or float32; None (then k_weight too) for ones.
         k_weight: Likewise, of the same dtype.
         cos: As for ``rope``.
@@ -191,7 +191,8 @@ def qk_norm_rope(
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.

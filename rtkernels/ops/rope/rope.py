@@ -67,8 +67,8 @@ def rope(
 
     Args:
         x: ``[batch, length, heads, head_dim]`` or as `layout` says, or packed tokens ``[tokens, heads, head_dim]``.
-            bfloat16, float16 or float32; any strides (a copy is made unless heads have unit stride). May be any object
-            with ``__dlpack__``; the result is then of its kind.
+            bfloat16, float16 or float32; any strides (copied unless heads have unit stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         cos: ``[positions, n]``, or with a row for each token ``[batch, length, n]`` (batch may be 1; with `sections`
             ``[3, batch, length, n]``). n is ``rotary / 2``, one for each pair, or `rotary`, one for each element in the
             order of the head. x's dtype or float32. A position outside the table gives NaN.
@@ -89,7 +89,8 @@ def rope(
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint instead: the backward.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not

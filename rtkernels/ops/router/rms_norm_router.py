@@ -107,8 +107,8 @@ def rms_norm_router(
     Differentiable once in x, weight and router_weight, through ``logits`` and ``y``; codes, scales and rstd are not.
 
     Args:
-        x: ``[..., n]``, bfloat16 or float16, any strides. May be any object with ``__dlpack__``; the results are then
-            of its kind.
+        x: ``[..., n]``, bfloat16 or float16, any strides. Any object with ``__dlpack__`` is accepted; results are then
+            of the same kind.
         weight: ``[n]`` of x's dtype or float32, the norm's; None for ones (then `offset` is not used).
         router_weight: ``[experts, n]``, bfloat16, float16 or float32.
         eps: Added to the mean square; None for 1e-6.
@@ -116,7 +116,8 @@ def rms_norm_router(
         precision: "fast", "high" or "exact", of the logits.
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column".
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`NormRouter`.

@@ -171,21 +171,21 @@ def router_gemm(
 
     An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). Its own gradient is
     made of bf16 terms, whose range is that of fp32, two of each number for every precision: incoming gradients of any
-    magnitude keep at least the 11 bits that fp16 has, and "fast" gains no time there. NaN and infinities
-    come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of
-    several terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and
-    bias; only the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
+    magnitude keep at least the 11 bits that fp16 has, and "fast" gains no time there. NaN and infinities come out as
+    NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of several terms
+    may come out as NaN. Results are deterministic. Differentiable once in x, weight and bias; only the gradients that
+    are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
 
     Args:
         x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. Rows that are not a multiple of
-            16 bytes long and apart, or not unit-stride, are copied first. May be any object with ``__dlpack__``; the
-            result is then of its kind.
+            16 bytes long and apart, or not unit-stride, are copied first. Any object with ``__dlpack__`` is accepted;
+            results are then of the same kind.
         weight: [experts, hidden size], bfloat16, float16 or float32.
         bias: [experts], bfloat16, float16 or float32; added in fp32.
         precision: "fast", "high" or "exact".
         main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place,
             in fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         Dense fp32 ``[..., experts]``.

@@ -37,10 +37,11 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     fp32 arithmetic, sums in a fixed order. Differentiable once.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         coefficient: Factor of the loss.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, no dimensions; 0 without tokens.
@@ -65,8 +66,9 @@ def load_balancing_loss(
     sums in a fixed order. Differentiable once in the logits; the counts are constants.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         indices: ``[..., k]`` int32 or int64, the chosen experts of each token; others than 0 to experts - 1 (dropped
             choices) are not counted. Not needed where `counts` is given.
         counts: int32, how many tokens chose each expert: ``[experts]``, or ``[sequences, experts]`` with
@@ -77,7 +79,7 @@ def load_balancing_loss(
         coefficient: Factor of the loss.
         sequence_dim: None for a loss over the whole batch. Else logits are ``[a, b, experts]`` and this is the
             dimension of the tokens of a sequence: 1 for batch first, 0 for sequence first.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         float32, no dimensions; 0 without tokens.

@@ -158,12 +158,13 @@ def topk(
     goes to the chosen columns, the others get 0.
 
     Args:
-        x: bfloat16, float16 or float32, with 1 to 8192 columns; any leading dimensions and strides (a copy is made
-            unless rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then
-            of its kind.
+        x: bfloat16, float16 or float32, with 1 to 8192 columns; any leading dimensions and strides (copied unless rows
+            are unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         k: 1 to 64, at most the number of columns.
         index_dtype: ``torch.int64`` or ``torch.int32``.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.

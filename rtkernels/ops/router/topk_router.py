@@ -139,8 +139,9 @@ def topk_router(
     no gradient.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are of its kind.
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         k: 1 to 64 experts per token.
         score: ``"softmax"`` or ``"sigmoid"``.
         score_first: Choose by scores, and take a softmax over all experts; else choose by logits, and take it over the
@@ -154,7 +155,8 @@ def topk_router(
         eps: Added to the sum.
         dense_probs: Give the probabilities as ``[..., experts]``, too.
         routing_map: Give the choice as bool ``[..., experts]``, too.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the
