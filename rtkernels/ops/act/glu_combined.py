@@ -24,9 +24,9 @@ class GluOut(NamedTuple):
 
     Attributes:
         out: The codes.
-        scale: Their scales: those made, or what was given.
-        kept: What the codes stand for, in x's dtype.
-        global_scale: Of "nvfp4": the scale of the whole tensor.
+        scale: The scales of the codes, computed or given.
+        kept: The values before quantisation, in x's dtype.
+        global_scale: For "nvfp4": the scale of the whole tensor.
     """
 
     out: Tensor

@@ -225,15 +225,15 @@ def glu_smooth_fp8(
     divide: bool = True,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8:  # fmt: skip
-    """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
+    """Quantise ``act(gate) * up * weight / smooth`` to fp8 with one scale per row.
 
     Computed in fp32 and quantised without intermediate rounding, as :func:`quantize_fp8` does with granularity "row".
-    The results never require grad: :func:`glu_smooth_fp8_backward` gives the gradient.
+    The results never require grad; :func:`glu_smooth_fp8_backward` computes the gradient.
 
     Args:
         x: As for :func:`glu_fp8`: ``[..., 2 * d]``, or with `up` ``[..., d]``.
-        smooth: ``[d]``, or ``[experts, d]`` with counts, float32: what each column is divided by (at least 1e-30). None
-            for ones.
+        smooth: ``[d]``, or ``[experts, d]`` with counts, float32: divisors of the columns, clamped to at least 1e-30.
+            None for ones.
         up: As for :func:`glu_fp8`.
         act: As for :func:`glu`.
         weight: As for :func:`glu_fp8`.
@@ -241,7 +241,7 @@ def glu_smooth_fp8(
         pow2_scale: Round scales up to a power of two.
         with_maxima: Also return the largest finite ``|act(gate) * up|`` of each column, for calibration.
         check_counts: As for :func:`glu_fp8`.
-        divide: False multiplies by smooth instead.
+        divide: If False, multiply by smooth instead.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
@@ -264,39 +264,37 @@ def glu_smooth_fp8_backward(
     pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
     divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8Gradients:  # fmt: skip
-    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
+    """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both.
 
-    By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of
-    ``gradient * row_factor`` with one scale per column (of each expert). fp32 arithmetic and no rounding in between,
-    one quantisation each. Deterministic. Not differentiable. Transposed codes need a second pass over the inputs and a
+    By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of ``gradient *
+    row_factor`` with one scale per column (of each expert). Both are computed in fp32 and quantised once, without
+    intermediate rounding. Deterministic. Not differentiable. Transposed codes need a second pass over the inputs and a
     temporary of the size of `scale_t`.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
         x: As given to :func:`glu_smooth_fp8`.
-        smooth: ``[2 * d]``, or ``[experts, 2 * d]`` with counts, float32: what each column is multiplied with. None for
-            ones.
+        smooth: ``[2 * d]``, or ``[experts, 2 * d]`` with counts, float32: factors of the columns. None for ones.
         up: As given to :func:`glu_smooth_fp8`.
-        row_factor: ``x.shape[:-1]``, float32: what each row is multiplied with before the transposed codes are made.
-            None for ones.
+        row_factor: ``x.shape[:-1]``, float32: factors of the rows for the transposed codes. None for ones.
         act: As given to :func:`glu_smooth_fp8`.
         weight: As given to :func:`glu_smooth_fp8`.
         counts: As given to :func:`glu_smooth_fp8`.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
-        weight_grad: Whether to compute the gradient of the weight; None: if there is a weight.
+        weight_grad: Whether to compute the gradient of the weight. Default: if there is a weight.
         check_counts: As for :func:`glu_fp8`.
         divide: Divide by smooth and row_factor instead.
-        pad_to: Round the rows of the transposed codes, those of each expert, up to a multiple; what is added is zeros.
+        pad_to: Pad the rows of the transposed codes, per expert, with zeros to a multiple of this.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
     Returns:
         A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for results that were not requested. `q` and
         `dx` are ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's
-        part as for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and there is room,
-        zeros, for as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for
+        part as for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and zeros fill the
+        space for the largest possible padding. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for
         experts without rows).
     """
     if out is not None or not isinstance(dy, Tensor):

@@ -74,18 +74,18 @@ _DESCRIBED: dict[Callable[..., Any], Callable[[dict[str, Any]], Described]] = {
 
 
 def explain(function: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
-    """Return which kernels a call would run, and why not others; nothing is computed.
+    """Return which kernels a call would run and why others are not used; nothing is computed.
 
-    ``print(rtkernels.explain(rtkernels.scaled_mm, a, b))`` says it in a line.
+    ``print(rtkernels.explain(rtkernels.scaled_mm, a, b))`` prints it in one line.
 
     Args:
         function: ``scaled_mm``, ``gated_mm``, ``grouped_mm``, ``grouped_mm_masked`` or ``grouped_wgrad``.
-        args: Those of the call. Tensors may be on the meta device.
-        target: For which GPU, as "sm_90a" or "8.0". None: the one that has the tensors; "sm_90a" if none has.
-        kwargs: Those of the call.
+        args: Positional arguments of the call. Tensors may be on the meta device.
+        target: The GPU, such as "sm_90a" or "8.0". Default: the device of the tensors, or "sm_90a" if they are on none.
+        kwargs: Keyword arguments of the call.
 
     Returns:
-        An ``Explanation``: backend, tile, backends that were passed over and the reason, and the product as plain data.
+        An ``Explanation``: the backend, the tile, the rejected backends with reasons, and the product as plain data.
     """
     described = _DESCRIBED.get(inspect.unwrap(function)) if callable(function) else None
     if described is None:

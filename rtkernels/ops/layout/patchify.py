@@ -75,20 +75,20 @@ def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cut images into patches, one row each: what a convolution with stride = kernel size reads.
+    """Split images into patches, one row per patch, as a convolution with stride = kernel size reads them.
 
-    Differentiable once in img. Pixels beyond the last whole patch are left out.
+    Differentiable once in img. Pixels beyond the last whole patch are dropped.
 
     Args:
         img: ``[n, h, w, c]`` or ``[n, c, h, w]``; bfloat16, float16 or float32, any strides; or uint8 with `lut`.
         patch: Height and width of a patch, or one number for both.
         img_layout: ``"nhwc"`` or ``"nchw"``.
-        order: How the elements of a patch lie in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
-        lut: ``[256]``, what the bytes of a uint8 image stand for; the result has its dtype.
+        order: Order of the elements of a patch in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
+        lut: ``[256]``, the values of the bytes of a uint8 image; the result has its dtype.
         out: Contiguous tensor to write the result to. Not recorded by autograd.
 
     Returns:
-        ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
+        ``[n, h // ph * (w // pw), ph * pw * c]``, patches in row-major order of the image.
     """
     if not isinstance(img, Tensor):
         return interop.call_with(patchify, locals())
@@ -152,15 +152,15 @@ def _repeat(x: Tensor, n: int, out: Tensor | None) -> Tensor:
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
-    Differentiable once; the gradient of a head is the sum of those of its copies, in fp32 and in order.
+    Differentiable once; the gradient of a head is the sum of the gradients of its copies, in fp32 in a fixed order.
 
     Args:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
-        n: How often.
+        n: Number of repetitions.
         out: Tensor to write the result to: contiguous ``[..., heads * n, head_dim]``. Not recorded by autograd.
 
     Returns:
-        ``[..., heads * n, head_dim]``, dense, of x's dtype.
+        ``[..., heads * n, head_dim]``, contiguous, in x's dtype.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(repeat_heads, locals())
