@@ -79,11 +79,11 @@ def glu_fp8(
     ``c`` rows and ``s`` rows before them:
 
     * `q` and `scale` (layout "row") are as above;
-    * `scale` with layout "column" is flat: the expert's part is ``scale[s*g : (s+c)*g].view(g, c)`` with ``g =
-      ceil(d/128)``;
+    * `scale` with layout "column" is flat: the expert's part is ``scale[s*g : (s+c)*g].view(g, c)`` with
+      ``g = ceil(d/128)``;
     * `q_t` is flat: the expert's part is ``q_t[s*d : (s+c)*d].view(d, c)``;
-    * `scale_t` has ``ceil(c/128)`` rows per expert, expert after expert, followed by rows of zeros; it has ``(m + 127 *
-      min(experts, m)) // 128`` rows, enough for any counts.
+    * `scale_t` has ``ceil(c/128)`` rows per expert, expert after expert, followed by rows of zeros; it has
+      ``(m + 127 * min(experts, m)) // 128`` rows, enough for any counts.
 
     These are the layouts of :func:`quantize_fp8` and (with scale_layout "column") :func:`quantize_fp8_experts`.
 
@@ -133,10 +133,10 @@ def glu_fp8_backward(
     """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both.
 
     One pass over dy and x in fp32; the fp32 values are quantised directly. The codes have the layout of :func:`glu_fp8`
-    for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half, as the product with the merged weight ``[2 *
-    d, hidden]`` takes it. Groups of 128 columns are counted from the first column: if d is not a multiple of 128, one
-    group extends into up's half, and if ``2 * d`` is not a multiple either, the last group is shorter. Deterministic.
-    Not differentiable.
+    for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half, as the product with the merged weight
+    ``[2 * d, hidden]`` takes it. Groups of 128 columns are counted from the first column: if d is not a multiple of
+    128, one group extends into up's half, and if ``2 * d`` is not a multiple either, the last group is shorter.
+    Deterministic. Not differentiable.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
@@ -149,8 +149,8 @@ def glu_fp8_backward(
         pow2_scale: Round scales up to a power of two.
         scale_layout: "row" or "column", the layout of the scales of rows.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
-        weight_grad: Whether to compute the gradient of the weight. Default: if there is a weight. A temporary of ``4 *
-            m * ceil(d / 128)`` bytes is used.
+        weight_grad: Whether to compute the gradient of the weight. Default: if there is a weight. A temporary of
+            ``4 * m * ceil(d / 128)`` bytes is used.
         check_counts: As for :func:`glu_fp8`.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.

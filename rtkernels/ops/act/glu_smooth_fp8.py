@@ -266,10 +266,10 @@ def glu_smooth_fp8_backward(
 ) -> GluSmoothFp8Gradients:  # fmt: skip
     """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both.
 
-    By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of ``gradient *
-    row_factor`` with one scale per column (of each expert). Both are computed in fp32 and quantised once, without
-    intermediate rounding. Deterministic. Not differentiable. Transposed codes need a second pass over the inputs and a
-    temporary of the size of `scale_t`.
+    By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of
+    ``gradient * row_factor`` with one scale per column (of each expert). Both are computed in fp32 and quantised once,
+    without intermediate rounding. Deterministic. Not differentiable. Transposed codes need a second pass over the
+    inputs and a temporary of the size of `scale_t`.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.

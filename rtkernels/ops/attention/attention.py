@@ -220,8 +220,8 @@ def attention(
         q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with unit
             stride within a head: slices of a packed qkv or of a cache are used in place (copied if strides or addresses
             are not multiples of 16 bytes).
-        k: Like q, with keys instead of queries. The number of its heads divides that of q: query head h uses head ``h
-            // (heads of q // heads of k)``.
+        k: Like q, with keys instead of queries. The number of its heads divides that of q: query head h uses head
+            ``h // (heads of q // heads of k)``.
         v: Like k; its heads may have a different width.
         scale: Factor of the scores, positive. Default: ``1 / sqrt(width)``.
         causal: Query i attends to keys up to ``i + keys - queries``, so the last query attends to all keys.

@@ -232,8 +232,8 @@ def lightning_attention(
             initial_state or cu_seqlens.
 
     Returns:
-        [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and ``sum over s
-        of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
+        [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and
+        ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
     if out is not None or not isinstance(q, Tensor):
         return redirected(lightning_attention, locals())

@@ -247,8 +247,8 @@ def qkv_split(
         num_heads: Number of heads of q.
         num_kv_heads: Number of heads of k, and of v.
         rope: ``(cos, sin)``, each ``[positions, pairs]`` (:func:`rope_table`), any floating-point dtype and any
-            strides. With fewer pairs than half a head, the rest of the head is not rotated. With ``[positions,
-            head_dim]`` each pair has two entries, and the first one is used.
+            strides. With fewer pairs than half a head, the rest of the head is not rotated. With
+            ``[positions, head_dim]`` each pair has two entries, and the first one is used.
         style: ``"half"``: elements i and i + half of the rotated part are a pair. ``"interleaved"``: neighbours are.
         q_norm: ``[head_dim]``, in qkv's dtype or float32. Default: no norm.
         k_norm: The same for k.

@@ -97,8 +97,8 @@ def index_select(
             allocated).
 
     Returns:
-        ``[n, columns]`` in x's dtype, contiguous unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n,
-        any]``.
+        ``[n, columns]`` in x's dtype, contiguous unless it is `out`; with `scale` a tuple of it and ``[n]`` or
+        ``[n, any]``.
     """
     if not isinstance(x, Tensor):
         return interop.call_with(index_select, locals())
@@ -121,9 +121,9 @@ def scatter_add(
 ) -> Tensor:  # fmt: skip
     """Add every row of x to the row of the result that its index names: ``out[indices[r]] += weights[r] * x[r]``.
 
-    Deterministic: the rows that share an index are added in fp32 in a fixed order (ascending; many of them in parts
-    that are added in order) and rounded once, without atomics. Indices that are no row of the result (-1 above all) are
-    left out. Differentiable once in x and weights, unless `out` is given.
+    Deterministic: rows that share an index are summed in fp32 in a fixed order (ascending; many rows in parts that are
+    summed in order) and rounded once, without atomics. Indices that are not a row of the result, such as -1, are
+    skipped. Differentiable once in x and weights, unless `out` is given.
 
     Args:
         x: ``[n, columns]``, bfloat16, float16 or float32; copied unless rows are unit-stride. Any object with

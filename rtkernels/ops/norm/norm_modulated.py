@@ -33,9 +33,9 @@ class NormOut(NamedTuple):
         out: The normalised rows, or their codes.
         residual: ``residual + gate * (x + bias)``, rounded.
         gate: The third part of `style`, a view of it.
-        kept: What the codes stand for, before it was quantised, in x's dtype.
-        scale: The scales of the codes: those made, or what was given.
-        global_scale: Of "nvfp4": the scale of the whole tensor.
+        kept: The values before quantisation, in x's dtype.
+        scale: The scales of the codes, computed or given.
+        global_scale: For "nvfp4": the scale of the whole tensor.
     """
 
     out: Tensor

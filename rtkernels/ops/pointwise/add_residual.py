@@ -72,16 +72,16 @@ def add_residual(
 ) -> Tensor:
     """Return ``residual + gate * (x + bias)``.
 
-    Computed in fp32 and rounded once. Differentiable once in all four.
+    Computed in fp32 and rounded once. Differentiable once in all four tensors.
 
     Args:
         residual: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
             spaced). Any object with ``__dlpack__`` is accepted.
         x: Like residual.
-        gate: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own, any row stride; x's dtype
-            or float32.
-        bias: ``[n]`` of x's dtype or float32.
-        out: Tensor to write the result to: contiguous, of residual's shape and dtype. May be residual, or x. Not
+        gate: A tensor that broadcasts to x's shape and has all its columns, such as ``[n]``; any row stride, x's dtype
+            or float32. Default: 1.
+        bias: ``[n]`` in x's dtype or float32. Default: 0.
+        out: Tensor to write the result to: contiguous, of residual's shape and dtype. May be residual or x. Not
             recorded by autograd.
 
     Returns:
@@ -148,7 +148,7 @@ def add_bias(
         x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
         bias: ``[n]`` of x's dtype or float32.
         pos: ``[positions, n]`` of x's dtype or float32.
-        period: How many rows of pos are used before they start over; all of them if None.
+        period: Number of rows of pos after which they repeat. Default: all of them.
         out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
 
     Returns:
@@ -203,7 +203,7 @@ _multiplied_differentiable = applied(_ChannelMul)
 
 @replayed
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``x * s``, a factor for each column.
+    """Return ``x * s``, with one factor per column.
 
     Computed in fp32 and rounded once. Differentiable once in both.
 

@@ -81,9 +81,9 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
 
     Args:
         x: Any shape; bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and evenly spaced).
-        v: Of x's shape, and of its dtype or one of both float32. To leave out leading rows, slice it.
-        dt: A number, or one float32 element on the device, which the host never reads: a captured graph takes what it
-            holds at each replay. It has no gradient.
+        v: A tensor of x's shape, in x's dtype; alternatively one of the two is float32. To skip leading rows, slice it.
+        dt: A number, or one float32 element on the device, which the host never reads: a captured graph reads its
+            current value at each replay. It has no gradient.
         out: Tensor to write the result to: contiguous, of x's shape and dtype. May be x. Not recorded by autograd.
 
     Returns:
@@ -141,8 +141,8 @@ def cfg_combine(
 
     Args:
         r: Any shape; bfloat16, float16 or float32, any strides, as for :func:`euler_step`.
-        v_cond: Of r's shape, and of its dtype or one of both float32.
-        v_uncond: Likewise.
+        v_cond: A tensor of r's shape, in r's dtype; alternatively one of the two is float32.
+        v_uncond: Like v_cond.
         beta: A number, or one float32 element on the device, which the host never reads. It has no gradient.
         out: Tensor to write the result to: contiguous, of r's shape and dtype. May be r. Not recorded by autograd.
 

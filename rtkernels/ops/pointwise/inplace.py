@@ -120,16 +120,16 @@ _differentiable_add = applied(_Add)
 
 
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.
+    """Set ``x = beta * x + alpha * y`` and return x, for gradient accumulation or, with beta 0, a scaled cast.
 
-    Computed in fp32 and rounded once. With beta 0, x is not read: what it holds, NaN included, does not matter.
-    Differentiable once, in x and y; x must not be a leaf that requires grad.
+    Computed in fp32 and rounded once. With beta 0, x is not read, so NaN in x does not matter. Differentiable once, in
+    x and y; x must not be a leaf that requires grad.
 
     Args:
         x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (copied unless rows are
             unit-stride and evenly spaced).
-        y: Of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x, or share memory with
-            it (then a copy is made).
+        y: A tensor of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x or overlap it
+            (then it is copied).
         alpha: Factor of y.
         beta: Factor of x.
 

@@ -122,10 +122,10 @@ def column_absmax(
     x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None, floor: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the largest finite magnitude of each column, of ``x * column_factor * row_factor``.
+    """Return the largest finite magnitude of each column of ``x * column_factor * row_factor``.
 
-    NaN and infinities do not count, as in :func:`quantize_fp8`; a column without a finite value has 0. With factors,
-    fp8 codes can be looked at as the values they stand for. Not differentiable.
+    NaN and infinities are ignored, as in :func:`quantize_fp8`; a column without a finite value gives 0. For fp8 codes,
+    pass their scales as factors. Not differentiable.
 
     Args:
         x: ``[..., n]``, at least one dimension; bfloat16, float16 or float32, or float8_e4m3fn or float8_e5m2 (which
@@ -133,7 +133,7 @@ def column_absmax(
             ``__dlpack__`` is accepted; results are then of the same kind.
         row_factor: float32, one per row (leading dimensions flattened), or None.
         column_factor: float32 ``[n]``, or None.
-        floor: Results are no smaller than this.
+        floor: Lower limit of the results.
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:

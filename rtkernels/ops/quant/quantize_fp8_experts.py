@@ -127,9 +127,9 @@ def quantize_fp8_experts(
 ) -> QuantizedExperts:  # fmt: skip
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
-    Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
-    "group_t"), and the results are put one after the other: see :class:`QuantizedExperts`. The host never reads
-    `counts`, so the call does not synchronise and can be captured in a CUDA graph.
+    The rows of each expert are quantised like a separate matrix by :func:`quantize_fp8` (granularities "group" and
+    "group_t"), and the results are concatenated: see :class:`QuantizedExperts`. The host never reads `counts`, so the
+    call does not synchronise and can be captured in a CUDA graph.
 
     Not differentiable: the results never require grad.
 
@@ -137,17 +137,17 @@ def quantize_fp8_experts(
         x: ``[t, n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride). Any object with
             ``__dlpack__`` is accepted; results are then of the same kind.
         counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; may be 0. Negative counts are taken as
-            0, and rows are never read past the end. Should the sum be less than t, the rows left over (padding) are not
-            quantised, and what the results hold for them is unspecified.
+            0, and rows are never read past the end. If their sum is less than t, the remaining rows (padding) are not
+            quantised, and their results are uninitialised.
         layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        output: Another name of `layout`.
+        output: Alias for `layout`.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
     Returns:
-        A :class:`QuantizedExperts`, all of it dense.
+        A :class:`QuantizedExperts` of contiguous tensors.
     """
     if out is not None or not isinstance(x, Tensor):
         return redirected(quantize_fp8_experts, locals())
