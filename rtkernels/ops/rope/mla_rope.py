@@ -280,9 +280,10 @@ def mla_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotate the rotary part of q and k and assemble the heads of k and v for multi-head latent attention.
 
-    A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any
-    split: ``rotary`` is the size of k_pos, ``nope`` what q has besides. Computed in fp32 and rounded once; other
-    elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed over heads in fp32.
+    A head of q is ``[nope | rotary]``, a head of kv ``[nope | value]``; k_pos is the rotary part that all heads of k
+    share. The sizes are free: ``rotary`` is the size of k_pos, and ``nope`` is the rest of q's head. Computed in fp32
+    and rounded once; other elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed
+    over heads in fp32.
 
     Args:
         q: ``[length, batch, heads, nope + rotary]`` or as given by `layout`, or packed
