@@ -45,13 +45,10 @@ def is_experts(module: nn.Module) -> bool:
 
 def holds_experts(module: nn.Module) -> bool:
     """Return True if a module may be an expert layer: it has the flags, or a matrix for each expert."""
-    if is_experts(module):
-        return True
-    if any(True for child in module.children() for _ in child.parameters()):
-        return False
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and min(p.shape) > 1]
-    named = "expert" in type(module).__name__.lower()
-    return len({p.shape[0] for p in matrices}) == 1 and (len(matrices) >= 2 or named)
+    enough = len(matrices) >= 2 or "expert" in type(module).__name__.lower()
+    one_each = len({p.shape[0] for p in matrices}) == 1 and enough
+    return is_experts(module) or (one_each and not any(True for child in module.children() for _ in child.parameters()))
 
 
 @probing()

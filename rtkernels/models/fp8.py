@@ -289,8 +289,8 @@ def replace_norms(layer: nn.Module, kind_of_readers: str = "fp8_norm") -> None:
             norm.__dict__[READERS] = readers  # not registered as children
 
 
-def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:
-    """Return the fp8 replacement of a replaced expert layer.
+def replace_experts(module: nn.Module, recipe: Recipe) -> None:
+    """Let a replaced expert layer multiply fp8 codes.
 
     Raises:
         NotRecognized: It has biases, a different weight layout, or unsupported sizes.
@@ -305,4 +305,4 @@ def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:
         raise NotRecognized("its weights have biases, are transposed or interleaved")
     if any(size % MULTIPLE for weight in (module.gate_up_proj, module.down_proj) for size in weight.shape[1:]):
         raise NotRecognized(f"its sizes are no multiples of {MULTIPLE}")
-    return Recognized("fp8_experts", (("act", options["act"]),))
+    replace.change(module, Recognized("fp8_experts", (("act", options["act"]),)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,53 +22,15 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
-from rtkernels.models.known import Known
-from rtkernels.models.loss_probe import takes_labels
 from rtkernels.models.others import check_foreign, foreign
-from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.models.patch_report import PatchReport, Site
+from rtkernels.models.probe import NotRecognized, Raised, Recognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
-
-
-class Site(NamedTuple):
-    """A module that ``patch`` examined. `reason` says why it was left alone; None if it was replaced."""
-
-    kind: str
-    name: str
-    module: str
-    reason: str | None
-
-
-class PatchReport:
-    """The result of :func:`patch`; prints as a table. `sites` lists examined modules, `asked` the requested kinds."""
-
-    def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
-        self.sites, self.asked, self.options = sites, asked, options
-
-    @property
-    def replaced(self) -> Counter[str]:
-        """Number of replaced modules of each kind."""
-        return Counter(site.kind for site in self.sites if site.reason is None)
-
-    @property
-    def left_alone(self) -> list[Site]:
-        """The modules that were not replaced."""
-        return [site for site in self.sites if site.reason is not None]
-
-    def __str__(self) -> str:
-        lines = [f"{'kind':8} {'replaced':>8} {'left':>5}"]
-        left = Counter(site.kind for site in self.left_alone)
-        lines += [f"{kind:8} {self.replaced[kind]:8} {left[kind]:5}" for kind in self.asked]
-        reasons = Counter((site.kind, site.module, site.reason) for site in self.left_alone)
-        for (kind, module, reason), count in reasons.items():
-            lines.append(f"  {kind}: {count} x {module}: {reason}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _check_transformers() -> None:
@@ -124,38 +86,106 @@ def _first_call(model: nn.Module, args: Any) -> None:
         warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
 
+_SAME = set(nn.Module().__dict__)  # attributes of every module
+_answers: dict[Hashable, Recognized | str] = {}  # shared by all models of this process
+
+
 class _Patcher:
-    """The state of one ``patch`` call; equal modules are tested only once."""
+    """One ``patch`` call. Modules of one class with equal attributes are tested once.
+
+    Test results that depend on plain values only are shared between models.
+    """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self._known = Known()
+        self._own: dict[Hashable, Recognized | str] = {}
+        self._texts: dict[int, str] = {}  # configurations as text, by id
+        self._by_identity = False
 
     def visit(
-        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None,
-        by_class: bool = False,
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized],
+        more: Hashable = None, by_class: bool = False,
     ) -> None:  # fmt: skip
-        """Replace a module if it is recognised; `more` and `by_class` as in :meth:`Known.ask`."""
-        answer = self._known.ask(kind, module, find, more, by_class)
-        try:
-            replace.check_own_forward(module)
-        except NotRecognized as error:
-            answer = str(error)
-        if isinstance(answer, Recognized):
-            replace.replace(module, answer)
-        self.note(kind, name, module, answer if isinstance(answer, str) else None)
+        """Replace a module if ``find`` recognises it.
 
-    def change(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
-        """Exchange a replacement for a more specific one, if the module has one."""
+        `more` is what the result of ``find`` depends on besides the module; such a result is not shared with other
+        models. `by_class` means that the result depends on the module's class alone.
+        """
+        answer = self._answer(kind, module, find, more, by_class)
+
+        def action() -> None:
+            replace.check_own_forward(module)
+            if isinstance(answer, str):
+                raise NotRecognized(answer)
+            replace.replace(module, answer)
+
+        self.attempt(kind, name, module, action)
+
+    def attempt(self, kind: str, name: str, module: nn.Module, action: Callable[[], None]) -> None:
+        """Run `action`, which replaces a module or a part of it, and record it or the reason why it is left alone."""
+        reason = None
         try:
-            replace.change(module, find(module))
+            action()
         except NotRecognized as error:
-            self.note(kind, name, module, str(error))
-        else:
-            self.note(kind, name, module, None)
+            reason = str(error)
+        self.note(kind, name, module, reason)
 
     def note(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
+
+    def _answer(
+        self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable, by_class: bool
+    ) -> Recognized | str:
+        """Return ``find(module)``, or the message of the ``NotRecognized`` that it raises."""
+        self._by_identity = False
+        state = None if by_class else self._state(module)
+        key = (kind, type(module), _code(type(module)), state, more)
+        answers = self._own if self._by_identity or more is not None else _answers
+        if key not in answers:
+            try:
+                answers[key] = find(module)
+            except NotRecognized as error:
+                answers[key] = str(error)
+            except Exception as error:  # a module that the tests cannot handle is left alone, too
+                answers[key] = str(Raised("at all", error))
+        return answers[key]
+
+    def _state(self, module: nn.Module) -> Hashable:
+        """Return everything in which modules of one class may differ: attributes, parameter sizes, children, hooks."""
+        state = tuple((name, self._value(value)) for name, value in module.__dict__.items() if name not in _SAME)
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        shapes = tuple((name, None if t is None else tuple(t.shape)) for name, t in tensors)
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        children = tuple((name, self._child(child)) for name, child in module._modules.items())
+        return state, shapes, hooked, children
+
+    def _child(self, child: nn.Module | None) -> Hashable:
+        if child is not None and child._parameters:  # a projection, which is replaced by a random map
+            return type(child), *(getattr(child, name, None) for name in ("in_features", "out_features"))
+        return type(child), None if child is None else self._state(child)
+
+    def _value(self, value: Any) -> Hashable:
+        """Return a hashable form of an attribute: the text of plain values, functions and classes themselves."""
+        form: Hashable = value
+        if isinstance(value, (bool, int, float, str, type(None))):
+            form = repr(value)
+        elif isinstance(value, (tuple, list)):
+            form = tuple(map(self._value, value))
+        elif hasattr(value, "to_json_string") and not isinstance(value, type):
+            form = self._texts.get(id(value)) or f"{value.to_json_string()} {value.__dict__}"
+            self._texts[id(value)] = form
+        elif not isinstance(value, (FunctionType, type)):
+            self._by_identity, form = True, id(value)
+        return form
+
+
+def _code(cls: type) -> Hashable:
+    """Return the methods of a class and the functions its forward calls: other libraries may exchange them."""
+    classes = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    methods = tuple(f for c in classes for f in vars(c).values() if isinstance(f, FunctionType))
+    names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+    file = getattr(cls.forward, "__globals__", {})
+    return methods, tuple(file[name] for name in names if isinstance(file.get(name), FunctionType))
 
 
 @torch.inference_mode(False)
@@ -227,11 +257,7 @@ def patch(
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
     if attention:
-        try:
-            attentions.replace_attention(inner)
-            patcher.note("attention", "", inner, None)
-        except NotRecognized as error:
-            patcher.note("attention", "", inner, str(error))
+        patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
         if _gathers_weights(inner):
             recipe = recipe._replace(save_weight=True)
@@ -241,12 +267,8 @@ def patch(
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.note)
-    if loss and takes_labels(inner):
-        try:
-            losses.replace_loss(inner)
-            patcher.note("loss", "", inner, None)
-        except NotRecognized as error:
-            patcher.note("loss", "", inner, str(error))
+    if loss and losses.takes_labels(inner):
+        patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
     result = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = result
@@ -313,7 +335,7 @@ def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused:
         elif fusing.is_layer(module) and recipe.by_codes:
             quantized.replace_norms(module)
         elif expert_layers.is_experts(module) and not any(part in name for part in recipe.skip):
-            patcher.change("fp8", name, module, partial(quantized.experts_kind, recipe=recipe))
+            patcher.attempt("fp8", name, module, partial(quantized.replace_experts, module, recipe))
 
 
 def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:

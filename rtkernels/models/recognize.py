@@ -61,8 +61,12 @@ def positional(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
+def _takes_one_input(module: nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
 def _check_one_input(module: nn.Module) -> None:
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    if not _takes_one_input(module):
         raise NotRecognized("its forward takes more than the hidden states")
 
 
@@ -73,11 +77,10 @@ def is_norm(module: nn.Module) -> bool:
     """Return True if a module may be a norm: it has no children, and an epsilon or the name of a norm."""
     if module._modules or type(module).__module__.startswith("torch.nn.utils"):  # parametrizations
         return False
-    if _NORM_NAME.search(type(module).__name__):
-        return True
     given = {name: p for name, p in module._parameters.items() if p is not None}
     like_a_norm = given.keys() <= {"weight", "bias"} and all(p.dim() == 1 for p in given.values())
-    return like_a_norm and _epsilon(module) is not None
+    named = _NORM_NAME.search(type(module).__name__) is not None
+    return named or (like_a_norm and _epsilon(module) is not None)
 
 
 def _epsilon(module: nn.Module) -> str | None:
@@ -152,12 +155,11 @@ def is_mlp(module: nn.Module) -> bool:
     It has projections with the usual names. Or it has projections with fitting sizes and an activation, and it either
     takes one input or is named like an MLP.
     """
-    if _names_projections(module):
-        return True
-    if next(_projections(module), None) is None or not _has_activation(module):
-        return False
-    one_input = len(inspect.signature(type(module).forward).parameters) == 2
-    return one_input or _MLP_NAME.search(type(module).__name__) is not None
+    return _names_projections(module) or (
+        next(_projections(module), None) is not None
+        and _has_activation(module)
+        and (_takes_one_input(module) or _MLP_NAME.search(type(module).__name__) is not None)
+    )
 
 
 def _names_projections(module: nn.Module) -> bool:
