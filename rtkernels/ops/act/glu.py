@@ -193,7 +193,7 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
         "scale_out": scale_out,
     }  # fmt: skip
     if weight is not None or reuse is not None:
-        raise ArgumentError("weight and reuse go without layout, channel_scale, quant, keep, out and scale_out")
+        raise ArgumentError("weight and reuse exclude layout, channel_scale, quant, keep, out and scale_out")
     if isinstance(x, tuple):
         return glu_of_codes(x, up, act, **options)
     if not isinstance(x, Tensor):

@@ -64,7 +64,7 @@ def _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, wei
     _check_fp32("row_factor", factor, shape[:-1])
     check_pad(pad_to)
     if factor is not None and (layout == "row" or keep == "dense"):
-        raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
+        raise ArgumentError("row_factor is given; expected None without transposed codes, which it is for")
 
 
 def _outputs_fwd(x, up, counts, with_maxima):

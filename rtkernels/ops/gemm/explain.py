@@ -95,7 +95,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
     bound.apply_defaults()
     given = bound.arguments
     if given["backend"] == "torch":
-        raise ArgumentError("backend is 'torch', whose choice of kernels torch makes")
+        raise ArgumentError("backend is 'torch', for which torch selects the kernels")
     product = described(given).product
     first = args[0] if args else given.get("a", given.get("dy"))
     if target is not None:

@@ -279,7 +279,7 @@ def fp8_linear(
     dtype = x.dtype if out_dtype is None else out_dtype
     if recipe == "smooth":
         if weight_codes is not None or save_weight or wgrad != "fp8":
-            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' do not go with recipe 'smooth'")
+            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' cannot be combined with recipe 'smooth'")
         return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
         check_rotation(weight, rotation)

@@ -108,7 +108,7 @@ def layer_norm(
     plain = gate is x_bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
         if rstd is not None or mean is not None or return_statistics or reuse is not None:
-            raise ArgumentError("rstd, mean, return_statistics and reuse go without the options of inference")
+            raise ArgumentError("rstd, mean, return_statistics and reuse exclude the inference-only options")
         return normalize(
             x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
@@ -117,7 +117,7 @@ def layer_norm(
     overwrites = False
     if reuse is not None:
         if rstd is not None or mean is not None or return_statistics or out is not None:
-            raise ArgumentError("reuse goes without rstd, mean, return_statistics and out")
+            raise ArgumentError("reuse cannot be combined with rstd, mean, return_statistics or out")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
     if residual is None and out is None and rstd is None and mean is None and not return_statistics:
@@ -126,7 +126,7 @@ def layer_norm(
             return y
     if out is not None:
         if rstd is not None or mean is not None or return_statistics:
-            raise ArgumentError("out goes without rstd, mean and return_statistics")
+            raise ArgumentError("out cannot be combined with rstd, mean or return_statistics")
         check_no_gradient(out, x, weight, bias, residual)
         total = OUT_FORWARD(x, residual, weight, bias, eps, offset, out)
         return out if residual is None else (out, total)

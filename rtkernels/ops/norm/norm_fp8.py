@@ -129,10 +129,10 @@ def _plain_count(options: _Options) -> int:
 def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> NormFp8:
     if smooth is None:
         if options.calibrate:
-            raise ArgumentError("calibrate goes with smooth: it is for choosing the next smoothing vector")
+            raise ArgumentError("calibrate requires smooth: it is for computing the next smoothing vector")
     else:
         if options.layout != "row" or options.scale_layout != "row" or rstd is not None or mean is not None:
-            raise ArgumentError("smooth goes with layout 'row', scale_layout 'row' and without given statistics")
+            raise ArgumentError("smooth requires layout 'row' and scale_layout 'row', and excludes given statistics")
     if options.layout == "none":
         check_options("", options.scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)) and rstd is None:

@@ -207,7 +207,7 @@ def normalize(
     if scales is not None:
         made_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
     elif scale_out is not None:
-        raise ArgumentError("scale_out is given; expected None where no scale is made")
+        raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
         made_global = torch.empty((), dtype=torch.float32, device=x.device)
     kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None

@@ -115,7 +115,7 @@ def rms_norm(
     plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
         if rstd is not None or return_rstd or reuse is not None:
-            raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
+            raise ArgumentError("rstd, return_rstd and reuse exclude the inference-only options")
         return normalize(
             x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep, out=out,
@@ -124,7 +124,7 @@ def rms_norm(
     overwrites = False
     if reuse is not None:
         if rstd is not None or return_rstd or out is not None:
-            raise ArgumentError("reuse goes without rstd, return_rstd and out")
+            raise ArgumentError("reuse cannot be combined with rstd, return_rstd or out")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
     if residual is None and out is None and rstd is None and not return_rstd:
@@ -133,7 +133,7 @@ def rms_norm(
             return y
     if out is not None:
         if rstd is not None or return_rstd:
-            raise ArgumentError("out goes without rstd and return_rstd")
+            raise ArgumentError("out cannot be combined with rstd or return_rstd")
         check_no_gradient(out, x, weight, residual)
         total = OUT_FORWARD(x, residual, weight, eps, offset, out)
         return out if residual is None else (out, total)

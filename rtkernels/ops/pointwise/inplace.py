@@ -139,7 +139,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     if not isinstance(x, Tensor):
         return interop.call_with(add_, locals())
     if y is None:
-        raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
+        raise ArgumentError("y is None; expected a tensor like x (scale_ takes none)")
     alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)

@@ -134,7 +134,7 @@ def quantize_fp8(
     if scale is None:
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:
-                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and layout 'row'")
+                raise ArgumentError("granularity 'channel' requires scale_layout 'row' and layout 'row'")
             from rtkernels.ops.quant.quantize_fp8_channel import CHANNEL  # which builds on this module's plans
 
             return CHANNEL.call(x, None, None, dtype, pow2_scale, 1)
@@ -145,9 +145,9 @@ def quantize_fp8(
     if granularity != "tensor":
         raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
     if with_transposed:
-        raise ArgumentError("layout 'both' goes with computed scales of granularity 'group' and 'block'")
+        raise ArgumentError("layout 'both' requires computed scales of granularity 'group' or 'block'")
     if pow2_scale:
-        raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
+        raise ArgumentError("pow2_scale rounds computed scales; a given scale is used unchanged")
     if isinstance(scale, Tensor) and scale.requires_grad:
         scale = scale.detach()
     return STATIC.call(x, scale, dtype), scale

@@ -213,11 +213,11 @@ def _check_options(granularity, smooth, row_factor, counts, with_amax: bool, pad
         if smooth is None:
             raise ArgumentError("smooth is None; granularity 'row' needs the factors of the columns")
         if row_factor is not None:
-            raise ArgumentError("row_factor goes with granularity 'channel': here it would change the scale only")
+            raise ArgumentError("row_factor requires granularity 'channel': here it would change only the scale")
         if pad_to != 1:
             raise ArgumentError(f"pad_to is {pad_to}; expected 1 for granularity 'row'")
     elif counts is not None or with_amax:
-        raise ArgumentError("counts and with_amax go with granularity 'row'")
+        raise ArgumentError("counts and with_amax require granularity 'row'")
 
 
 def _amax_of_experts(x: Tensor, expert: Tensor, experts: int) -> Tensor:

@@ -98,7 +98,7 @@ def _check(
     whole = q.shape[1] == 0 or (offset % q.shape[1] == 0 and shard.numel() % q.shape[1] == 0)
     if not whole and (edge_scales is None or edge_scales.shape != (2,) or edge_scales.dtype != torch.float32):
         raise ArgumentError(
-            "edge_scales: expected float32 [2], the scales of the first and last row, which are not whole"
+            "edge_scales: expected float32 [2], the scales of the first and last row, which are incomplete"
         )
     for name, tensor in (("scale", scale), ("shard", shard), ("smooth", smooth), ("edge_scales", edge_scales)):
         if tensor is not None:

@@ -86,7 +86,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
     if not floor >= 0 or not isfinite(floor):
         raise ArgumentError(f"quant.floor is {quant.floor}; expected a number that is not negative")
     if scale is not None and kind in ("row", "block128"):
-        raise ArgumentError(f"quant.scale is given; expected None for granularity {kind!r}, whose scales are results")
+        raise ArgumentError(f"quant.scale is given; expected None for granularity {kind!r}, which computes scales")
     if isinstance(scale, Tensor):
         scale = scale.detach()
         if scale.dtype != torch.float32 or scale.numel() != 1:

@@ -188,7 +188,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "overlap residual": (lambda f: f(X[:4] * 1, residual=X[:4], out=X[1:]), "out shares memory with residual"),
     "overlap weight": (lambda f: f(X[:4] * 1, X[2], out=X[:4]), "out shares memory with weight"),
     "gradient": (lambda f: f(X, torch.ones(8, requires_grad=True), out=X * 1), "out is given but a tensor needs grad"),
-    "both": (lambda f: f(X, rstd=torch.ones(5), out=X), "out goes without rstd"),
+    "both": (lambda f: f(X, rstd=torch.ones(5), out=X), "out cannot be combined with rstd"),
 }
 
 
@@ -206,10 +206,10 @@ def test_statistics_errors(name: str) -> None:
     call, mean, x = NORMS[name].call, MEAN[name], X[:4]
     with pytest.raises(ArgumentError, match=r"rstd has shape \(5,\); expected \(4,\), one per row of x"):
         call(x, rstd=torch.ones(5), **mean)
-    with pytest.raises(ArgumentError, match="rstd goes without residual: give the sum"):
+    with pytest.raises(ArgumentError, match="rstd cannot be combined with residual: pass the sum"):
         call(x, rstd=torch.ones(4), residual=x, **mean)
     with pytest.raises(ArgumentError, match="rstd has dtype float16"):
         call(x, rstd=torch.ones(4).half(), **mean)
     if mean:
-        with pytest.raises(ArgumentError, match="mean and rstd come together"):
+        with pytest.raises(ArgumentError, match="mean and rstd must be given together"):
             call(x, rstd=torch.ones(4))
