@@ -275,8 +275,8 @@ def _put_together(module: nn.Module, names: tuple[str, ...]) -> None:
     served.make_adjacent(linears)
 
 
-def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:
-    """Fuse the layers of a model with replaced norms, rotations and MLPs; call `note` for every layer examined."""
+def fuse(model: nn.Module, record: Callable[[str, str, nn.Module, str | None], None]) -> None:
+    """Fuse the layers of a model with replaced norms, rotations and MLPs; call `record` for every layer examined."""
     modules = list(model.named_modules())
     for name, module in modules:
         kind = replace.replaced(module)
@@ -294,6 +294,6 @@ def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], Non
             else:
                 continue
         except NotRecognized as error:
-            note("fused", name, module, str(error))
+            record("fused", name, module, str(error))
         else:
-            note("fused", name, module, None)
+            record("fused", name, module, None)

@@ -128,9 +128,9 @@ class _Patcher:
             action()
         except NotRecognized as error:
             reason = str(error)
-        self.note(kind, name, module, reason)
+        self.record(kind, name, module, reason)
 
-    def note(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
+    def record(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
 
     def _answer(
@@ -266,7 +266,7 @@ def patch(
         for module in inner.modules():
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
-        fusing.fuse(inner, patcher.note)
+        fusing.fuse(inner, patcher.record)
     if loss and losses.takes_labels(inner):
         patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
@@ -324,7 +324,7 @@ def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused:
     rows = fusing.rows_together(model) if fused else {}
     for name, module in modules.items():
         if any(part in name for part in recipe.skip):
-            patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
+            patcher.record("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
         elif type(module) is nn.Linear and module is not head:
             together = rows.get(module)
             find = partial(quantized.recognize, recipe=recipe, rows=together)

@@ -27,7 +27,7 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, mis
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _THREADS = 256  # of a block; a warp works on a row
-_BLOCKS = 4  # per multiprocessor
+_BLOCKS = 4  # per SM
 
 SMOOTH = Kernel(
     "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="FP32", max_registers=128,

@@ -5,6 +5,6 @@ parts with their log-sum-exps; ``mla_attention`` and ``mla_decode`` (latents), `
 ``quantize_v`` make.
 
 ``problem`` says in plain data what a call computes; a backend (``mma_plan``: mma.sync for every target, ``sm90_plan``:
-wgmma and the copy engine) makes steps of that. Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers),
+wgmma and TMA) makes steps of that. Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers),
 ``norm`` and ``rope``.
 """

@@ -63,7 +63,7 @@ _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
-    """Return how many rows of a tile the copy engine gets at a time, 0 where pages do not hold whole boxes."""
+    """Return how many rows of a tile TMA gets at a time, 0 where pages do not hold whole boxes."""
     if page_table is None:
         return _SM90_KEYS
     rows = math.gcd(cache.shape[1], _SM90_KEYS)
@@ -120,7 +120,7 @@ def _plan(
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
     row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
-    # Registers are for one block a multiprocessor.
+    # Registers are for one block an SM.
     if box_rows:
         splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
     else:

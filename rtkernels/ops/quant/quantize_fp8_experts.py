@@ -26,7 +26,7 @@ from rtkernels.runtime.operator.replayed import replayed
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
 _STREAM_SLOTS = 2
 _STREAM_STATIC_SHARED = 18560
-# Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
+# Tiles per SM from which on the kernel that gets them by TMA is faster. Measured on the H200.
 _STREAM_TILES = 5
 
 # ---- checks and plans -----------------------------------------------------------------------------------------------
