@@ -67,7 +67,7 @@ def glu_fp8(
     Without `counts`, for y ``[m, d]`` (leading dimensions flattened):
 
     =========  ==========================  ====================================================================
-    result     shape                       holds
+    result     shape                       content
     =========  ==========================  ====================================================================
     `q`        y's                         codes
     `scale`    ``[..., ceil(d/128)]``      of q; ``[ceil(d/128), m]`` for scale_layout "column"

@@ -149,7 +149,7 @@ def kl_div(
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        A float32 scalar, or with "none" a dense tensor in input's shape and dtype.
+        A float32 scalar, or with "none" a contiguous tensor in input's shape and dtype.
     """
     if out is not None or not isinstance(input, Tensor):
         return redirected(kl_div, locals())

@@ -22,8 +22,9 @@ def quantize_fp8_shard_(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise a flat shard of a matrix into its position in the codes, with one scale per row.
 
-    Rows that are completely in the shard are quantised as by :func:`quantize_fp8_smooth` (granularity "row"). Of a row
-    that begins before or ends after it, unknown all values: its scale is given, and codes saturate. Not differentiable.
+    Rows that are completely in the shard are quantised as by :func:`quantize_fp8_smooth` (granularity "row"). The first
+    and last row may be incomplete: their scales are given by `edge_scales`, and their codes saturate. Not
+    differentiable.
 
     Args:
         q: ``[m, n]`` contiguous, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
