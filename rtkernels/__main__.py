@@ -98,14 +98,14 @@ def _parser() -> _Parser:
     arch_option(clear, "only these targets")
     op_option(clear)
 
-    show = command("show", "Show what is behind an op: resources, PTX or source of its kernels, its written calls.")
+    show = command("show", "Show resources, PTX or source of the kernels of an op, or the generated code of its calls.")
     show.add_argument("op", metavar="OP")
     arch_option(show, default)
     what = show.add_mutually_exclusive_group()
     what.add_argument("--resources", action="store_true", help="registers, spills, shared memory (default)")
     what.add_argument("--ptx", action="store_true", help="PTX of one variant")
     what.add_argument("--source", action="store_true", help="the unit with its headers")
-    what.add_argument("--call", action="store_true", help="the Python that was written out for calls of its operators")
+    what.add_argument("--call", action="store_true", help="the generated Python code of its operators' calls")
     show.add_argument("--kernel", metavar="NAME", help="only this kernel")
     show.add_argument("--variant", type=_count(0), metavar="N", help="only this number in --resources")
 
