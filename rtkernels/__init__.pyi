@@ -394,7 +394,7 @@ def glu(
     reuse: Literal['inputs'] | None = None, layout: Literal['concat', 'interleaved'] = 'concat', channel_scale: Tensor
     | None = None, quant: None = None, keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor:
-    """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``."""
+    """Return ``act(gate) * up * weight``, the gated activation of an MLP."""
 @overload
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: Literal['silu',
@@ -434,7 +434,7 @@ def glu_fp8_backward(
     'row', keep: Literal['fp8', 'dense', 'both'] = 'fp8', weight_grad: bool | None = None, check_counts: bool = False,
     out: tuple[Tensor | None, ...] | None = None
 ) -> GluFp8Gradients:
-    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both."""
+    """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both."""
 
 def glu_smooth_fp8(
     x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: Literal['silu', 'gelu_tanh', 'gelu_erf',
@@ -442,7 +442,7 @@ def glu_smooth_fp8(
     None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False, divide: bool = True, out:
     tuple[Tensor | None, ...] | None = None
 ) -> GluSmoothFp8:
-    """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row."""
+    """Quantise ``act(gate) * up * weight / smooth`` to fp8 with one scale per row."""
 
 def glu_smooth_fp8_backward(
     dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None, act:
@@ -451,7 +451,7 @@ def glu_smooth_fp8_backward(
     pow2_scale: bool = False, keep: Literal['fp8', 'dense', 'both'] = 'fp8', weight_grad: bool | None = None,
     check_counts: bool = False, divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None
 ) -> GluSmoothFp8Gradients:
-    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both."""
+    """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both."""
 
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: Literal['bshd', 'sbhd', 'bhsd'] =
@@ -460,7 +460,7 @@ def mla_rope(
     = 0, cp_size: int = 1, mscale: float = 1.0, in_place: bool = False, cu_seqlens_kv: Tensor | None = None, out:
     tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them."""
+    """Rotate the rotary part of q and k and assemble the heads of k and v for multi-head latent attention."""
 
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *, q_heads: int,
@@ -478,7 +478,7 @@ def qkv_split(
     1e-06, k_cache: Tensor | None = None, v_cache: Tensor | None = None, pos: Tensor | int | None = None, out:
     Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection into heads of q, k and v; normalise, rotate and write them into a cache on the way."""
+    """Split a fused projection into heads of q, k and v; optionally normalise, rotate and write them into a cache."""
 
 @overload
 def rope(
@@ -558,7 +558,7 @@ def kl_div(
     = 'batchmean', labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature:
     float = 1.0, one_pass: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``."""
+    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, like torch's ``kl_div``."""
 
 @overload
 def linear_cross_entropy(
@@ -568,7 +568,7 @@ def linear_cross_entropy(
     int | None = None, fp32_weight_grad: bool = False, group: Any = None, vocab_start: int | None = None, vocab_size:
     int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory."""
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits."""
 @overload
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
@@ -607,33 +607,33 @@ def dequantize_fp8(
     'tensor', dtype: torch.dtype = torch.bfloat16, scale_layout: Literal['row', 'column'] = 'row', code_dtype:
     torch.dtype | None = None, group_size: int = 128, out: Tensor | None = None
 ) -> Tensor:
-    """Return ``q * scale``: the values that :func:`quantize_fp8` stored."""
+    """Undo :func:`quantize_fp8`: return ``q * scale``."""
 
 def quantize_mxfp4(
     x: Tensor, *, rule: Literal['ocp', 'nv'] = 'ocp', swizzled: bool = False, out: Tensor | None = None, scale_out:
     Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to MXFP4: e2m1 codes, two in a byte, and for 32 of them a power of two."""
+    """Quantise to MXFP4: e2m1 codes, two in a byte, with one power-of-two scale per 32 codes."""
 
 def quantize_mxfp8(
     x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: Literal['ocp', 'nv'] = 'ocp', swizzled: bool =
     False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to MXFP8: fp8 codes and, for 32 of them, a power of two."""
+    """Quantise to MXFP8: fp8 codes with one power-of-two scale per 32 codes."""
 
 def quantize_nvfp4(
     x: Tensor, *, global_scale: Tensor | float | None = None, swizzled: bool = False, scale_rule: Literal['rne',
     'ceil', 'mse'] = 'rne', elem_rule: Literal['rne', 'away', 'zero'] = 'rne', channel_scale: Tensor | None = None,
     out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise to NVFP4: e2m1 codes, two in a byte, an e4m3 scale for 16 of them, and one float32 for all."""
+    """Quantise to NVFP4: e2m1 codes, two in a byte, one e4m3 scale per 16 codes, and one float32 global scale."""
 
 def dequantize_fp8_smooth(
     q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: Literal['row', 'channel'] = 'row', rows: int | None = None, dtype:
     torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
-    """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again."""
+    """Undo :func:`quantize_fp8_smooth`: return ``q * scale`` without the factors."""
 
 @overload
 def quantize_fp8(
@@ -642,7 +642,7 @@ def quantize_fp8(
     Literal['row', 'column'] = 'row', layout: Literal["both"], with_transposed: bool = False, group_size: int = 128,
     out: tuple[Tensor | None, ...] | None = None
 ) -> QuantizedBoth:
-    """Quantise a tensor to fp8 codes and the factors that give the values back."""
+    """Quantise a tensor to fp8 codes and scales."""
 @overload
 def quantize_fp8(
     x: Tensor, scale: Tensor | float | None = None, *, granularity: Literal['tensor', 'row', 'group', 'group_t',
@@ -685,7 +685,7 @@ def moe_permute(
     x: Tensor, index: MoeIndex, *, probs: None = None, scale: None = None, dense_probs: bool | None = None, out:
     Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``."""
+    """Copy the rows of tokens to the rows of their experts: ``y[index.rows[t, j]] = x[t]``."""
 @overload
 def moe_permute(
     x: Tensor, index: MoeIndex, *, probs: Tensor, scale: Tensor | None = None, dense_probs: bool | None = None, out:
@@ -707,7 +707,7 @@ def moe_permute_fp8(
     torch.float8_e4m3fn, pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None,
     output: Literal['row', 'transposed', 'both'] | None = None, out: tuple[Tensor | None, ...] | None = None
 ) -> MoePermutedFp8:
-    """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass."""
+    """Copy the rows of tokens to the rows of their experts as fp8 codes with block scales, in one pass."""
 
 def fp8_linear(
     x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: Literal['block', 'row', 'tensor', 'hadamard',
@@ -717,13 +717,13 @@ def fp8_linear(
     wgrad: Literal['fp8', 'bf16'] = 'fp8', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'mma',
     'cluster', 'torch'] = 'auto', out: Tensor | None = None
 ) -> Tensor:
-    """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients."""
+    """Return ``x @ weight.T + bias`` computed from fp8 codes, as are both gradients."""
 
 def fp8_weight(
     weight: Tensor, *, recipe: Literal['block', 'row', 'tensor', 'hadamard'] = 'block', pow2_scale: bool = False,
     rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
-    """Quantise a weight for several calls of :func:`fp8_linear`, which quantises it in every call otherwise."""
+    """Quantise a weight once for several calls of :func:`fp8_linear`, which otherwise quantises it in every call."""
 
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None, score:
@@ -751,7 +751,7 @@ def topk_router(
     bool = False, scale: float = 1.0, eps: float = 1e-20, dense_probs: bool = False, routing_map: bool = False, out:
     tuple[Tensor | None, ...] | None = None
 ) -> Routing:
-    """Choose k experts for every token (every row of logits), and give their probabilities."""
+    """Select k experts for every token (every row of logits), and return their probabilities."""
 
 @overload
 def gated_mm(
@@ -765,7 +765,7 @@ def gated_mm(
     Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'mma', 'cluster', 'torch'] = 'auto', out: Tensor |
     tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, in fp32 and rounded once."""
+    """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, computed in fp32 and rounded once."""
 @overload
 def gated_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *, act:
@@ -813,7 +813,7 @@ def grouped_mm_masked(
     Literal['auto', 'nk', 'kn'] = 'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'mma',
     'cluster', 'torch'] = 'auto'
 ) -> Tensor:
-    """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group: the other rows of the result hold anything."""
+    """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group; the other rows of the result are uninitialised."""
 
 def grouped_wgrad(
     dy: Tensor, x: Tensor, scale_dy: Tensor | None = None, scale_x: Tensor | None = None, *, offs: Tensor, out: Tensor
@@ -822,7 +822,7 @@ def grouped_wgrad(
     'tile', 'mx32', 'nvfp4'] = 'auto', acc: Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'auto', backend:
     Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'mma', 'cluster', 'torch'] = 'auto'
 ) -> Tensor:
-    """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g."""
+    """Return the weight gradients of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g."""
 
 @overload
 def scaled_mm(
@@ -836,7 +836,7 @@ def scaled_mm(
     None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny',
     'unpack', 'mma', 'cluster', 'torch'] = 'auto'
 ) -> Tensor:
-    """Return ``act(a @ b.T * scales + bias + add)``: sums, scales and what follows in fp32, rounded once."""
+    """Return ``act(a @ b.T * scales + bias + add)``, computed in fp32 after the products and rounded once."""
 @overload
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *, recipe:
@@ -866,7 +866,7 @@ def scaled_mm(
 def index_select(
     x: Tensor, indices: Tensor, *, scale: None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return the rows ``x[indices]``, and with them the scale of each."""
+    """Return the rows ``x[indices]``, optionally with their scales."""
 @overload
 def index_select(
     x: Tensor, indices: Tensor, *, scale: Tensor, out: Tensor | tuple[Tensor | None, ...] | None = None
@@ -881,7 +881,7 @@ def sort_chunks(
     x: Tensor, counts: Tensor, order: Tensor, *, scale: None = None, out: Tensor | tuple[Tensor | None, ...] | None =
     None
 ) -> Tensor:
-    """Cut the rows of x into chunks and put these into another order: what follows an all-to-all between experts."""
+    """Split the rows of x into chunks and reorder the chunks, as needed after an all-to-all between experts."""
 @overload
 def sort_chunks(
     x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor, out: Tensor | tuple[Tensor | None, ...] | None = None
@@ -896,13 +896,13 @@ def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: Literal['nhwc', 'nchw'] = 'nhwc', order: Literal['hwc',
     'chw'] = 'hwc', lut: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Cut images into patches, one row each: what a convolution with stride = kernel size reads."""
+    """Split images into patches, one row per patch, as a convolution with stride = kernel size reads them."""
 
 @overload
 def transpose(
     x: Tensor, dim0: int = -2, dim1: int = -1, *, pad_to: int = 1, out: Tensor | Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """Return a dense copy of a tensor with two dimensions swapped."""
+    """Return a contiguous copy of a tensor with two dimensions swapped."""
 @overload
 def transpose(
     x: Sequence[Tensor], dim0: int = -2, dim1: int = -1, *, pad_to: int = 1, out: Tensor | Sequence[Tensor | None] |
@@ -917,7 +917,7 @@ def attention(
     False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90',
     'mma'] = 'auto'
 ) -> Tensor:
-    """Return ``softmax(scale * q @ k^T) @ v`` for every head, without the matrix of scores ever being in memory."""
+    """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores."""
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
@@ -940,7 +940,7 @@ def attention_decode(
     sinks: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse:
     Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return the attention of new queries over a cache, whose lengths and pages are known on the device only."""
+    """Return the attention of new queries over a cache whose lengths and pages are read on the device only."""
 @overload
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, scale: float |
@@ -964,7 +964,7 @@ def attention_quantized(
     max_seqlen_q: int = 0, max_seqlen_k: int = 0, out_dtype: torch.dtype = torch.bfloat16, return_lse: Literal[False]
     = False, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return the attention of 8-bit queries and keys, with values of 16 or 8 bits."""
+    """Return the attention of 8-bit queries and keys, with 16-bit or 8-bit values."""
 @overload
 def attention_quantized(
     q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor | None = None, *, scale: float
@@ -989,7 +989,7 @@ def attention_varlen(
     softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None, return_lse: Literal[False] =
     False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor:
-    """Return the attention of sequences that are packed one behind the other, each within itself."""
+    """Return the attention of packed sequences; each sequence attends only to itself."""
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
@@ -1011,7 +1011,7 @@ def lightning_attention(
     None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, out: Tensor | tuple[Tensor | None,
     ...] | None = None, group: Any = None
 ) -> Tensor:
-    """Return linear attention with an exponential decay per head, causal."""
+    """Return causal linear attention with an exponential decay per head."""
 @overload
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None =
@@ -1029,7 +1029,7 @@ def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: Literal['blhd',
     'bhld'] = 'blhd', out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention over all keys from attentions over parts of them, given their log-sum-exps."""
+    """Merge attentions over parts of the keys into the attention over all keys, using their log-sum-exps."""
 
 @overload
 def mla_attention(
@@ -1038,7 +1038,7 @@ def mla_attention(
     clip_value: float | None = None, return_lse: Literal[False] = False, layout: Literal['blhd', 'bhld'] = 'blhd',
     backend: Literal['auto', 'sm90', 'mma'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return multi-head latent attention of keys and values that were expanded from the latent: the form for training."""
+    """Return multi-head latent attention with keys and values expanded from the latent, the form used in training."""
 @overload
 def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -1060,7 +1060,7 @@ def mla_decode(
     float | None = None, causal: bool = True, return_lse: Literal[False] = False, out: Tensor | tuple[Tensor | None,
     ...] | None = None
 ) -> Tensor:
-    """Return the attention of new tokens over a cache of latents, each the key and the value of all heads."""
+    """Return the attention of new tokens over a cache of latents, which are the keys and values of all heads."""
 @overload
 def mla_decode(
     q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512, scale:
@@ -1087,7 +1087,7 @@ def sage_attention(
     granularity: Literal['token', 'block'] = 'token', smooth_k: bool = True, return_lse: Literal[False] = False,
     layout: Literal['blhd', 'bhld'] = 'blhd', out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
-    """Return attention with q and k (and v) quantised to 8 bits on the way."""
+    """Return attention computed with 8-bit q and k, and optionally 8-bit v."""
 @overload
 def sage_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
@@ -1108,7 +1108,7 @@ def multi_count_zeros(
     tensors: Tensors, *, per_tensor: Literal[False] = False, group: Any = None, out: Tensor | tuple[Tensor | None,
     ...] | None = None
 ) -> Tensor:
-    """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not)."""
+    """Return the number of zeros in all tensors together (of either sign; NaN and subnormals do not count)."""
 @overload
 def multi_count_zeros(
     tensors: Tensors, *, per_tensor: Literal[True], group: Any = None, out: Tensor | tuple[Tensor | None, ...] | None

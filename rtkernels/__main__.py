@@ -1,7 +1,7 @@
 """The command line: ``rtkernels ...`` or ``python -m rtkernels ...``.
 
-Every command works without a GPU. Results go to stdout, progress and errors to stderr; the exit code is 0
-when all went well, 1 when something failed, 2 for a wrong command line.
+Every command works without a GPU. Results go to stdout, progress and errors to stderr. The exit code is 0 for success,
+1 for failure and 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USAGE, FAILURE = 2, 1
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"invalid choice: '([^']*)' \(choose from ([^)]*)\)", message):
@@ -100,14 +100,14 @@ def _parser() -> _Parser:
     arch_option(clear, "only these targets")
     op_option(clear)
 
-    show = command("show", "Show what is behind an op: resources, PTX or source of its kernels, its written calls.")
+    show = command("show", "Show resources, PTX or source of the kernels of an op, or the generated code of its calls.")
     show.add_argument("op", metavar="OP")
     arch_option(show, default)
     what = show.add_mutually_exclusive_group()
     what.add_argument("--resources", action="store_true", help="registers, spills, shared memory (default)")
     what.add_argument("--ptx", action="store_true", help="PTX of one variant")
     what.add_argument("--source", action="store_true", help="the unit with its headers")
-    what.add_argument("--call", action="store_true", help="the Python that was written out for calls of its operators")
+    what.add_argument("--call", action="store_true", help="the generated Python code of its operators' calls")
     show.add_argument("--kernel", metavar="NAME", help="only this kernel")
     show.add_argument("--variant", type=_count(0), metavar="N", help="only this number in --resources")
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
-        # The reader (head, less) has gone: point stdout elsewhere, so that the flush at exit stays quiet.
+        # The reader (head, less) has exited: redirect stdout so that the flush at exit does not fail.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -227,7 +227,7 @@ def _cache_clear(arguments: argparse.Namespace, cache: ModuleType) -> int:
 
 
 def _cached_ops(names: Sequence[str], cached: set[str]) -> list[str]:
-    """Return op names as entries carry them; what an older version left behind can be named too."""
+    """Return op names as stored in entries; also accepts ops of older versions that are still in the cache."""
     from rtkernels.runtime import warm as warming
 
     found = []
@@ -264,7 +264,7 @@ def _show(arguments: argparse.Namespace) -> int:
             raise ArgumentError("--kernel and --variant have no meaning with --call: a call chooses them")
         print(show.written_calls(arguments.op))
         return 0
-    warming.select([arguments.op])  # an unknown op is the more useful message than a missing target
+    warming.select([arguments.op])  # report an unknown op before a missing target
     targets = warming.targets(arguments.arch)
     if arguments.ptx:
         print("\n\n".join(show.ptx(arguments.op, target, *chosen) for target in targets))

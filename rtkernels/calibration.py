@@ -1,14 +1,14 @@
-"""Static scales from a run: record the largest magnitudes of tensors by name, make scales of them, save and load them.
+"""Static scales from sample data: record the largest magnitudes of tensors by name, compute scales, save and load them.
 
     calibration = rtkernels.Calibration()
-    for batch in batches:                    # a model whose quantisers ask `calibration.observe(name, x)`
+    for batch in batches:                    # a model whose quantisers call `calibration.observe(name, x)`
         model(batch)
         calibration.next_sample()
     calibration.freeze()
     calibration.save("scales.json", key=rtkernels.calibration.checkpoint_key("model.safetensors"))
 
-Recording is one reduction and one maximum per tensor and never waits for the device; ``freeze`` does. Scales are one
-float32 tensor per name, which keeps its memory: a captured graph that was given one takes what is loaded later.
+Recording takes one reduction and one maximum per tensor and never waits for the device; ``freeze`` does. Each scale is
+a float32 tensor that keeps its memory: a captured graph that uses it sees values that are loaded later.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from rtkernels.ops.shared.row_quant import CODE_MAX, Quant
 VERSION = 1
 MIN_SCALE = 1e-12
 _MODES = ("max", "percentile", "ema")
-_OUTLIER = 20.0  # times the median: a scale that deserves a look
+_OUTLIER = 20.0  # times the median: warn about scales above this
 
 
 class Calibration:
-    """Maxima of tensors by name, and the scales that follow from them.
+    """Largest magnitudes of tensors by name, and the scales computed from them.
 
     Args:
-        mode: What counts over samples: ``"max"``, ``"percentile"`` of the maxima of samples (linear interpolation), or
-            ``"ema"``, a moving average of them.
+        mode: How samples are combined: ``"max"``, ``"percentile"`` of the samples' maxima (linear interpolation), or
+            ``"ema"``, an exponential moving average of them.
         percentile: For "percentile": 0 to 100.
-        momentum: For "ema": the weight of what was before.
-        dtype: Of the codes that the scales are for: float8_e4m3fn, float8_e5m2 or int8.
-        headroom: Factor of the scales: more than 1 leaves room for larger values than were seen.
+        momentum: For "ema": the weight of the previous average, at least 0 and below 1.
+        dtype: Dtype of the codes: float8_e4m3fn, float8_e5m2 or int8.
+        headroom: Factor of the scales, above 0; more than 1 leaves room for values larger than those recorded.
+
+    Raises:
+        ArgumentError: An argument is out of range.
     """
 
     def __init__(
@@ -70,11 +73,11 @@ class Calibration:
         )
         self.recording = True
         self._scales: dict[str, Tensor] = {}
-        self._sample: dict[str, Tensor] = {}  # maxima of the sample under way
+        self._sample: dict[str, Tensor] = {}  # maxima of the current sample
         self._samples: list[dict[str, Tensor]] = []
 
     def observe(self, name: str, x: Tensor) -> None:
-        """Take the largest magnitude of x into account for `name`, if recording. NaN and infinities stay visible."""
+        """Record the largest magnitude of x for `name`, unless frozen. NaN and infinity are recorded, too."""
         if not self.recording or x.numel() == 0:
             return
         amax = x.detach().abs().amax().float()
@@ -82,13 +85,13 @@ class Calibration:
         self._sample[name] = amax if before is None else torch.maximum(before, amax)
 
     def next_sample(self) -> None:
-        """End a sample. Several calls of one model (denoising steps) are one: their maxima count, not each step's."""
+        """End a sample. Several calls of one model, such as denoising steps, may form one sample."""
         if self._sample:
             self._samples.append(self._sample)
             self._sample = {}
 
     def scale(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return the scale of `name`: one float32 element that stays where it is. NaN before it is known."""
+        """Return the scale of `name`, one float32 element with a fixed address; NaN until it is known."""
         if name not in self._scales:
             self._scales[name] = torch.full((), torch.nan, dtype=torch.float32, device=device)
         return self._scales[name]
@@ -98,10 +101,10 @@ class Calibration:
         return Quant(self.dtype, scale=self.scale(name, device))
 
     def freeze(self) -> dict[str, float]:
-        """Make scales of what was recorded, stop recording, and return them as numbers by name.
+        """Compute the scales, stop recording, and return the scales as numbers by name.
 
         Raises:
-            ArgumentError: Nothing was recorded, or a tensor had NaN or infinity; it is named.
+            ArgumentError: Nothing was recorded, or a tensor had NaN or infinity; the message names it.
         """
         self.next_sample()
         if not self._samples:
@@ -146,11 +149,11 @@ class Calibration:
         return {name: scale.item() for name, scale in self._scales.items()}
 
     def save(self, path: str | os.PathLike[str], key: str = "") -> None:
-        """Write all scales to a file: JSON, or safetensors if the name ends in that.
+        """Write all scales to a file: safetensors if the name ends in ".safetensors", else JSON.
 
         Args:
             path: The file.
-            key: What the scales belong to (:func:`checkpoint_key`); ``load`` compares it.
+            key: Identifies the checkpoint that the scales belong to (:func:`checkpoint_key`); ``load`` compares it.
         """
         head = {"format": "rtkernels.calibration", "version": str(VERSION), "key": key, "dtype": _spell(self.dtype)}
         path = Path(path)
@@ -160,15 +163,15 @@ class Calibration:
             path.write_text(json.dumps({**head, "scales": self.scales()}, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | os.PathLike[str], key: str = "", device: torch.device | str | None = None) -> None:
-        """Read scales from a file that ``save`` has written, into the tensors that exist already.
+        """Read scales written by ``save``, into the existing tensors where there are any.
 
         Args:
             path: The file.
             key: As given to ``save``.
-            device: Of scales that do not exist yet.
+            device: Device of scales that do not exist yet.
 
         Raises:
-            ArgumentError: The file is of another version, key or dtype, or none of ours.
+            ArgumentError: The file has another version, key or dtype, or is not a calibration.
         """
         path = Path(path)
         try:
@@ -189,13 +192,13 @@ class Calibration:
             raise ArgumentError(f"{path} cannot be read as a calibration: {error}") from error
         if wrong:
             name, got, value = wrong[0]
-            raise ArgumentError(f"{path} has {name} {got!r}; expected {value!r}: calibrate anew")
+            raise ArgumentError(f"{path} has {name} {got!r}; expected {value!r}: calibrate again")
         self._set(scales, device)
         self.recording = False
 
 
 def checkpoint_key(path: str | os.PathLike[str]) -> str:
-    """Return 16 hexadecimal digits that change with a checkpoint: of its first 64 KiB and its size."""
+    """Return 16 hexadecimal digits that identify a checkpoint file, from its size and its first 64 KiB."""
     path = Path(path)
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(1 << 16))
@@ -204,7 +207,7 @@ def checkpoint_key(path: str | os.PathLike[str]) -> str:
 
 
 def clipped(calibration: Calibration, tensors: Iterable[tuple[str, Tensor]], excess: float = 0.1) -> dict[str, int]:
-    """Return for each name how many elements are beyond the largest code by more than `excess` of it."""
+    """Return for each name how many elements exceed the largest code by more than the fraction `excess` of it."""
     limit = CODE_MAX[calibration.dtype] * (1 + excess)
     counts: dict[str, int] = {}
     for name, x in tensors:
@@ -219,11 +222,14 @@ def balance_channels(weight: Tensor, act_amax: Tensor, exponent: float = 0.5) ->
     Args:
         weight: ``[n, k]``.
         act_amax: float32 ``[k]``, the largest magnitudes of the input's columns (:func:`rtkernels.column_absmax`).
-        exponent: 0 for none of it, 1 for all.
+        exponent: How much of the range is moved: 0 for nothing, 1 for all of it.
 
     Returns:
-        ``(weight * s, 1 / s)`` with ``s = clamp((act_amax / mean) ** exponent, 0.25, 4)``; the second is
-        ``channel_scale=`` of the norm or glu that makes the input.
+        ``(weight * s, 1 / s)`` with ``s = clamp((act_amax / mean) ** exponent, 0.25, 4)``. Pass the second one as
+        ``channel_scale=`` to the norm or glu that computes the input.
+
+    Raises:
+        ArgumentError: The shapes do not match.
     """
     if weight.dim() != 2 or act_amax.shape != weight.shape[1:]:
         raise ArgumentError(

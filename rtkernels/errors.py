@@ -1,4 +1,4 @@
-"""Every exception rtkernels raises on purpose; each message says what happened, why, and what to do."""
+"""rtkernels' exceptions; each message says what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class RtkError(Exception):
 
 
 class ArgumentError(RtkError, ValueError):
-    """An argument or an environment variable has a value that cannot be used."""
+    """An argument or an environment variable has an invalid value."""
 
 
 class SourceError(RtkError, RuntimeError):
@@ -20,7 +20,7 @@ class KernelCompileError(RtkError, RuntimeError):
 
     Attributes:
         log: The whole compiler log.
-        log_path: Where that log was written, or None if it could not be.
+        log_path: The file with that log, or None if it could not be written.
     """
 
     def __init__(self, message: str, *, log: str = "", log_path: str | None = None) -> None:
@@ -38,11 +38,11 @@ class UnsupportedDeviceError(RtkError, RuntimeError):
 
 
 class ResidencyError(UnsupportedDeviceError):
-    """Blocks that wait for each other are more than can run at the same time on the multiprocessors there are."""
+    """A kernel has more blocks that wait for each other than can run on the SMs at the same time."""
 
 
 class NotWarmError(RtkError, RuntimeError):
-    """A kernel would have to be compiled where compiling is not allowed.
+    """A kernel is not in the cache, and compiling is not allowed.
 
     Attributes:
         key: The cache key that was looked up.

@@ -1,8 +1,8 @@
-"""Arrays of other libraries at the public API: anything with ``__dlpack__`` in, the same kind out.
+"""Arrays of other libraries in the public API: anything with ``__dlpack__`` in, the same kind out.
 
-A ``torch.Tensor`` never comes here. CUDA streams are ordered by the DLPack protocol on both ways. bfloat16 and fp8
-cross as bit views where the other library (or its DLPack) lacks the type: NumPy and CuPy get ``ml_dtypes`` arrays if
-that package is installed, else unsigned integers of the same width.
+A ``torch.Tensor`` never gets here. The DLPack protocol orders CUDA streams in both directions. bfloat16 and fp8 cross
+as bit views if the other library (or its DLPack) lacks the dtype: NumPy and CuPy get ``ml_dtypes`` arrays if that
+package is installed, else unsigned integers of the same width.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def to_torch(value: Any, name: str = "an array") -> Tensor:
 
     Args:
         value: The array.
-        name: What messages call it.
+        name: The name of the argument in error messages.
 
     Raises:
-        ArgumentError: The array runs backwards; ``torch.from_dlpack`` would end the process. Or torch refuses it.
+        ArgumentError: The array has negative strides, for which ``torch.from_dlpack`` would abort the process. Or torch
+            does not accept the array.
     """
     if any(step < 0 for step in getattr(value, "strides", None) or ()):
         raise ArgumentError(f"{name} has strides {value.strides}; expected none below 0 (call .copy())")
@@ -92,7 +93,7 @@ def to_torch(value: Any, name: str = "an array") -> Tensor:
 
 
 def from_torch(value: Any, kind: str) -> Any:
-    """Return an array of library `kind` that shares memory with a tensor; other values as they are."""
+    """Return an array of library `kind` that shares memory with a tensor; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()

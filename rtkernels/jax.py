@@ -1,15 +1,15 @@
-"""Functions of this package inside of ``jax.jit``: the memory of XLA, on the stream of XLA.
+"""Use rtkernels' functions inside ``jax.jit``, with XLA's memory and on XLA's stream.
 
-``as_jax`` makes a function of JAX arrays of a public function, through XLA's foreign function interface: its C structs
-are spelled out with ctypes (below), so that nothing is built. The handler sees XLA's buffers as torch tensors and calls
-the function with ``out=`` those of the results. Needs the package ``jax``, which nothing else here does.
+``as_jax`` turns a public function into a function of JAX arrays, through XLA's foreign function interface. Its C
+structs are declared with ctypes below, so nothing has to be built. The handler views XLA's buffers as torch tensors and
+calls the function with the result buffers as ``out=``. Needs the package ``jax``.
 
     import rtkernels.jax as rj
     y = jax.jit(lambda x, w: rj.rms_norm(x, w, eps=1e-6))(x, w)
 
 Shapes and dtypes of results are found by running the function on tensors without data. Gradients (``differentiable=``)
-are those of torch: the backward pass runs the function once more, with gradients. Compile kernels before the first
-jitted call (``rtkernels warm``), else it waits for the compiler. The handler takes the GIL on a thread of XLA.
+are computed by torch: the backward pass runs the function again, with gradients. Compile kernels before the first
+jitted call (``rtkernels warm``), or that call waits for the compiler. The handler holds the GIL on a thread of XLA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rtkernels
 from rtkernels.errors import ArgumentError
 
-# Of XLA's interface.
+# Constants of XLA's interface.
 _EXECUTE = 3  # a stage
 _METADATA = 1  # a type of extension
 _INTERNAL = 13  # an error code
@@ -89,7 +89,7 @@ class _Buffers(ctypes.Structure):
     )  # fmt: skip
 
 
-class _CallFrame(ctypes.Structure):  # attributes and what follows are not read
+class _CallFrame(ctypes.Structure):  # later fields are not read
     _fields_ = (
         ("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension)), ("api", ctypes.POINTER(_Api)),
         ("context", ctypes.c_void_p), ("stage", ctypes.c_int32), ("args", _Buffers), ("rets", _Buffers),
@@ -126,7 +126,7 @@ class Spec(NamedTuple):
 
 
 class _Memory:
-    """Bytes on a GPU, as torch wants to be told of them."""
+    """GPU memory with the ``__cuda_array_interface__`` that torch reads."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -149,7 +149,7 @@ def _tensor(buffer: _Buffer, spec: Spec, on_gpu: bool) -> Tensor:
 
 
 def _handler(run: Callable[..., None], inputs: Sequence[Spec], results: Sequence[Spec], on_gpu: bool) -> Any:
-    """Return what XLA calls: ``run(*tensors of inputs, *tensors of results)`` on its stream. It never raises."""
+    """Return the handler that XLA calls. It runs ``run(*inputs, *results)`` on its stream and never raises."""
 
     def execute(frame: _CallFrame) -> None:
         given = [_tensor(frame.args.items[i].contents, spec, on_gpu) for i, spec in enumerate(inputs)]
@@ -178,20 +178,20 @@ def _handler(run: Callable[..., None], inputs: Sequence[Spec], results: Sequence
             execute(frame)
         except BaseException as error:  # an exception cannot pass through XLA
             message = f"{type(error).__name__}: {error}".encode()
-            made = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
-            return _MakeError(frame.api.contents.error_create)(ctypes.byref(made))
+            arguments = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _INTERNAL)
+            return _MakeError(frame.api.contents.error_create)(ctypes.byref(arguments))
         return None
 
     return _Handler(call)
 
 
 _targets: dict[Any, str] = {}
-_handlers: list[Any] = []  # XLA keeps their addresses for ever
+_handlers: list[Any] = []  # XLA keeps their addresses forever
 _lock = threading.Lock()
 
 
 def _target(key: Any, run: Callable[..., None], inputs: Sequence[Spec], results: Sequence[Spec]) -> str:
-    """Return the name under which XLA knows a handler, registered at its first use."""
+    """Return the name of a handler, registered with XLA at its first use."""
     with _lock:
         name = _targets.get(key)
         if name is None:
@@ -219,25 +219,25 @@ def _as_list(result: Any) -> list[Tensor]:
 
 
 def _results_of(call: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[list[Spec], bool]:
-    """Return what a call makes, and whether all of it is dense, as arrays of XLA are."""
+    """Return shapes and dtypes of the results of a call, and whether all are contiguous, as XLA arrays are."""
     with FakeTensorMode(), torch.no_grad():
-        made = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
-        return [Spec(tuple(t.shape), t.dtype) for t in made], all(t.is_contiguous() for t in made)
+        results = _as_list(call(*(torch.empty(spec.shape, dtype=spec.dtype, device="cpu") for spec in inputs)))
+        return [Spec(tuple(t.shape), t.dtype) for t in results], all(t.is_contiguous() for t in results)
 
 
 def as_jax(
     function: Callable[..., Any], *, differentiable: Sequence[int] = (), name: str | None = None
 ) -> Callable[..., Any]:
-    """Return a function of JAX arrays that can be called inside of ``jax.jit``.
+    """Return a function of JAX arrays that can be called inside ``jax.jit``.
 
     Args:
-        function: A public function of rtkernels, or any function of torch tensors that returns one or several.
-        differentiable: Positions of array arguments that get a gradient; `function` must then be differentiable.
-        name: Of the result; that of `function` if None.
+        function: A public function of rtkernels, or any function of torch tensors that returns one or more tensors.
+        differentiable: Positions of the array arguments that get a gradient; `function` must be differentiable in them.
+        name: Name of the result. Default: the name of `function`.
 
     Returns:
-        A function that takes arrays by position (None for those left out) and options by name, as `function` does. It
-        returns one array, or a tuple of those that are not None.
+        A function that takes arrays by position (None for omitted ones) and options by name, like `function`. It
+        returns one array, or a tuple of the results that are not None.
     """
     name = name or function.__name__
     takes_out = "out" in inspect.signature(function).parameters
@@ -281,11 +281,11 @@ def _forward(key: Any, call: Callable[..., Any], takes_out: bool) -> Callable[..
             if takes_out and dense and len(outs) == 1:
                 call(*given, out=outs[0])
                 return
-            for out, made in zip(outs, _as_list(call(*given)), strict=True):
-                out.copy_(made)
+            for out, result in zip(outs, _as_list(call(*given)), strict=True):
+                out.copy_(result)
 
-        made = _foreign(key, run, inputs, results)(*arrays)
-        return made[0] if len(made) == 1 else tuple(made)
+        outputs = _foreign(key, run, inputs, results)(*arrays)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     return forward
 
@@ -304,16 +304,16 @@ def _with_gradient(
             with torch.enable_grad():
                 for k in wanted:
                     given[k] = given[k].detach().requires_grad_()
-                made = _as_list(call(*given))
-                pairs = [(y, d) for y, d in zip(made, dy_tensors, strict=True) if y.requires_grad]
+                outputs = _as_list(call(*given))
+                pairs = [(y, d) for y, d in zip(outputs, dy_tensors, strict=True) if y.requires_grad]
                 found = torch.autograd.grad(
                     [y for y, _ in pairs], [given[k] for k in wanted], [d for _, d in pairs], allow_unused=True
                 )
             for out, gradient in zip(tensors[len(inputs) + len(gradients) :], found, strict=True):
                 out.zero_() if gradient is None else out.copy_(gradient)
 
-        made = _foreign((f"{key[0]}_backward", *key[1:]), run, [*inputs, *gradients], results)(*arrays, *dys)
-        by_place = dict(zip(wanted, made, strict=True))
+        outputs = _foreign((f"{key[0]}_backward", *key[1:]), run, [*inputs, *gradients], results)(*arrays, *dys)
+        by_place = dict(zip(wanted, outputs, strict=True))
         return tuple(by_place.get(k, _no_gradient(array)) for k, array in enumerate(arrays))
 
     function = jax.custom_vjp(forward)
@@ -349,7 +349,7 @@ _quantize_static = as_jax(_codes, name="quantize_fp8_static")
 
 
 def quantize_fp8_static(x: Any, scale: Any) -> Any:
-    """Return ``fp8(x / scale)``, float8_e4m3fn of x's shape; scale is one float32 element."""
+    """Return ``fp8(x / scale)`` as float8_e4m3fn in x's shape; scale is one float32 element."""
     return _quantize_static(x, scale)
 
 
@@ -362,13 +362,13 @@ _fp8_product = as_jax(_product, name="fp8_product")
 
 @jax.custom_vjp
 def fp8_gemm(x: Any, w_bf16: Any, w_fp8: Any, scale_x: Any, scale_w: Any) -> Any:
-    """Return ``x @ w.T`` of fp8 codes, with gradients of x and w_bf16 in bfloat16.
+    """Return ``x @ w.T`` from fp8 codes, with gradients of x and w_bf16 in bfloat16.
 
     Args:
         x: bfloat16 ``[..., k]``; quantised with scale_x.
-        w_bf16: bfloat16 ``[n, k]``, for the gradient of x, and to have one itself.
-        w_fp8: Its codes, float8_e4m3fn ``[n, k]``.
-        scale_x: One float32 element.
+        w_bf16: bfloat16 ``[n, k]``; used for the gradient of x, and receives the weight gradient.
+        w_fp8: The codes of w, float8_e4m3fn ``[n, k]``.
+        scale_x: One float32 element, the scale of x.
         scale_w: One float32 element, the scale of w_fp8.
 
     Returns:

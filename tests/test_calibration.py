@@ -52,7 +52,7 @@ def test_files(name: str, tmp_path: Path) -> None:
     assert kept.isnan()
     other.load(tmp_path / name, key="abc")
     assert other.scale("layers.0.qkv") is kept and other.scales() == calibration.scales()
-    with pytest.raises(ArgumentError, match="has key 'abc'; expected 'xyz': calibrate anew"):
+    with pytest.raises(ArgumentError, match="has key 'abc'; expected 'xyz': calibrate again"):
         other.load(tmp_path / name, key="xyz")
     with pytest.raises(ArgumentError, match="has dtype"):
         Calibration(dtype=torch.int8).load(tmp_path / name, key="abc")

@@ -1,4 +1,4 @@
-"""``rtkernels demo``: the fused ops forward and backward, checked and timed against torch."""
+"""``rtkernels demo``: run the fused ops forward and backward, compare and time them against torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rtkernels.runtime import warm as warming
 from rtkernels.runtime.build import nvrtc, places
 
 _CROSS_TARGETS = ("sm_80", "sm_90a")
-_OPS = ("rms_norm", "glu", "quantize_fp8")  # what the cases below call
+_OPS = ("rms_norm", "glu", "quantize_fp8")  # used by the cases below
 _FP8_MAX = 448.0
 _GROUP = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the demo: the same work done by us and by plain torch, returning everything to compare."""
+    """One line of the demo: the same work in rtkernels and in plain torch; each returns everything to compare."""
 
     name: str
     ours: Callable[[], tuple[torch.Tensor, ...]]
@@ -114,7 +114,7 @@ def _cases(device: str, rows: int, cols: int) -> list[Case]:
 
 
 def _error(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> float:
-    """Return the largest relative Frobenius distance of results; infinite if shapes or dtypes differ."""
+    """Return the largest relative Frobenius distance between results; infinite if shapes or dtypes differ."""
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -157,7 +157,7 @@ def _median_us(call: Callable[[], object], flush: torch.Tensor, repeats: int = 5
         call()
     pairs = []
     for _ in range(repeats):
-        for _ in range(4):  # more than L2 needs: it keeps the GPU busy while the host queues the call
+        for _ in range(4):  # more than needed to flush L2: keeps the GPU busy while the host queues the call
             flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

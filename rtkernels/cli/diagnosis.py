@@ -1,4 +1,4 @@
-"""What ``rtkernels doctor`` concludes from its report: problems, each said in one line, and notes."""
+"""The conclusions of ``rtkernels doctor``: problems, one line each, and notes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from rtkernels.runtime.suggest import did_you_mean
 
-_TYPE = re.compile(r"^\w+: ")  # the exception's type, in front of its text
+_TYPE = re.compile(r"^\w+: ")  # the exception's type before its text
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 
 
 def judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what keeps kernels from being compiled, loaded or cached here, and what is only worth knowing.
+    """Return the problems that prevent kernels from being compiled, loaded or cached here, and the notes.
 
-    One cause often breaks several probes: equal texts become one problem, which names all the sections.
+    One cause often breaks several probes: equal messages become one problem that names all sections.
     """
     sections: dict[str, list[str]] = {}
     for name, text in _problems(report):
@@ -27,7 +27,7 @@ def judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _problems(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (section, text); sections whose probe failed have an ``error`` and nothing else."""
+    """Yield (section, text). A section whose probe failed has only an ``error``."""
     for name, section in report.items():
         if isinstance(section, dict) and "error" in section:
             yield name, section["error"]
@@ -47,7 +47,7 @@ def _problems(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _failed(section: str, what: str, report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the failures of a section, those with the same text together."""
+    """Yield the failures of a section; equal messages are combined."""
     places: dict[str, list[str]] = {}
     for name, text in report[section].items():
         if text.startswith("failed: "):
@@ -64,13 +64,13 @@ def _notes(report: dict[str, Any]) -> Iterator[str]:
     cache, nvrtc = report["cache"], report["nvrtc"].get("version")
     if cache.get("writable") is False and cache.get("path") not in cache["refused"]:
         why = "there is no home directory for the cache" if cache.get("path") is None else "the cache is not writable"
-        yield f"{why}: every process compiles its kernels anew"
+        yield f"{why}: every process compiles its kernels again"
     others = {version: count for version, count in (cache.get("nvrtc") or {}).items() if version != nvrtc}
     if others and nvrtc:
         counts = ", ".join(f"{count} with {version}" for version, count in others.items())
         yield (
-            f"the caches have entries made by another NVRTC ({counts}) than the {nvrtc} installed: they serve with "
-            "RTKERNELS_NO_COMPILE=1 only, otherwise kernels are compiled anew"
+            f"the caches have entries made by another NVRTC ({counts}) than the {nvrtc} installed: they are used "
+            "with RTKERNELS_NO_COMPILE=1 only, otherwise kernels are compiled again"
         )
     copies = {Path(path).name for path in report["libraries"].get("loaded", []) if "libnvrtc.so" in path}
     if len(copies) > 1:
@@ -92,15 +92,15 @@ def _devices(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _newer_than_driver(report: dict[str, Any]) -> str | None:
-    """Return in what NVRTC is newer than the driver: "major", "minor" or None (also where there is no driver)."""
+    """Return how NVRTC is newer than the driver: "major", "minor" or None (also without a driver)."""
     driver = _NUMBERS.search(str(report["driver"].get("version")))
     nvrtc = _NUMBERS.search(str(report["nvrtc"].get("version")))
     if not driver or not nvrtc:
         return None
-    supported, made = tuple(map(int, driver.groups())), tuple(map(int, nvrtc.groups()))
-    if made[0] > supported[0]:
+    supported, installed = tuple(map(int, driver.groups())), tuple(map(int, nvrtc.groups()))
+    if installed[0] > supported[0]:
         return "major"
-    return "minor" if made > supported else None
+    return "minor" if installed > supported else None
 
 
 def _versions(report: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""What this machine offers to rtkernels, and what is wrong with it.
+"""Collect what rtkernels finds on this machine, and what is wrong with it.
 
-Probes use the standard library only, besides what they probe, and each is guarded: one that fails becomes an
-``error`` in its own section and never hides the others.
+Besides the libraries that they test, probes use only the standard library. A probe that fails becomes an ``error`` in
+its own section and never hides the others.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LIBRARIES = re.compile(r"lib(?:nvrtc|nvrtc-builtins|cudart|cuda)(?:-[0-9a-f]+)?
 
 
 def collect() -> dict[str, Any]:
-    """Return everything ``rtkernels doctor`` shows, as plain JSON-ready data.
+    """Return everything that ``rtkernels doctor`` shows, as JSON-ready data.
 
     Returns:
-        One entry per section; a section whose probe failed is ``{"error": text}``. ``problems`` lists what
-        keeps kernels from being compiled, loaded or cached, ``notes`` what is merely worth knowing.
+        One entry per section; a section whose probe failed is ``{"error": text}``. ``problems`` lists what prevents
+        kernels from being compiled, loaded or cached; ``notes`` is other useful information.
     """
     report: dict[str, Any] = {}
     logger = logging.getLogger("rtkernels")
-    was_disabled, logger.disabled = logger.disabled, True  # what it would say is in the report
+    was_disabled, logger.disabled = logger.disabled, True  # its messages are in the report
     try:
         for name, probe in _PROBES.items():
             try:
@@ -166,7 +166,7 @@ def _driver() -> dict[str, Any]:
 
 
 def _libraries() -> dict[str, list[str]]:
-    """Copies of the CUDA libraries in this process, and those on the disk that it did not take."""
+    """Return the CUDA libraries loaded in this process, and other copies on disk."""
     loaded = set()
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
@@ -289,7 +289,7 @@ def _environment() -> dict[str, str]:
 
 
 def _compile() -> dict[str, str]:
-    """Compile the smallest kernel of the library for every target CI covers, bypassing the cache."""
+    """Compile the smallest kernel of the library for every target that CI covers, bypassing the cache."""
     from rtkernels.runtime import targets
     from rtkernels.runtime.build import nvrtc
     from rtkernels.runtime.operator import registry
@@ -298,7 +298,7 @@ def _compile() -> dict[str, str]:
     for name in targets.CI_TARGETS:
         target = targets.parse(name)
         try:
-            if target.number not in nvrtc.supported_archs():  # nothing is wrong: sm_100 and newer came with 12.8
+            if target.number not in nvrtc.supported_archs():  # not an error: sm_100 and newer need NVRTC 12.8
                 found[name] = f"not known to NVRTC {'.'.join(map(str, nvrtc.version()))}"
                 continue
             _, kernel = next(pair for pair in registry.kernels() if pair[1].supports(target))
@@ -313,7 +313,7 @@ def _compile() -> dict[str, str]:
 
 
 def _launch() -> dict[str, str]:
-    """Load a kernel on every GPU, launch it and check its result, without the fallback that an op may have."""
+    """Load a kernel on every GPU, launch it and check its result, without the fallbacks of ops."""
     import torch
 
     from rtkernels.ops.shared.column_sum import column_sum
@@ -328,7 +328,7 @@ def _launch() -> dict[str, str]:
             with torch.cuda.device(index):
                 total = column_sum(rows.to(place), torch.float32).cpu()
             took = 1e3 * (time.perf_counter() - started)
-            if not torch.equal(total, rows.sum(0)):  # whole numbers: exact in any order
+            if not torch.equal(total, rows.sum(0)):  # integers: exact in any order
                 raise RuntimeError(f"column_sum gave {total.tolist()}, expected {rows.sum(0).tolist()}")
             origin = "compiled" if build_cache.stats.compiles > compiled else "from the cache"
             found[place] = f"ok, column_sum launched, {origin}, {took:.0f} ms"

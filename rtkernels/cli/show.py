@@ -1,4 +1,4 @@
-"""What is behind an op: its kernels and variants, their resources, PTX and source."""
+"""Show the kernels and variants of an op, their resources, PTX and source."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def inventory(
 
 
 def _is_cached(job: Job) -> bool | None:
-    """Return whether an entry is there; None when NVRTC, whose version is in the key, cannot be asked."""
+    """Return whether the cache has an entry; None if NVRTC, whose version is part of the key, cannot be loaded."""
     try:
         return build_cache.peek(*job.entry, op=job.kernel.op) is not None
     except RtkError:
@@ -113,7 +113,7 @@ def _share(found: list[bool | None] | None) -> str:
 
 
 def _jobs(op: str, target: Target, kernel: str | None, variant: int | None) -> list[tuple[int, Job]]:
-    """Return the chosen variants of an op, each with its number within its kernel."""
+    """Return the selected variants of an op, each with its number within its kernel."""
     by_kernel: dict[str, list[Job]] = {}
     for job in warming.plan(warming.select([op]), [target]):
         by_kernel.setdefault(job.kernel.name, []).append(job)
@@ -134,7 +134,7 @@ def _jobs(op: str, target: Target, kernel: str | None, variant: int | None) -> l
 
 
 def resources(op: str, target: Target, kernel: str | None = None, variant: int | None = None) -> list[dict[str, Any]]:
-    """Return what each variant of an op's kernels takes on a target, compiling what the cache does not have.
+    """Return the resources of each variant of an op's kernels on a target; compiles variants that are not cached.
 
     Registers are per thread, everything else is in bytes; empty for a PTX target, where the driver decides.
     """
@@ -186,7 +186,7 @@ def source(op: str, kernel: str | None = None) -> str:
 
 
 def written_calls(op: str) -> str:
-    """Return the Python that was written out for the operators of an op: their call, and how it finds a plan."""
+    """Return the generated Python code of the operators of an op: their calls and their plan lookups."""
     parts = []
     for operator in warming.select([op])[0].torch_ops:
         names = (f"<rtkernels {operator.name}>", f"<rtkernels plans of {operator.name}>")

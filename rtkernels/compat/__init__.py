@@ -1,6 +1,6 @@
-"""Products under the names and in the argument order of other libraries: ``compat.gn``, ``compat.aten``.
+"""Products with the names and argument orders of other libraries: ``compat.gn``, ``compat.aten``.
 
-Each function is a call of ``scaled_mm`` or ``grouped_mm``; docs/how_to/migrate.md has the calls themselves.
+Each function calls ``scaled_mm`` or ``grouped_mm``; docs/how_to/migrate.md lists these calls.
 """
 
 from __future__ import annotations

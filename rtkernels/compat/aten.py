@@ -1,4 +1,4 @@
-"""Products in the argument order of torch: ``_scaled_mm``, ``_int_mm``, ``_grouped_mm``, ``_scaled_grouped_mm``."""
+"""Products in torch's argument order: ``_scaled_mm``, ``_int_mm``, ``_grouped_mm``, ``_scaled_grouped_mm``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """``torch._scaled_mm``: a ``[m, k]``, b ``[k, n]`` contiguous along k; scales of tensor, rows or blocks."""
+    """``torch._scaled_mm``: a ``[m, k]``, b ``[k, n]`` contiguous along k; scales per tensor, row or block."""
     if scale_result is not None:
         raise ArgumentError("scale_result is given; expected None: quant_out= of rtkernels.scaled_mm quantises results")
     blocks = scale_a.dtype in _BLOCK_SCALES

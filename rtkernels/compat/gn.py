@@ -1,9 +1,9 @@
-"""The matrix products and attentions of gn_kernels by name.
+"""The matrix products and attentions of gn_kernels, by the same names.
 
-Products: a ``[m, k]`` contiguous, b ``[k, n]`` whose transposed is contiguous.
+Products: a ``[m, k]`` is contiguous; b is ``[k, n]``, and its transpose is contiguous.
 
-Two 4-bit codes in a byte are those of neighbours along k, the first in the low half. Scales of 4-bit floats are in
-blocks of 128 x 4. Unlike there, sizes need not be multiples of tiles.
+A byte holds the 4-bit codes of two neighbours along k, the first in the low half. Scales of 4-bit floats are in blocks
+of 128 x 4. Unlike in gn_kernels, sizes need not be multiples of tiles.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _ACCUMULATORS = {None: "auto", torch.float32: "fp32", torch.float16: "fp16", tor
 
 
 def int4_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact int32 ``[m, n]`` of int4 a ``[m, k/2]`` and b ``[k/2, n]`` (int8)."""
+    """Return the exact int32 product ``[m, n]`` of int4 a ``[m, k/2]`` and b ``[k/2, n]``, stored as int8."""
     return scaled_mm(a, b, packed="int4", b_layout="kn")
 
 
 def row_scaled_int4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """The same times float32 scales ``[m, 1]`` and ``[1, n]``, in bfloat16."""
+    """Return :func:`int4_mm` times float32 scales ``[m, 1]`` and ``[1, n]``, in bfloat16."""
     return scaled_mm(a, b, scale_a, scale_b, recipe="row", packed="int4", b_layout="kn")
 
 
 def fp8_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return bfloat16 ``[m, n]`` of fp8 operands."""
+    """Return the bfloat16 product ``[m, n]`` of fp8 operands."""
     return scaled_mm(a, b, b_layout="kn", out_dtype=torch.bfloat16)
 
 
 def row_scaled_fp8_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """The same times float32 scales ``[m, 1]`` and ``[1, n]``."""
+    """Return :func:`fp8_mm` times float32 scales ``[m, 1]`` and ``[1, n]``."""
     return scaled_mm(a, b, scale_a, scale_b, recipe="row", b_layout="kn", out_dtype=torch.bfloat16)
 
 
 def mxfp4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return bfloat16 ``[m, n]`` of e2m1 operands (two in a byte) with an e8m0 scale for 32 of them."""
+    """Return the bfloat16 product ``[m, n]`` of e2m1 operands (two in a byte) with one e8m0 scale per 32 values."""
     scales = scale_a.reshape(-1), scale_b.reshape(-1)
     return scaled_mm(a, b, *scales, recipe="mx32", packed="e2m1", bias=bias, b_layout="kn")
 
@@ -49,7 +49,7 @@ def mxfp4_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tenso
 def nvfp4_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, output_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return bfloat16 ``[m, n]`` of e2m1 operands with an e4m3 scale for 16 of them and one float32 for the result."""
+    """Return the bfloat16 product of e2m1 operands with an e4m3 scale per 16 values and one float32 output scale."""
     scales = scale_a.reshape(-1), scale_b.reshape(-1)
     return scaled_mm(
         a, b, *scales, recipe="nvfp4", packed="e2m1", global_scale=output_scale, bias=bias, b_layout="kn"
@@ -66,17 +66,20 @@ def mm(
     acc_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the product of floats of 16 or 32 bits (any strides), fp8 or int8, with scales ``[m, 1]`` and ``[1, n]``.
+    """Return the product of 16-bit or 32-bit floats (any strides), fp8 or int8, with optional row and column scales.
 
     Args:
         a: ``[m, k]``.
         b: ``[k, n]``.
-        scale_a: float32, or None.
-        scale_b: float32, or None.
+        scale_a: float32 ``[m, 1]``, or None.
+        scale_b: float32 ``[1, n]``, or None.
         bias: ``[n]``, added in fp32.
-        acc_dtype: float32, float16 or int32: how products are summed.
-        out_dtype: None: that of the operands if they are floats of 16 or 32 bits, bfloat16 for fp8 and with scales,
-            int32 for int8.
+        acc_dtype: Dtype of the accumulation: float32, float16 or int32.
+        out_dtype: Dtype of the result. Default: the operands' dtype for 16-bit and 32-bit floats, bfloat16 for fp8 and
+            with scales, int32 for int8.
+
+    Raises:
+        ArgumentError: `acc_dtype` is not one of these.
     """
     if acc_dtype not in _ACCUMULATORS:
         raise ArgumentError(f"acc_dtype is {acc_dtype}; expected float32, float16 or int32")
@@ -90,7 +93,7 @@ def mm(
 def block2d_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return the product of int8 or fp8 operands whose tiles have a scale each: ``[m/q, k/q]`` and ``[k/q, n/q]``."""
+    """Return the product of int8 or fp8 operands with one scale per tile: ``[m/q, k/q]`` and ``[k/q, n/q]``."""
     return scaled_mm(a, b, scale_a, scale_b, recipe="tile", b_layout="kn", out_dtype=out_dtype)
 
 
@@ -100,15 +103,15 @@ def attn_int8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tens
 
 
 def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor) -> Tensor:
-    """The same with int8 ``[b, h, l, d]`` and v ``[b, h, d, keys]``, a scale of it for each column and 64 keys."""
+    """Attention of int8 q, k ``[b, h, l, d]`` and v ``[b, h, d, keys]``; v has one scale per column and 64 keys."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     return attention_quantized(q, k, v, scale_q, scale_k, scale_v).transpose(1, 2)
 
 
 def attn_mxfp8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor) -> Tensor:
-    """Attention of MXFP8 q and k ``[b, h, l, d]`` with a power-of-two scale (e8m0, by rows) of each 32 columns.
+    """Attention of MXFP8 q and k ``[b, h, l, d]`` with a power-of-two scale (e8m0, by rows) per 32 columns.
 
-    A code times its scale is exact in bfloat16: that is what runs, on every GPU.
+    A code times its scale is exact in bfloat16, so this runs as bfloat16 attention, on every GPU.
     """
     q, k = (_mx_to_bf16(x, scale) for x, scale in ((q, scale_q), (k, scale_k)))
     return attention(q, k, v, layout="bhld")

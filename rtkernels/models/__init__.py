@@ -1,11 +1,12 @@
-"""Models of the ``transformers`` library on our ops, by one line: ``rtkernels.models.patch(model)``.
+"""Run models of the ``transformers`` library on our ops: ``rtkernels.models.patch(model)``.
 
-What a module computes is proved by running it beside ours (``recognize``, ``proof``, ``probe``), not read from its
-name; what is recognised gets our forward by a change of the instance's class (``replace``). Rotary embeddings are
-replaced in a view of the modelling file's globals (``rope_view``), the loss by logits that are computed if somebody
-looks at them (``lazy_logits``, ``loss``). ``fused_layers`` has layers with fewer steps, ``fp8`` and ``fp8_linear``
-those that multiply codes, ``fp8_checkpoint`` models whose weights are codes. Nothing global changes.
-``docs/models.md`` is the guide. ``transformers`` is imported when a model is patched.
+A module is recognised by what it computes, not by its name: its forward and ours run side by side on the same inputs
+(``recognize``, ``proof``, ``probe``). A recognised module gets our forward through a change of the instance's class
+(``replace``). Rotary embeddings are replaced in a view of the modelling file's globals (``rope_view``). The loss is
+replaced by logits that are computed only when they are read (``lazy_logits``, ``loss``). ``fused_layers`` has decoder
+layers with fewer launches, ``fp8`` and ``fp8_linear`` the layers that multiply fp8 codes, and ``fp8_checkpoint``
+the models that store fp8 weights. Nothing global changes. ``docs/models.md`` is the guide. ``transformers`` is
+imported when a model is patched.
 """
 
 from rtkernels.models.fp8_checkpoint import export_fp8, serve_fp8

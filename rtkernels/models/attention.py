@@ -1,14 +1,14 @@
-"""Attention of transformers' models by ours, through its attention interface.
+"""Use our attention in transformers models, through transformers' attention interface.
 
-The interface is a table of functions by name; a model's configuration has the name. Registering a name changes no other
-model. Masks: where transformers needs none (causal, without padding) ours is by lengths alone; where it makes one, of
-booleans or numbers, it is added to the scores. A single new token per sequence, as in ``generate``, reads the cache by
-``attention_decode``; in place of a mask it gets the number of keys, int32 ``[batch, 1, 1, 1]``, which may be known on
-the device only, as with a static cache.
+The interface is a table of functions by name; a model's configuration holds the name. Registering a name affects no
+other model. Where transformers needs no mask (causal, no padding), ours works from lengths alone. Where it creates a
+boolean or numeric mask, ours adds it to the scores. A single new token per sequence, as in ``generate``, reads the
+cache with ``attention_decode``. Instead of a mask it gets the number of keys, int32 ``[batch, 1, 1, 1]``, which may be
+known only on the device, as with a static cache.
 
-For a batch without padding transformers finds out whether its positions are those of packed sequences, on the device,
-and waits for the answer: every forward begins with a device that has nothing to do. Where positions are the model's own
-there is nothing to find out, and :func:`_before` says so by a mask of four dimensions, which transformers hands on.
+For a batch without padding, transformers checks on the device whether the positions are those of packed sequences, and
+waits for the answer, so the device is idle at the start of every forward. If the model computes the positions itself,
+the answer is known: :func:`_before` passes a mask of four dimensions, which transformers hands on unchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rtkernels.models.recognize import NotRecognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 NAME = "rtkernels"
-WHOLE = "rtkernels_masked"  # the same with masks that are always made, for models that need them: see _needs_masks
+WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _needs_masks
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
-# Hashes of the forwards of models that use attention_mask for nothing but a causal mask, and whether they choose by the
-# type of each layer if it has a window, or by the window that the configuration has.
+# Hashes of the forwards of models that use attention_mask only to create a causal mask, and the configuration's
+# attribute that decides whether a layer has a window.
 _MODELS = {
     "7d6ea2c2b23e0906": None,  # Llama, GLM, GLM4, OLMo, OLMo2, Ernie 4.5, HunYuan: none has a window
     "a4e04405d94dd416": "layer_types",  # Qwen2, Qwen3, SmolLM3
@@ -44,10 +44,10 @@ _MODELS = {
 
 
 def attention_mask(**options: Any) -> Tensor | None:
-    """Return what :func:`attention_forward` takes as its mask.
+    """Return the mask argument of :func:`attention_forward`.
 
-    Arguments are those of transformers' mask interface; the names used here are those of 5.17, and where one of them
-    is missing, as in other versions, a mask is made as for torch's attention.
+    Arguments are those of transformers' mask interface. The names used here are those of 5.17; if one is missing, as in
+    other versions, the mask is created as for torch's attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
@@ -63,14 +63,14 @@ def attention_mask(**options: Any) -> Tensor | None:
 
 
 def whole_mask(**options: Any) -> Tensor | None:
-    """Return a mask as for torch's attention, also where it is causal and nothing else."""
+    """Return a mask as for torch's attention, even if it is only causal."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**options, "allow_is_causal_skip": False})
 
 
 def _is_unpadded(mask: Tensor) -> bool:
-    """Return True if no token is masked. Waits for the device, as transformers does here; not while it is recorded."""
+    """Return True if no token is masked. Waits for the device, as transformers does here, except during capture."""
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(mask.all())
@@ -83,11 +83,11 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return ``[batch, queries, heads, width]`` of q, k and v ``[batch, heads, length, width]``, and None.
 
-    What ours does not compute (dropout, fp32, arguments that only the model's own function reads) goes to torch's
-    attention, or where that does not either, to the model's own function.
+    Calls that ours does not support (dropout, fp32, arguments that only the model's own function reads) go to torch's
+    attention, or if that does not support them either, to the model's own function.
 
     Raises:
-        RtkError: Neither of them computes it.
+        RtkError: None of them supports the call.
     """
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
@@ -124,7 +124,7 @@ def attention_forward(
             lengths = torch.full((query.shape[0],), keys, dtype=torch.int32, device=query.device)
         caches = key.transpose(1, 2), value.transpose(1, 2)
         return rtkernels.attention_decode(query.transpose(1, 2), *caches, lengths, **limits), None
-    if causal and keys > queries:  # the first tokens of a static cache: the rest of it is empty
+    if causal and keys > queries:  # the first tokens in a static cache: the rest of the cache is empty
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
     bias = attention_mask
@@ -138,13 +138,13 @@ def attention_forward(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
         elif bias.dtype not in (query.dtype, torch.float32):
             bias = bias.to(query.dtype)
-    # Heads inside of tokens, as the projections before and behind it have them: no copies.
+    # [tokens, heads, width], the layout of the projections before and after it: no copies.
     heads = (t.transpose(1, 2) for t in (query, key, value))
     return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if heads are as many and as wide as ours takes them."""
+    """Return True if ours supports the number and width of the heads."""
     widths = query.shape[3], value.shape[3]
     grouped = key.shape[1] == value.shape[1] and query.shape[1] % max(key.shape[1], 1) == 0
     return grouped and all(width % 8 == 0 and width <= 256 for width in widths)
@@ -156,11 +156,11 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 @cache
 def _own_function(cls: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return the attention that a class's own file has, None if it has none."""
+    """Return the attention function in a class's own file, None if there is none."""
     return getattr(inspect.unwrap(cls.forward), "__globals__", {}).get("eager_attention_forward")
 
 
-# What ours reads, and what is in the mask already.
+# Arguments that ours reads, and those that are part of the mask already.
 _READ = frozenset({
     "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
     "dropout", "softcap", "position_bias", "sliding_window", "is_causal", "kwargs", "s_aux",
@@ -169,7 +169,7 @@ _READ = frozenset({
 
 @cache
 def _only_own(cls: type[nn.Module]) -> tuple[frozenset[str], bool]:
-    """Return the arguments that only a class's own attention reads, and whether that reads sinks of the module."""
+    """Return the arguments that only a class's own attention reads, and whether it reads sinks of the module."""
     code = getattr(_own_function(cls), "__code__", None)
     if code is None:
         return frozenset(), False
@@ -178,14 +178,14 @@ def _only_own(cls: type[nn.Module]) -> tuple[frozenset[str], bool]:
 
 
 def _read_by_own(module: nn.Module, kwargs: dict[str, Any], s_aux: Tensor | None) -> set[str]:
-    """Return what a call has that only the model's own attention would read."""
+    """Return the arguments of a call that only the model's own attention would read."""
     names, sinks = _only_own(_class_of(module))
     found = {name for name in names if kwargs.get(name) is not None}
     return found | {"sinks"} if sinks and s_aux is None and getattr(module, "sinks", None) is not None else found
 
 
 def _with_causal(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Return a mask that has the causal one in it, which is only made if there is no other."""
+    """Return the mask; if there is none and attention is causal, create the causal mask."""
     if mask is not None or not causal:
         return mask
     queries, keys = (torch.arange(t.shape[2], dtype=torch.int64, device=t.device) for t in (query, key))
@@ -193,7 +193,7 @@ def _with_causal(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) 
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as numbers that are added to scores."""
+    """Return a boolean mask as numbers that are added to scores; other masks unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -204,13 +204,13 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @cache
 def _no_mask(device: torch.device) -> Tensor:
-    """Return what stands for no mask: empty, with four dimensions."""
+    """Return a tensor that means "no mask": empty, with four dimensions."""
     return torch.empty(0, 0, 0, 0, dtype=torch.int32, device=device)
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Pass :func:`_no_mask` to a model whose mask would be None; where it may be another, nothing changes."""
-    if is_dynamo_compiling():  # which asks nothing of the device
+    """Pass :func:`_no_mask` to a model if its mask would be None; otherwise change nothing."""
+    if is_dynamo_compiling():  # it does not wait for the device
         return None
     config, tokens = model.config, kwargs.get("input_ids") if not args else args[0]
     if tokens is None:
@@ -231,7 +231,7 @@ def _form(model: nn.Module) -> str:
 
 
 def _has_window(config: Any, model: nn.Module) -> bool:
-    """Return True if a layer may have a window, or if the model's forward is no longer one of those known here."""
+    """Return True if a layer may have a window, or if the model's forward is not one of those known here."""
     where = _MODELS.get(_form(model), "unknown")
     if where == "unknown":
         return True
@@ -241,7 +241,7 @@ def _has_window(config: Any, model: nn.Module) -> bool:
 
 
 def _constants(code: CodeType) -> Iterator[tuple[set[str], set[Any]]]:
-    """Yield the names that a function reads and its constants, then those of functions inside of it."""
+    """Yield the names that a function reads and its constants, then those of nested functions."""
     found: set[Any] = set()
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -255,7 +255,7 @@ def _constants(code: CodeType) -> Iterator[tuple[set[str], set[Any]]]:
 
 @cache
 def _names_and_constants(cls: type[nn.Module]) -> tuple[tuple[set[str], set[Any]], ...]:
-    """Return what the methods of a class of transformers and the functions of its file read, each by itself."""
+    """Return the names and constants that each method of a transformers class and each function of its file reads."""
     if not cls.__module__.startswith("transformers.models."):
         return ()
     functions = [getattr(cls, method, None) for method in dir(cls) if method != "__init__"]
@@ -269,18 +269,20 @@ def _names_and_constants(cls: type[nn.Module]) -> tuple[tuple[set[str], set[Any]
 
 
 def _asks(cls: type[nn.Module], name: str) -> bool:
-    """Return True if a class's code, or a function of its file, asks whether the attention has this name.
+    """Return True if a class's code, or a function of its file, compares the attention's name with this name.
 
-    Sparse attention does: it puts its choice of keys into the mask for the names it knows, and hands it to others.
+    Sparse attention does: for the names it knows it puts its selection of keys into the mask, for others it passes it
+    on.
     """
     return any("_attn_implementation" in names and name in given for names, given in _names_and_constants(cls))
 
 
 def _needs_masks(module: nn.Module, name: str) -> bool:
-    """Return True if a module needs masks that are causal and nothing else, which are otherwise left out.
+    """Return True if a module needs masks even if they are only causal; otherwise they are omitted.
 
-    Its code reads the mask, and asks transformers not to leave it out (an indexer of sparse attention); or the model
-    was eager, which has all masks, and the module says that it is not causal: without a mask it would not be.
+    Either its code reads the mask and asks transformers not to omit it (an indexer of sparse attention). Or the model
+    used eager attention, which creates all masks, and the module says that it is not causal: without a mask it would
+    not be.
     """
     if any("allow_is_causal_skip" in given for _, given in _names_and_constants(_class_of(module))):
         return True
@@ -292,7 +294,7 @@ def _uses_interface(model: nn.Module) -> bool:
 
 
 def _names_in(config: Any) -> dict[int, tuple[Any, str | None]]:
-    """Return a configuration and those inside of it, by identity, with the name of the attention that each has."""
+    """Return a configuration and those nested in it, by identity, each with the name of its attention."""
     found = {id(config): (config, config._attn_implementation)}
     for inner in vars(config).values():
         if hasattr(inner, "_attn_implementation"):
@@ -301,7 +303,7 @@ def _names_in(config: Any) -> dict[int, tuple[Any, str | None]]:
 
 
 def _give_back(names: Iterable[tuple[Any, str | None]]) -> None:
-    """Let configurations have the names that they had; each by itself, as setting one changes those inside of it."""
+    """Restore the attention names of configurations, one by one, because setting one changes those nested in it."""
     for config, name in names:
         config.__dict__["_attn_implementation_internal"] = name
 
@@ -315,10 +317,10 @@ def _names_of(model: nn.Module) -> dict[int, tuple[Any, str | None]]:
 
 
 def replace_attention(model: nn.Module) -> None:
-    """Let a model's attention be ours, in those of its parts that use transformers' interface.
+    """Use our attention in all parts of a model that use transformers' interface.
 
     Raises:
-        NotRecognized: The model does not use the interface, or asks for the name of its attention.
+        NotRecognized: The model does not use the interface, or its code depends on the name of its attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -342,7 +344,7 @@ def replace_attention(model: nn.Module) -> None:
     ]
     try:
         model.set_attn_implementation(NAME)
-    except ValueError as error:  # one of its parts accepts no other
+    except ValueError as error:  # a part of the model accepts no other attention
         _give_back(names.values())
         raise NotRecognized(f"transformers refuses it: {error}") from None
     parts = [module for module in model.modules() if hasattr(module, "_supports_sdpa") and hasattr(module, "config")]

@@ -1,7 +1,7 @@
-"""Expert layers of transformers: tokens sorted by expert, grouped products, the gate as one op, no wait for the device.
+"""Expert layers of transformers: tokens sorted by expert, grouped products, one gate op, no device synchronisation.
 
-Modules that transformers' experts interface knows carry flags that say how their weights lie. A module whose gate is
-recognised gets our forward, as norms do; the others keep the implementation that the model's configuration names.
+Modules of transformers' experts interface have flags that describe the layout of their weights. If the gate is
+recognised, the module gets our forward, as norms do. Others keep the implementation named in the configuration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rtkernels.models.reuse import glu
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_ON_CPU = (None, "eager", "grouped_mm", "batched_mm")  # implementations of the interface that run there
+_ON_CPU = (None, "eager", "grouped_mm", "batched_mm")  # implementations of the interface that run on the CPU
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -44,14 +44,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return True if a module may be an expert layer: one of the interface, or with a matrix for each expert."""
-    if is_experts(module):
-        return True
-    if any(True for child in module.children() for _ in child.parameters()):
-        return False
+    """Return True if a module may be an expert layer: it has the flags, or a matrix for each expert."""
     matrices = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and min(p.shape) > 1]
-    named = "expert" in type(module).__name__.lower()
-    return len({p.shape[0] for p in matrices}) == 1 and (len(matrices) >= 2 or named)
+    enough = len(matrices) >= 2 or "expert" in type(module).__name__.lower()
+    one_each = len({p.shape[0] for p in matrices}) == 1 and enough
+    return is_experts(module) or (one_each and not any(True for child in module.children() for _ in child.parameters()))
 
 
 @probing()
@@ -59,7 +56,7 @@ def recognize(module: nn.Module) -> Recognized:
     """Return which expert layer a candidate is.
 
     Raises:
-        NotRecognized: None that we have.
+        NotRecognized: It is none of ours.
     """
     act = activation_of(module)
     check_plain(module)
@@ -86,7 +83,7 @@ def activation_of(module: nn.Module) -> str:
     """Return the activation of an expert layer's gate.
 
     Raises:
-        NotRecognized: It is none of ours, or there is no gate.
+        NotRecognized: The activation is none of ours, or there is no gate.
     """
     if not is_experts(module):
         raise NotRecognized("it is not of transformers' experts interface")
@@ -106,7 +103,7 @@ def activation_of(module: nn.Module) -> str:
 
 
 def _sizes(module: nn.Module, given: dict[str, tuple[int, ...]]) -> dict[int, int]:
-    """Return what the widths of an expert layer are in a small twin; equal ones stay equal."""
+    """Map the widths of an expert layer to those of a small twin; equal widths stay equal."""
     _, both, hidden = given["gate_up_proj"]
     if module.is_transposed:
         both, hidden = hidden, both
@@ -133,23 +130,23 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
     settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
     for dtype, training in settings:
         fresh = {name: normal(*shape, seed=i, dtype=dtype) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
-        made = twin_of(module, fresh, sizes=attributes, training=training)
+        twin = twin_of(module, fresh, sizes=attributes, training=training)
         weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
-        # fp32 goes beyond the limits of clamped gates. In the halves a rounding would decide on which side of a limit a
-        # value lies, and with it the gradient, so these stay inside.
+        # In fp32, inputs exceed the limits of clamped gates. In 16 bits they stay inside: near a limit, rounding would
+        # decide whether a value is clamped, and so its gradient.
         x = normal(11, width, dtype=dtype) * (3 if dtype == torch.float32 else 1)
         trial = Trial(f"in {str(dtype)[6:]}", (x, weights), lambda x, w: (x, chosen, w))
         if dtype == torch.float32:
-            check_pure(partial(theirs, made), made, trial)
-        parameters = [p for p in made._parameters.values() if p is not None]
-        if found := difference(partial(ours, made), partial(theirs, made), trial, parameters):
+            check_pure(partial(theirs, twin), twin, trial)
+        parameters = [p for p in twin._parameters.values() if p is not None]
+        if found := difference(partial(ours, twin), partial(theirs, twin), trial, parameters):
             raise NotRecognized(f"it computes other results than our experts: {found}")
 
 
 class _Product(torch.autograd.Function):
-    """``grouped_mm(x, weight)``, with a gradient of x whose rows behind the last expert's hold anything.
+    """``grouped_mm(x, weight)`` with an uninitialised gradient in the rows after the last expert's.
 
-    Nothing reads them here, and the function's own gradient would fill all rows with zeros first.
+    Nothing reads those rows here; grouped_mm's own gradient would first fill all rows with zeros.
     """
 
     @staticmethod
@@ -168,7 +165,7 @@ class _Product(torch.autograd.Function):
 
 @cache
 def _torch_is_faster(device: int) -> bool:
-    """Return True where torch's grouped products are kernels for this GPU; elsewhere it waits for the sizes.
+    """Return True if torch has grouped-product kernels for this GPU; elsewhere it waits for the group sizes.
 
     Both were measured: docs/decisions/models.md.
     """
@@ -176,20 +173,20 @@ def _torch_is_faster(device: int) -> bool:
 
 
 def _of_every_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return grouped products with ``[experts, in, out]`` as one product of all rows for each expert.
+    """Return grouped products with ``[experts, in, out]``, computed as one product of all rows per expert.
 
-    For fp32 inside of a CUDA graph: torch's grouped product waits for the sizes there, and ours has no fp32.
+    For fp32 in a CUDA graph: torch's grouped product would wait for the group sizes, and ours has no fp32.
     """
     row = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)[:, None]
-    made = x.new_zeros(x.shape[0], weight.shape[-1])
+    out = x.new_zeros(x.shape[0], weight.shape[-1])
     for i, own in enumerate(weight.unbind()):
         inside = row < ends[i] if i == 0 else (row >= ends[i - 1]) & (row < ends[i])
-        made = torch.where(inside, x @ own, made)
-    return made
+        out = torch.where(inside, x @ own, out)
+    return out
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """Return the products of groups of rows with the weights of their experts ``[experts, out, in]``."""
+    """Return the products of groups of rows with the weights ``[experts, out, in]`` of their experts."""
     if x.dtype == torch.float32 and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _of_every_expert(x, weight if transposed else weight.transpose(-2, -1), ends)
     dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
@@ -201,10 +198,10 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tenso
 
 
 class _BiasAndHalves(torch.autograd.Function):
-    """Add the bias of each row's expert, and put columns that alternate between gate and up into halves.
+    """Add the bias of each row's expert; if gate and up columns alternate, separate them into halves.
 
-    Rows behind the last expert's are not written by grouped products, nor are their gradients: sums over rows leave
-    them out. The sum is a product with ones and zeros, the same bits every time.
+    Grouped products write neither the rows after the last expert's nor their gradients, so sums over rows exclude them.
+    The sum is a product with a matrix of zeros and ones, which is deterministic.
     """
 
     @staticmethod
@@ -235,7 +232,7 @@ class _BiasAndHalves(torch.autograd.Function):
 
 
 def _expert_of_row(index: rtkernels.MoeIndex) -> Tensor:
-    """Return the expert of each permuted row, the number of experts for rows behind the last."""
+    """Return the expert of each permuted row; the number of experts for rows after the last group."""
     rows = torch.arange(index.slots.shape[0], device=index.slots.device, dtype=index.offsets.dtype)
     return torch.searchsorted(index.offsets[1:], rows, right=True)
 
@@ -260,7 +257,7 @@ def _experts(
         permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         both = _grouped(permuted.y, self.gate_up_proj, ends, transposed)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
-        # The weight of a choice commutes with the second product.
+        # Scaling rows by their routing weight commutes with the second product.
         inner = glu(gate, up, act=act, weight=permuted.probs)
         return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed), index)
 

@@ -1,7 +1,7 @@
-"""Modules of a model in fp8: which ones, and their forwards.
+"""Modules of a model in fp8: which modules are replaced, and their forwards.
 
-In a gated MLP the activation writes codes for the down projection, not numbers; norms give codes to the projections
-that read them; expert layers permute tokens as codes. ``fp8_linear`` has the linear layers themselves.
+In a gated MLP, the activation writes codes for the down projection. Norms write codes for the projections that read
+them. Expert layers permute tokens as codes. ``fp8_linear`` has the linear layers themselves.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_SMALLEST_GAIN = 600  # n * k / (n + k); below, quantising costs more than the products gain
+_SMALLEST_GAIN = 600  # of n * k / (n + k); for smaller layers quantising costs more than the faster product saves
 READERS = "_rtkernels_readers"
 
 
 class Readers(tuple):
-    """Projections that read what a norm gives, which are not the norm's own: whoever copies it alone copies no weights.
+    """The projections that read a norm, not stored as its children: copying a norm alone must not copy their weights.
 
-    A copy of a whole model has norms with readers of its own.
+    If the whole model is copied, the copied norms get the copied readers.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Readers:
-        modules = islice((made for made in memo.values() if isinstance(made, nn.Module)), 2)
+        modules = islice((copied for copied in memo.values() if isinstance(copied, nn.Module)), 2)
         is_alone = len(list(modules)) < 2  # the norm itself is one
         return self if is_alone else Readers(copy.deepcopy(module, memo) for module in self)
 
@@ -62,10 +62,10 @@ class Readers(tuple):
 
 
 def recognize(module: nn.Linear, recipe: Recipe, rows: int | None = None) -> Recognized:
-    """Return the replacement of a linear layer; `rows` are those of all layers that are one product with it.
+    """Return the replacement of a linear layer; `rows` is the total of all layers that are merged with it.
 
     Raises:
-        NotRecognized: It is too small to gain, or of sizes that codes cannot have.
+        NotRecognized: It is too small to gain, or its sizes are unsupported.
     """
     n, k = module.out_features, module.in_features
     if n % MULTIPLE or k % MULTIPLE:
@@ -96,7 +96,7 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
     def forward(self, hidden_states, residual=None, with_input=False):
         fits = isinstance(hidden_states, Tensor) and hidden_states.dtype in (torch.bfloat16, torch.float16)
         fits = fits and not is_sharded(hidden_states)
-        # Hooks of the readers (tensor parallelism, somebody's own) are for tensors.
+        # Hooks of the readers (tensor parallelism, user hooks) need tensors.
         fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
         weight = norm_weight(self)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
@@ -106,10 +106,10 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
         if with_input and may_hand_on(hidden_states, weight):
             y, hidden_states = norm_and_input(hidden_states, weight, *options, False)
             return LazyNorm(hidden_states, weight, *options, stands_for=y), hidden_states
-        made = LazyNorm(hidden_states, weight, *options, residual)
+        normed = LazyNorm(hidden_states, weight, *options, residual)
         if with_input:
-            return made, hidden_states
-        return made if residual is None else (made, made.sum)
+            return normed, hidden_states
+        return normed if residual is None else (normed, normed.sum)
 
     return forward
 
@@ -128,7 +128,7 @@ def _served_norm(original: type[nn.Module], eps: str, offset: float) -> Callable
 
 
 class _GluCodes(torch.autograd.Function):
-    """The codes of a gated activation, and a tensor without memory that stands for its result and gets the gradient."""
+    """The codes of a gated activation, and a tensor without memory that stands for its result in the graph."""
 
     @staticmethod
     def forward(ctx, gate, up, act, private):
@@ -153,9 +153,9 @@ _differentiable_glu = applied(_GluCodes)
 
 
 def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) -> Any:
-    """Return ``glu(gate, up)`` as codes with scales in columns, with a gradient where gate has one.
+    """Return ``glu(gate, up)`` as codes with scales in columns, differentiable if gate requires a gradient.
 
-    If they are `private`, nobody else has gate and up, and their gradient is written over them.
+    With `private`, nothing else uses gate and up, and their gradients overwrite them.
     """
     if torch.is_grad_enabled() and gate.requires_grad:
         y, *codes = _differentiable_glu(gate, up, act, private and is_private(gate, up))
@@ -164,7 +164,7 @@ def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) 
 
 
 def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
-    """Return the result of a gated MLP, with all of it one step of the graph; None where that is not possible."""
+    """Return the result of a gated MLP computed as one autograd node; None if that is not possible."""
     if is_dynamo_compiling():
         return None
     gate, up, down = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
@@ -175,8 +175,8 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
         return None
     if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE:
         return None
-    made = merged_weights((gate, up))
-    if made is None:
+    gate_up = merged_weights((gate, up))
+    if gate_up is None:
         return None
     grads = torch.is_grad_enabled()
     codes = codes_of(x)
@@ -189,12 +189,12 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
     if down._kept is not None:
         down_codes = down.codes_of("weight", weights[2], weight_maker(recipe))
     if not grads:
-        return gated_mlp_alone(residual, weights[2], codes, made.matrix, made.codes, down_codes, act, x.dtype)
-    saving = Saving(recipe.save_weight and made.codes is None, recipe.save == "input", recipe.parts)
+        return gated_mlp_alone(residual, weights[2], codes, gate_up.matrix, gate_up.codes, down_codes, act, x.dtype)
+    saving = Saving(recipe.save_weight and gate_up.codes is None, recipe.save == "input", recipe.parts)
     norm = x.source() if saving.input and isinstance(x, LazyNorm) else None
     y, only = codes.y, [codes]
     del codes
-    return gated_mlp(y, residual, *weights, only, made.matrix, made.codes, down_codes, act, saving, norm)
+    return gated_mlp(y, residual, *weights, only, gate_up.matrix, gate_up.codes, down_codes, act, saving, norm)
 
 
 def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
@@ -266,18 +266,18 @@ def _is_served(module: nn.Module) -> bool:
 
 
 def replace_mlp(module: nn.Module, recipe: Recipe) -> None:
-    """Let the activation of a replaced gated MLP write codes, where its down projection reads them."""
+    """Let the activation of a replaced gated MLP write codes if its down projection reads them."""
     kind = replace.replaced(module)
     if recipe.by_codes and kind is not None and kind.kind == "mlp" and _is_fp8(module.down_proj):
         replace.change(module, Recognized("fp8_mlp", (*kind.options, ("recipe", recipe))))
 
 
-# Norms of a decoder layer, and the child that reads what they give.
+# Norms of a decoder layer, and the child that reads their results.
 _READERS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp", "pre_feedforward_layernorm": "mlp"}
 
 
 def replace_norms(layer: nn.Module, kind_of_readers: str = "fp8_norm") -> None:
-    """Let the norms of a decoder layer give codes to projections that read them: "served_norm" to served ones."""
+    """Let the norms of a decoder layer write codes for their readers; "served_norm" if those are serving layers."""
     for name, reader in _READERS.items():
         norm, kind = getattr(layer, name, None), replace.replaced(getattr(layer, name, layer))
         if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
@@ -286,14 +286,14 @@ def replace_norms(layer: nn.Module, kind_of_readers: str = "fp8_norm") -> None:
         readers = Readers(child for child in getattr(layer, reader).children() if reads(child))
         if readers and getattr(norm, "weight", None) is not None and norm.weight.shape[0] % MULTIPLE == 0:
             replace.change(norm, Recognized(kind_of_readers, kind.options))
-            norm.__dict__[READERS] = readers  # not as children
+            norm.__dict__[READERS] = readers  # not registered as children
 
 
-def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:
-    """Return the replacement of a replaced expert layer.
+def replace_experts(module: nn.Module, recipe: Recipe) -> None:
+    """Let a replaced expert layer multiply fp8 codes.
 
     Raises:
-        NotRecognized: It has biases, weights that lie otherwise, or sizes that codes cannot have.
+        NotRecognized: It has biases, a different weight layout, or unsupported sizes.
     """
     kind = replace.replaced(module)
     if kind is None or kind.kind != "experts":
@@ -305,4 +305,4 @@ def experts_kind(module: nn.Module, recipe: Recipe) -> Recognized:
         raise NotRecognized("its weights have biases, are transposed or interleaved")
     if any(size % MULTIPLE for weight in (module.gate_up_proj, module.down_proj) for size in weight.shape[1:]):
         raise NotRecognized(f"its sizes are no multiples of {MULTIPLE}")
-    return Recognized("fp8_experts", (("act", options["act"]),))
+    replace.change(module, Recognized("fp8_experts", (("act", options["act"]),)))

@@ -1,8 +1,8 @@
-"""Models whose weights are fp8 codes with a scale per 128 x 128 block: loaded, made, served and written.
+"""Load, create, serve and write models with fp8 weights and one scale per 128 x 128 block.
 
-The layout of the files is that of the fp8 checkpoints of DeepSeek-V3 and Qwen3, which transformers calls fine-grained
-fp8: ``weight`` of e4m3 beside ``weight_scale_inv`` of float32 ``[rows / 128, columns / 128]``, and in ``config.json`` a
-``quantization_config`` of method "fp8". What a tensor is called in a file is asked of transformers' own conversion.
+The file layout is that of the DeepSeek-V3 and Qwen3 fp8 checkpoints, which transformers calls fine-grained fp8: an e4m3
+``weight``, a float32 ``weight_scale_inv`` ``[rows / 128, columns / 128]``, and in ``config.json`` a
+``quantization_config`` of method "fp8". The names of tensors in files come from transformers' own conversion.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
 
-_SCALE = "_scale_inv"  # behind the name of a weight
+_SCALE = "_scale_inv"  # suffix of a weight's name
 _SHARD_BYTES = 5 * 10**9
 
 
 class _Place(NamedTuple):
-    """Where a tensor of a file lies in the model: a parameter, and in one of experts which of them, and which half."""
+    """Where a tensor of a file is in the model: the parameter and, for experts, which expert and which half."""
 
     name: str
     expert: int | None = None
@@ -38,9 +38,9 @@ def _experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
-    """Return the place of every tensor that a file of this model has, by its name in the file.
+    """Return the location in the model of every tensor of a checkpoint, by its name in the file.
 
-    Found by sending numbers in place of tensors through the conversion that transformers saves with.
+    To find them, numbers instead of tensors are sent through the conversion that transformers uses for saving.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,7 +49,7 @@ def _places(model: nn.Module) -> dict[str, _Place]:
     places: list[_Place] = []
     for name in model.state_dict(keep_vars=True):
         path, _, part = name.rpartition(".")
-        if name.endswith(_SCALE):  # follows its weight
+        if name.endswith(_SCALE):  # handled with its weight
             continue
         if path in experts and part in ("gate_up_proj", "down_proj") and not experts[path].has_bias:
             halves, count = (2 if part == "gate_up_proj" else 1), experts[path].num_experts
@@ -66,7 +66,7 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 
 
 def _part(parameter: Tensor, place: _Place, scale: bool = False) -> Tensor:
-    """Return the view of a parameter, or of its scales, that a place names."""
+    """Return the view of a parameter, or of its scales, at a location."""
     if place.expert is None:
         return parameter
     whole = parameter[place.expert]
@@ -77,18 +77,18 @@ def _part(parameter: Tensor, place: _Place, scale: bool = False) -> Tensor:
 
 
 def export_fp8(model: nn.Module, path: str | Path) -> list[str]:
-    """Write a model as an fp8 checkpoint, in the layout of DeepSeek-V3's and Qwen3's.
+    """Write a model as an fp8 checkpoint in the layout of the DeepSeek-V3 and Qwen3 checkpoints.
 
-    Linear layers and experts become codes of e4m3 with a scale per 128 x 128 block; the head, embeddings, norms,
-    routers, and layers with less than 128 rows or columns stay as they are. transformers, vLLM and
-    :func:`serve_fp8` read the result. Tokenizer files are not written.
+    Linear layers and experts become e4m3 codes with one float32 scale per 128 x 128 block. The head, embeddings, norms,
+    routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve_fp8` can
+    read the result. Tokenizer files are not written.
 
     Args:
-        model: A model of transformers, or one that serve_fp8 gave, whose codes are written as they are.
-        path: A folder; it is made if it does not exist.
+        model: A transformers model, or the result of :func:`serve_fp8`, whose codes are written unchanged.
+        path: The output folder; it is created if it does not exist.
 
     Returns:
-        Names of the modules that were not converted, as in the configuration.
+        Names of the modules that were not converted, as listed in the configuration.
     """
     from safetensors.torch import save_file
 
@@ -126,7 +126,7 @@ def export_fp8(model: nn.Module, path: str | Path) -> list[str]:
 
 
 def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
-    """Return the parameters that become codes, and the linear modules that do not."""
+    """Return the parameters to quantise, and the linear modules that are not quantised."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     quantized, skipped = set(), []
     experts = _experts_of(model)
@@ -147,7 +147,7 @@ def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
 
 
 def _fits(experts: nn.Module) -> bool:
-    """Return True if blocks of 128 rows do not cross from gate to up, or from one expert to the next."""
+    """Return True if no block of 128 rows contains both gate and up rows, or rows of two experts."""
     if isinstance(experts, ServedExperts):
         return True
     flags = not experts.has_bias and experts.has_gate and not experts.is_transposed and experts.is_concatenated
@@ -155,7 +155,7 @@ def _fits(experts: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module, quantized: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the files, codes and scales in place of the weights named."""
+    """Yield every tensor of the files, with codes and scales instead of the named weights."""
     import rtkernels
 
     state, tied = model.state_dict(keep_vars=True), _tied(model)
@@ -175,7 +175,7 @@ def _tensors(model: nn.Module, quantized: set[str]) -> Iterator[tuple[str, Tenso
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Return the names of parameters that are others': the head of a model that shares it with its embeddings."""
+    """Return the names of parameters that are shared with another one, such as a head tied to the embeddings."""
     first: dict[int, str] = {}
     names = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -188,16 +188,20 @@ def _tied(model: nn.Module) -> set[str]:
 
 
 def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> nn.Module:
-    """Return a model for inference whose linear layers and experts multiply fp8 codes by our products.
+    """Return a model for inference in which linear layers and experts multiply fp8 codes.
 
-    Inputs are quantised in groups of 128 on the way, weights are codes from the start: the memory of a model halves.
-    No gradients. Patch the result with :func:`rtkernels.models.patch` for the rest of the model.
+    Weights are stored as codes, which halves the model's memory. Inputs are quantised in groups of 128 in each layer.
+    The model has no gradients. Patch the result with :func:`rtkernels.models.patch` to replace the rest of the model.
 
     Args:
-        model_or_path: A folder with a checkpoint in the layout of DeepSeek-V3's or Qwen3's fp8 checkpoints, as
-            :func:`export_fp8` writes them. Or a model of transformers, changed in place: layers that transformers
-            loaded from such a checkpoint keep their codes, 16-bit ones are quantised.
-        device: Where the model goes; None for where it is, or the CPU.
+        model_or_path: A folder with a checkpoint in the layout of the DeepSeek-V3 and Qwen3 fp8 checkpoints, as
+            :func:`export_fp8` writes it. Or a transformers model, which is changed in place: layers that transformers
+            loaded from such a checkpoint keep their codes, 16-bit layers are quantised.
+        device: The device of the result. Default: the model's device, or the CPU for a folder.
+
+    Raises:
+        ArgumentError: `model_or_path` is neither a model nor such a folder.
+        RtkError: The checkpoint lacks tensors, or a layer cannot be served in fp8.
     """
     if isinstance(model_or_path, nn.Module):
         quantized, _ = _plan(model_or_path)
@@ -211,19 +215,19 @@ def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> n
 
 
 def _convert(model: nn.Module, quantized: set[str], empty: bool = False) -> nn.Module:
-    """Put serving layers in the place of linear layers and experts whose weights are named."""
+    """Replace the linear layers and experts with the named weights by serving layers."""
     for name, module in list(model.named_modules()):
         path, _, child = name.rpartition(".")
-        made: nn.Module | None = None
+        served: nn.Module | None = None
         if f"{name}.weight" in quantized and not isinstance(module, ServedLinear):
-            made = serve_linear(module, empty)
+            served = serve_linear(module, empty)
         elif f"{name}.gate_up_proj" in quantized and not isinstance(module, ServedExperts):
             try:
-                made = serve_experts(module, empty)
+                served = serve_experts(module, empty)
             except NotRecognized as error:
                 raise RtkError(f"{name}, a {type(module).__name__}, cannot be served in fp8: {error}") from error
-        if made is not None:
-            setattr(model.get_submodule(path), child, made)
+        if served is not None:
+            setattr(model.get_submodule(path), child, served)
     return model
 
 
@@ -244,7 +248,7 @@ def _loaded(folder: Path) -> nn.Module:
             f"[128, 128]"
         )
     del config.quantization_config
-    with no_init_weights():  # memory that nobody writes to is not taken
+    with no_init_weights():  # memory that is never written is not committed
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
     places = _places(model)
     opened = [safe_open(file, "pt") for file in files]

@@ -1,7 +1,7 @@
-"""Linear layers that multiply fp8 codes: recipes, codes of what layers read, one product for several layers.
+"""Linear layers that multiply fp8 codes: recipes, codes of inputs, one product for several layers.
 
-The three projections of an attention read one tensor, and so do gate and up: a norm gives them codes (``lazy_norm``);
-codes of any other tensor are kept on the tensor object, and found there by the next layer.
+The q, k and v projections read the same tensor, and so do gate and up. A norm gives them codes directly
+(``lazy_norm``). The codes of any other tensor are stored on the tensor object, where the next layer finds them.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 RECIPES = ("block", "row", "tensor")
-MULTIPLE = 16  # of rows and columns that codes can have
+MULTIPLE = 16  # rows and columns of codes are multiples of this
 BLOCK = 128  # rows and columns of a weight that share a scale
 _KEPT = "_rtkernels_codes"
 _quantize = BOTH.at_site()
 
 
 class Recipe(NamedTuple):
-    """How linear layers multiply codes, for ``patch(fp8=...)``.
+    """Options of fp8 linear layers, for ``patch(fp8=...)``.
 
     Attributes:
-        name: "block" (scales of 128 values and of 128 x 128 weights), "row" or "tensor".
-        wgrad: "bf16" for gradients of weights from 16-bit numbers; codes then do not travel between layers.
+        name: "block" (one scale per 128 activations and per 128 x 128 weights), "row" or "tensor".
+        wgrad: "bf16" computes weight gradients from 16-bit numbers; norms and activations then do not write codes.
         pow2_scale: Round scales up to powers of two.
-        save_weight: Keep no codes of weights from forward to backward, make them anew: for FSDP2, and for memory.
-        save: "input" keeps no codes of what a gated MLP reads and of its gated values: they are made anew from the
-            norm's input and from gate and up, which are kept anyway. For `fused_layers`; "codes" elsewhere.
-        parts: In how many parts of the rows the gradient of a gated MLP goes from its result to its input, with
-            `fused_layers`. Four take an eighth off a layer's peak, for one more copy of the codes of gate's and up's
-            gradient; same bits.
-        skip: Names of modules that are left alone, or parts of names ("layers.0.", "down_proj").
+        save_weight: Do not keep weight codes from forward to backward; quantise the weights again. Saves memory; set
+            automatically for FSDP2.
+        save: "input" does not keep the codes of a gated MLP's input and of its gated values; they are recomputed from
+            the norm's input and from gate and up, which are saved anyway. Applies with `fused_layers`. Default "codes".
+        parts: Number of parts into which the rows of a gated MLP's backward pass are split, with `fused_layers`. Four
+            parts lower a layer's peak memory by an eighth and cost one more copy of the codes of the gate and up
+            gradient; the results are bitwise equal.
+        skip: Names of modules to leave alone, or parts of names ("layers.0.", "down_proj").
     """
 
     name: str = "block"
@@ -58,12 +59,12 @@ class Recipe(NamedTuple):
 
     @property
     def by_codes(self) -> bool:
-        """True if norms and activations may give codes to layers of this recipe."""
+        """True if norms and activations may write codes for layers of this recipe."""
         return self.name == "block" and self.wgrad == "fp8" and not self.pow2_scale
 
 
 def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
-    """Return the recipe that ``patch(fp8=...)`` names, None for none."""
+    """Return the recipe given as ``patch(fp8=...)``, None if fp8 is off."""
     if fp8 is None or fp8 is False:
         return None
     recipe = fp8 if isinstance(fp8, Recipe) else Recipe("block" if fp8 is True else fp8)
@@ -79,7 +80,7 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
 
 
 def codes_of(x: Any) -> Any:
-    """Return the codes of x by rows and columns, made at the first call with this tensor object; x if compiled."""
+    """Return the codes of x, by rows and transposed, cached on the tensor object; x itself under the compiler."""
     if isinstance(x, LazyNorm):
         return x.codes()
     if is_dynamo_compiling() or not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
@@ -91,15 +92,15 @@ def codes_of(x: Any) -> Any:
     if kept is not None and kept[0] == x._version and (kept[1][2] is not None or not both):
         return Codes(*kept[1], x)
     if both:
-        made = products.quantized(_quantize, x.detach())
+        quantized = products.quantized(_quantize, x.detach())
     else:
-        made = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
-    setattr(x, _KEPT, (x._version, made))  # not with x itself, which must not hold itself
-    return Codes(*made, x)
+        quantized = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
+    setattr(x, _KEPT, (x._version, quantized))  # without x, which must not reference itself
+    return Codes(*quantized, x)
 
 
 def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any) -> Tensor:
-    """Return ``x @ weight.T + bias`` of a tensor, a lazy norm or codes with scales in columns."""
+    """Return ``x @ weight.T + bias`` for a tensor, a lazy norm or codes with scales in columns."""
     if recipe.by_codes and not is_sharded(weight):
         x = codes_of(x)
     elif isinstance(x, LazyNorm):
@@ -111,7 +112,7 @@ def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **opti
 
 
 def weight_maker(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
-    """Return what makes codes of a weight, transposed ones if told so."""
+    """Return a function that quantises a weight, with transposed codes on request."""
 
     def make(weight: Tensor, transposed: bool) -> Any:
         return rtkernels.fp8_weight(weight, recipe=recipe.name, pow2_scale=recipe.pow2_scale, transposed=transposed)
@@ -120,10 +121,10 @@ def weight_maker(recipe: Recipe) -> Callable[[Tensor, bool], Any]:
 
 
 def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, recipe: Recipe) -> Tensor | None:
-    """Return the product of x and the weights of layers, `matrix`, as one step of the graph.
+    """Return the product of x and the weights of layers, `matrix`, as one autograd node.
 
-    None where the layers go by ``fp8_linear``: without gradients, for an x that gets none (the first layer of a model
-    whose own parameters are frozen), for codes that cannot be transposed, for biases of some layers only.
+    None if the layers must use ``fp8_linear``: without gradients, if x needs none (the first layer of a model with
+    frozen embeddings), if codes cannot be transposed, or if only some layers have a bias.
     """
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
         return None
@@ -150,14 +151,14 @@ def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
     codes = module.codes_of("weight", weight, weight_maker(recipe)) if module._kept is not None else None
     main_grad = main_grad_of(weight)
     if main_grad is None and type(weight) in TENSOR_TYPES:
-        made = _as_step(x, (module,), weight, codes, recipe)
-        if made is not None:
-            return made
+        result = _as_step(x, (module,), weight, codes, recipe)
+        if result is not None:
+            return result
     return multiply(x, weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
 
 
 class Merged(NamedTuple):
-    """Weights of fp8 layers that lie one behind the other as one, with codes if they are kept, and the recipe."""
+    """Adjacent weights of fp8 layers as one matrix, with its codes if they are kept, and the recipe."""
 
     matrix: Tensor
     codes: Any
@@ -165,9 +166,10 @@ class Merged(NamedTuple):
 
 
 def merged_weights(linears: Sequence[nn.Module]) -> Merged | None:
-    """Return the weights of fp8 layers as one, None where the layers have to be called by themselves.
+    """Return the weights of fp8 layers as one matrix, None if the layers must be called separately.
 
-    They lie one behind the other, in blocks of 128 rows, so that codes and scales are what they are alone.
+    The weights are adjacent and consist of blocks of 128 rows, so codes and scales are the same as for separate
+    weights.
     """
     kind = replace.replaced(linears[0])
     if is_dynamo_compiling() or kind is None or kind.kind != "fp8_linear":
@@ -189,15 +191,15 @@ def merged_weights(linears: Sequence[nn.Module]) -> Merged | None:
 
 
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
-    """Return the results of fp8 layers as columns of one tensor, None where they have to be called by themselves."""
-    made = merged_weights(linears)
-    if made is None:
+    """Return the results of fp8 layers as columns of one tensor, None if the layers must be called separately."""
+    weights = merged_weights(linears)
+    if weights is None:
         return None
-    result = _as_step(x, linears, made.matrix, made.codes, made.recipe)
+    result = _as_step(x, linears, weights.matrix, weights.codes, weights.recipe)
     if result is not None:
         return result
     biases = [m.bias for m in linears if m.bias is not None]
     if len(biases) not in (0, len(linears)):
         return None
-    whole = Adjacent.apply(*(m.weight for m in linears)) if torch.is_grad_enabled() else made.matrix
-    return multiply(x, whole, torch.cat(biases) if biases else None, made.recipe, weight_codes=made.codes)
+    whole = Adjacent.apply(*(m.weight for m in linears)) if torch.is_grad_enabled() else weights.matrix
+    return multiply(x, whole, torch.cat(biases) if biases else None, weights.recipe, weight_codes=weights.codes)

@@ -1,7 +1,7 @@
-"""A gated MLP by fp8 codes as one step of the graph: the gradient of gate and up exists as codes alone.
+"""A gated MLP in fp8 as one autograd node: the gradient of gate and up exists only as codes.
 
-As separate steps, the gradient of the activation is written in 16 bits and read again to be quantised, which is the
-largest tensor of a decoder layer two times over.
+With separate nodes, the activation's gradient would be written in 16 bits and read again to be quantised, and it is the
+largest tensor of a decoder layer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
 _SIDE = 128  # rows that share a scale
-_WORD = torch.int64  # of codes that are copied
+_WORD = torch.int64  # codes are copied as 8-byte words
 _glu, _glu_gradient = glu_fp8.FORWARD.call, glu_fp8.BACKWARD.call
 
 
 def _cut(rows: int, parts: int) -> list[slice]:
-    """Return rows in parts that begin at multiples of 128, as groups of rows that share a scale do."""
+    """Split rows into parts that begin at multiples of 128, the number of rows that share a scale."""
     step = -(-rows // (_SIDE * parts)) * _SIDE
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 class Norm(NamedTuple):
-    """The norm that made codes of x: its input and weight, which its own gradient needs as well, and its options."""
+    """The norm that quantised x: its input and weight, which its own gradient needs as well, and its options."""
 
     x: Tensor
     weight: Tensor
@@ -40,13 +40,13 @@ class Norm(NamedTuple):
     offset: float
 
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """Return the transposed codes anew, and their scales."""
-        made = rtkernels.rms_norm_fp8(self.x, self.weight, eps=self.eps, offset=self.offset, layout="transposed")
-        return made.q_t, made.scale_t
+        """Recompute and return the transposed codes and their scales."""
+        codes = rtkernels.rms_norm_fp8(self.x, self.weight, eps=self.eps, offset=self.offset, layout="transposed")
+        return codes.q_t, codes.scale_t
 
 
 class Saving(NamedTuple):
-    """What is saved in place of codes, and in how many parts gate and up get their gradient; see ``Recipe``."""
+    """What is saved instead of codes, and the number of parts of the backward pass; see ``Recipe``."""
 
     weight: bool
     input: bool
@@ -54,7 +54,7 @@ class Saving(NamedTuple):
 
 
 def _codes_within(t: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a matrix of codes in the memory of a matrix in 16 bits, which is large enough."""
+    """Return a matrix of codes in the memory of a 16-bit matrix."""
     return t.view(-1).view(products.E4M3)[: shape[0] * shape[1]].view(shape)
 
 
@@ -62,11 +62,12 @@ def _in_parts(
     cuts: list[slice], d_q: Tensor, d_scale: Tensor, down_t: Tensor, down_scale: Tensor, hidden: Tensor, act: str,
     up_t: Tensor | None, up_scale: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor | None, list[Tensor], Tensor]:  # fmt: skip
-    """Return the gradient of x (None without `up_t`), and transposed codes of that of gate and up, with their scales.
+    """Return the gradient of x (None without `up_t`), and the transposed codes of the gate and up gradient with scales.
 
-    Parts of the rows take one behind the other the way from the gradient of the result, `d_q`, to that of x. The
-    gradient of the gated values and codes by rows are those of one part; transposed codes go to where gate and up of
-    the part before lie (`hidden`), unless the graph is kept; they have the bits that they have as one matrix.
+    Each part of the rows goes all the way from the gradient of the result, `d_q`, to that of x before the next part
+    starts. So the gradient of the gated values and the codes by rows exist for one part only. The transposed codes
+    overwrite gate and up (`hidden`) of the previous part unless the graph is retained. All codes are bitwise equal to
+    those of one part.
     """
     (rows, columns), longest, keeps = hidden.shape, cuts[0].stop, is_kept()
     gated = hidden.new_empty(longest, columns // 2, dtype=dtype)
@@ -82,27 +83,28 @@ def _in_parts(
         else:
             q_t = _codes_within(hidden[cuts[i - 1]], (columns, count))
         q = by_rows[: count * columns].view(count, columns)
-        made = rtkernels.glu_fp8_backward(
+        codes = rtkernels.glu_fp8_backward(
             dy, hidden[part], act=act, scale_layout="column",
             out=(q, None, q_t, scale_t[part.start // _SIDE : -(-part.stop // _SIDE)], None, None),
         )  # fmt: skip
         transposed.append(q_t)
         if dx is not None:
-            products.multiply(None, q, up_t, made.scale.t(), up_scale, dtype, out=dx[part])
+            products.multiply(None, q, up_t, codes.scale.t(), up_scale, dtype, out=dx[part])
     return dx, transposed, scale_t
 
 
 class _GatedMlp(torch.autograd.Function):
-    """``down @ (act(gate) * up) + residual`` of codes of x.
+    """``down @ (act(gate) * up) + residual`` from codes of x.
 
-    Arguments: y, which stands for x and gets the gradient; the residual, or None; the weights; codes of x in a list,
-    from which they are taken (those by rows are freed behind the first product); gate and up as one matrix
-    ``[2 * inner, hidden]``; codes of that and of down, or None; the activation; what to save; the norm that made the
-    codes, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits (so that codes of the
-    gated values can be made anew), transposed codes of the weights.
+    Arguments: y, which stands for x in the graph and gets its gradient; the residual or None; the weights; the codes of
+        x in
+    a list, which is emptied so that the codes by rows are freed after the first product; gate and up as one matrix
+    ``[2 * inner, hidden]``; codes of that matrix and of down, or None; the activation; what to save; the norm that
+    computed the codes, or None. Saved: transposed codes of x and of the gated values, gate and up in 16 bits (to
+    recompute codes of the gated values), and transposed codes of the weights.
 
-    The gradient of gate and up lies next to them and to the gradient of the gated values, which is a layer's peak;
-    :func:`_in_parts` has it lower, with the same bits.
+    At a layer's peak, gate and up, their gradient, and the gradient of the gated values exist at the same time;
+    :func:`_in_parts` lowers this peak with bitwise equal results.
     """
 
     @staticmethod
@@ -118,7 +120,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx.norm = None if norm is None or not saving.input else norm[2:]
         read = (x.q_t, x.scale_t) if ctx.norm is None else norm[:2]
         weights = (up_codes.q_t, up_codes.scale) if keep else (gate_up, None)
-        del up_codes, x  # codes by rows: the forward pass has its peak below
+        del up_codes, x  # frees codes by rows before the peak of the forward pass below
         layout = "row" if saving.input else "both"
         g_q, g_scale, *gated = _glu(hidden, None, None, None, act, layout, False, "column", False)
         flat = None if residual is None else residual.reshape(-1, hidden_size)
@@ -203,9 +205,9 @@ def gated_mlp_alone(
     residual: Tensor | None, down: Tensor, x: Any, gate_up: Tensor, up_codes: Any, down_codes: Any, act: str,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return the result of :class:`_GatedMlp`, the same bits, without anything for a gradient.
+    """Return the bitwise equal result of :class:`_GatedMlp` without saving anything for a gradient.
 
-    A forward pass of re-entrant checkpointing has no gradients, and is made anew with them.
+    The first forward pass of re-entrant checkpointing runs without gradients and is recomputed with them.
     """
     up_at, down_at = products.sites_of(gate_up.shape), products.sites_of(down.shape)
     up_codes = up_codes or up_at.weight_codes(gate_up, False)

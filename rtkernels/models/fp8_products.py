@@ -1,10 +1,10 @@
-"""Products of fp8 codes as steps of the graph, with as little between the launches as can be.
+"""Products of fp8 codes as autograd nodes, with as little host work between the launches as possible.
 
-A decoder layer has a dozen such products and as many quantisations in a step, so what the host does around each of them
-decides whether the device waits. Weights that are multiplied as one enter the graph one by one; codes pass by autograd,
-which has no business with them; and every place calls operators with a last call of its own (``Operator.at_site``).
+A decoder layer has a dozen such products and as many quantisations per step, so the host time around each of them
+decides whether the device waits. Weights that are multiplied as one matrix enter the graph separately. Codes bypass
+autograd. Every call site keeps its own last call (``Operator.at_site``).
 
-Scales of rows are in columns everywhere, and all sizes are multiples of 16: what has others goes by ``fp8_linear``.
+Scales of rows are in columns everywhere, and all sizes are multiples of 16; other layers use ``fp8_linear``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
 E4M3 = torch.float8_e4m3fn
-VALUES, WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"  # recipes of products
+VALUES, WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"  # recipes of ``scaled_mm``
 MULTIPLE = 16
 
 Site = Callable[..., Any]
 
 
 class Codes(NamedTuple):
-    """Codes of a matrix by rows, scales in columns, and transposed (or None); y stands for it and gets the gradient."""
+    """Codes of a matrix by rows with scales in columns, transposed codes or None; y stands for it in the graph."""
 
     q: Tensor
     scale: Tensor
@@ -41,9 +41,9 @@ class Codes(NamedTuple):
 
 
 class WeightCodes(NamedTuple):
-    """Codes of a weight by rows, a scale for 128 x 128, and transposed, whose scales are those of `scale`, transposed.
+    """Codes of a weight by rows, one scale per 128 x 128 block, and transposed codes; they need `scale` transposed.
 
-    The first three fields of what ``fp8_weight`` gives are the same.
+    The first three fields are the same as those of the result of ``fp8_weight``.
     """
 
     q: Tensor
@@ -55,19 +55,19 @@ def multiply(
     site: Site | None, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, recipe: str = VALUES,
     bias: Tensor | None = None, add: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``a @ b.T + bias + add`` of codes, by a place of its own, or in `out` if that is given."""
+    """Return ``a @ b.T + bias + add`` of codes, by a call site, or into `out` if given."""
     if out is not None:
         return scaled_mm(a, b, scale_a, scale_b, recipe=recipe, bias=bias, add=add, out=out)
     return site(a, b, scale_a, scale_b, None, bias, add, recipe, "auto", None, None, dtype, "auto", "auto")
 
 
 def quantized(site: Site, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the codes of a matrix by rows, their scales in columns, the transposed codes and theirs."""
+    """Return codes of a matrix by rows, their scales in columns, transposed codes and their scales."""
     return site(x, "group", E4M3, False, "column")
 
 
 class Sites(NamedTuple):
-    """Places that call operators for weights of one shape."""
+    """Call sites of the operators for weights of one shape."""
 
     codes: Site
     codes_by_rows: Site
@@ -78,7 +78,7 @@ class Sites(NamedTuple):
 
     @classmethod
     def new(cls) -> Sites:
-        """Return places that nobody has called from."""
+        """Return fresh call sites."""
         forward, dx, dw = (PRODUCT.at_site() for _ in range(3))
         return cls(BOTH.at_site(), QUANTIZE.at_site(), forward, BOTH.at_site(), dx, dw)
 
@@ -91,31 +91,31 @@ class Sites(NamedTuple):
 
 @lru_cache(maxsize=256)
 def sites_of(shape: torch.Size) -> Sites:
-    """Return the places for weights of a shape: those of one role are alike in all layers of most models."""
+    """Return the call sites for weights of a shape: in most models all layers have the same shapes."""
     return Sites.new()
 
 
 def split_gradient(dw: Tensor | None, rows: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of weights that are multiplied as one."""
+    """Return the gradients of weights that were multiplied as one matrix."""
     if dw is None:
         return (None,) * len(rows)
     return (dw,) if len(rows) == 1 else dw.split(rows)
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ [weights]^T + bias``. Saved: transposed codes of x and, unless `save_weight`, those of the weights."""
+    """``x @ [weights]^T + bias``. Saves transposed codes of x and, unless `save_weight`, those of the weights."""
 
     @staticmethod
     def forward(ctx, y, bias, codes, matrix, given, save_weight, at, *weights):
         ctx.set_materialize_grads(False)
         keep = ctx.needs_input_grad[0]
-        made = given or at.weight_codes(matrix, keep and not save_weight)
+        weight_codes = given or at.weight_codes(matrix, keep and not save_weight)
         q = codes.q if codes.q.dim() == 2 else codes.q.view(-1, codes.q.shape[-1])
-        out = multiply(at.product, q, made.q, codes.scale.t(), made.scale, y.dtype, bias=bias)
+        out = multiply(at.product, q, weight_codes.q, codes.scale.t(), weight_codes.scale, y.dtype, bias=bias)
         trains = any(ctx.needs_input_grad[7:])
         ctx.save_for_backward(
             *((codes.q_t, codes.scale_t) if trains else (None, None)),
-            *((None, None) if not keep else (matrix, None) if save_weight else (made.q_t, made.scale)),
+            *((None, None) if not keep else (matrix, None) if save_weight else (weight_codes.q_t, weight_codes.scale)),
         )  # fmt: skip
         ctx.at, ctx.save_weight, ctx.shape, ctx.dtype = at, save_weight, y.shape, matrix.dtype
         ctx.bias_dtype, ctx.rows = None if bias is None else bias.dtype, [w.shape[0] for w in weights]

@@ -1,8 +1,8 @@
-"""Decoder layers with fewer steps: sum and norm in one op, q/k norm and rotation in one, one product for q, k and v.
+"""Decoder layers with fewer launches: one op for sum and norm, one for q/k norm and rotation, one for q, k and v.
 
-Such a layer needs another forward, and a copy of transformers' code grows old. So a module is replaced only if the text
-of its class's forward (parsed; annotations, decorators and docstring removed) is one that was read when this was
-written: the tables below have its hash. A forward that changes is left alone, and the report says so.
+Such a layer needs a new forward, and a copy of transformers' code becomes outdated. So a module is replaced only if the
+source of its class's forward (parsed, without annotations, decorators and docstring) is one that this code was written
+for; the tables below have the hashes. If transformers changes a forward, the module is left alone and reported.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("rms_norm", "fp8_norm", "served_norm")
 _GATE_UP = ("gate_proj", "up_proj")
-# From 5.23 on, transformers wraps the forward of every subclass of its layers, ours among them, in checkpointing.
+# Since 5.23, transformers wraps the forward of every subclass of its layers in checkpointing, including ours.
 _CHECKPOINTING = "transformers.modeling_layers"
 
 
 class AttentionForm(NamedTuple):
-    """What forwards of attention modules differ in: where the window is, whether heads of q and k are normalised."""
+    """Differences between attention forwards: where the window is stored, whether q and k are normalised."""
 
     window: str | None
     normed: bool
 
 
-# Hash of the forward: the order of its arguments, and whether sums are scaled.
+# By hash of the forward: the order of its arguments, and whether residual sums are scaled.
 LAYERS = {
     "1a8125909341e389": ("cached", False),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
     "d4699009e63a2518": ("positions first", False),
@@ -56,7 +56,7 @@ ATTENTIONS = {
 
 @cache
 def form_of(forward: Forward) -> str:
-    """Return the hash of a forward's text, "" if it has none or somebody wrapped it."""
+    """Return the hash of a forward's source, "" if there is no source or another library wrapped it."""
     while getattr(forward, "__globals__", {}).get("__name__") == _CHECKPOINTING and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     if hasattr(forward, "__wrapped__"):
@@ -82,7 +82,7 @@ def form_of(forward: Forward) -> str:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return True if a module may be a decoder layer: one of its children is an attention."""
+    """Return True if a module may be a decoder layer: one of its children is an attention module."""
     return any(is_attention(child) for child in module.children())
 
 
@@ -172,18 +172,18 @@ def _attention_kind(module: nn.Module) -> Recognized:
 
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
-    """Return the merged product of linear layers, by numbers or by codes, None if they have to be called."""
+    """Return the merged product of linear layers, in 16 bits or fp8, None if they must be called separately."""
     for multiply in (merged, quantized.merged, served.merged):
-        made = multiply(x, linears)
-        if made is not None:
-            return made
+        result = multiply(x, linears)
+        if result is not None:
+            return result
     return None
 
 
 def _heads(
     self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
 ) -> tuple[Tensor, ...] | None:
-    """Return q, k and v ``[batch, tokens, heads, size]``, q and k rotated; None if it has to be done in steps."""
+    """Return q, k and v ``[batch, tokens, heads, size]`` with q and k rotated; None if separate steps are needed."""
     cos, sin = tables
     size = self.head_dim
     rotary = cos.shape[-1] * (2 if form[0] == "half tables" else 1)
@@ -243,9 +243,9 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))
-        made = served.gated(self.down_proj, both, act)
-        if made is not None:
-            return made
+        result = served.gated(self.down_proj, both, act)
+        if result is not None:
+            return result
         return reuse.project(self.down_proj, reuse.glu(both, act=act))
 
     return forward
@@ -257,7 +257,7 @@ replace.register("fused_mlp", _mlp)
 
 
 def rows_together(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the rows of all layers of a product, for each linear layer that may be multiplied with others."""
+    """Map each linear layer that may be merged with others to the total rows of the merged product."""
     found = {}
     for module in model.modules():
         for names in (_QKV, _GATE_UP):
@@ -269,14 +269,14 @@ def rows_together(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _put_together(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Let the weights of linear layers that read the same tensor lie one behind the other."""
+    """Make the weights of linear layers that read the same tensor adjacent in memory."""
     linears = [getattr(module, name) for name in names]
     make_adjacent(linears)
     served.make_adjacent(linears)
 
 
-def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], None]) -> None:
-    """Fuse what can be fused of a model whose norms, rotations and MLPs were replaced; note every layer looked at."""
+def fuse(model: nn.Module, record: Callable[[str, str, nn.Module, str | None], None]) -> None:
+    """Fuse the layers of a model with replaced norms, rotations and MLPs; call `record` for every layer examined."""
     modules = list(model.named_modules())
     for name, module in modules:
         kind = replace.replaced(module)
@@ -294,6 +294,6 @@ def fuse(model: nn.Module, note: Callable[[str, str, nn.Module, str | None], Non
             else:
                 continue
         except NotRecognized as error:
-            note("fused", name, module, str(error))
+            record("fused", name, module, str(error))
         else:
-            note("fused", name, module, None)
+            record("fused", name, module, None)

@@ -1,7 +1,7 @@
-"""What lazy results share: a tensor that is made at the first use for which nothing better is known.
+"""The base class of lazy results: a tensor that is computed when an operation needs its values.
 
-Not a subclass of Tensor: DDP, FSDP and accelerate pass such an object on as they pass any other, and torch's functions
-get the tensor by ``__torch_function__``.
+It is not a subclass of Tensor: DDP, FSDP and accelerate pass it on like any other object, and torch functions get the
+computed tensor through ``__torch_function__``.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
 def place_in_graph() -> Any:
-    """Return what decides for whom a result made now is good: None without gradients, else who saves tensors here.
+    """Return the autograd context in which a cached result is valid: None without gradients, else the top saving hooks.
 
-    What was made without gradients gives none to those who ask later. What was made inside of a checkpoint (its hooks
-    save tensors) is made anew inside of it, or torch misses what was saved the first time.
+    A result computed without gradients cannot provide them later. A result computed inside a checkpoint, which installs
+    saved-tensor hooks, must be computed again inside the recomputation, because torch compares what both passes save.
     """
     if not torch.is_grad_enabled():
         return None
     return (None if is_dynamo_compiling() else top_saved_tensors_hooks(False),)
 
 
-def is_good(made: Any, place: Any) -> bool:
-    """Return True if a result that was made at a place can be given to one who asks here."""
+def is_good(result: Any, place: Any) -> bool:
+    """Return True if a result that was cached in context `place` is valid in the current one."""
     now = place_in_graph()
-    return made is not None and (now is None or now == place)
+    return result is not None and (now is None or now == place)
 
 
 class Lazy(ABC):
-    """Stands for ``tensor()``, which is computed one time and kept as ``_made``, unless its place is another."""
+    """Stands for ``tensor()``, which is cached in ``_result`` as long as the autograd context is the same."""
 
-    _made: Tensor | None = None
+    _result: Tensor | None = None
     _place: Any = None
 
     @abstractmethod
     def _make(self) -> Tensor:
-        """Return the tensor, computed."""
+        """Compute and return the tensor."""
 
     def tensor(self) -> Tensor:
-        """Return the tensor itself; computed at the first call."""
-        if not is_good(self._made, self._place):
-            self._made, self._place = self._make(), place_in_graph()
-        return self._made
+        """Return the tensor; computed at the first call."""
+        if not is_good(self._result, self._place):
+            self._result, self._place = self._make(), place_in_graph()
+        return self._result
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """The shape that the tensor has, known before it is computed."""
+        """The shape of the tensor, known before it is computed."""
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -65,7 +65,7 @@ class Lazy(ABC):
     # ---- everything else is the tensor's ----
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_made" not in self.__dict__:  # copied or unpickled, and without values so far
+        if name.startswith("__") or "_result" not in self.__dict__:  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -102,12 +102,12 @@ class Lazy(ABC):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*made(args), **{name: made(value) for name, value in (kwargs or {}).items()})
+        return func(*as_tensors(args), **{name: as_tensors(value) for name, value in (kwargs or {}).items()})
 
 
 def _of_tensors(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
     def method(self: Lazy, *others: Any) -> Any:
-        given = (self.tensor(), *map(made, others))
+        given = (self.tensor(), *map(as_tensors, others))
         return function(*(reversed(given) if swapped else given))
 
     return method
@@ -121,10 +121,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "abs"):
 Lazy.__rtruediv__ = _of_tensors(operator.truediv, swapped=True)
 
 
-def made(value: Any) -> Any:
-    """Return a value with tensors in place of lazy ones, inside of tuples and lists too."""
+def as_tensors(value: Any) -> Any:
+    """Return a value with lazy results replaced by tensors, also inside tuples and lists."""
     if isinstance(value, Lazy):
         return value.tensor()
     if isinstance(value, (tuple, list)):
-        return type(value)(made(v) for v in value)
+        return type(value)(as_tensors(v) for v in value)
     return value

@@ -1,8 +1,8 @@
-"""Logits that are computed when somebody looks at them.
+"""Logits that are computed only when they are read.
 
-In training with labels nobody does but the loss, which takes hidden states and head instead. Divisions and products by
-a number, a soft cap (divide, tanh, multiply) and conversions are recorded; anything else makes the logits, once, and
-goes on with a tensor.
+In training with labels only the loss needs them, and it takes the hidden states and the head instead. Multiplication
+and division by a number, a soft cap (divide, tanh, multiply) and dtype conversions are recorded. Any other operation
+computes the logits once and continues with a tensor.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rtkernels.models.lazy import Lazy
 
 
 class Shaping(NamedTuple):
-    """What happens to logits before the loss: times `scale`, then, with `softcap`, ``softcap * tanh(x / softcap)``."""
+    """Operations on logits before the loss: times `scale`, then with `softcap` ``softcap * tanh(x / softcap)``."""
 
     scale: float
     softcap: float | None
 
 
 class LazyLogits(Lazy):
-    """The logits of hidden states ``[..., hidden size]`` under a head, perhaps shaped."""
+    """The logits of hidden states ``[..., hidden size]`` under a head, with recorded operations applied."""
 
     def __init__(self, hidden: Tensor, head: nn.Module, steps: tuple[tuple[str, Any], ...] = ()) -> None:
         self.hidden, self.head, self.steps = hidden, head, steps
-        self._made: Tensor | None = None
+        self._result: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -35,7 +35,7 @@ class LazyLogits(Lazy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the logits will have."""
+        """The dtype of the logits."""
         converted = [value for name, value in self.steps if name == "to"]
         return converted[-1] if converted else self.hidden.dtype
 
@@ -44,7 +44,7 @@ class LazyLogits(Lazy):
         return self.hidden.device
 
     def _then(self, name: str, value: Any = None) -> Any:
-        if self._made is not None:
+        if self._result is not None:
             return _applied(self.tensor(), name, value)
         return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)))
 
@@ -69,13 +69,13 @@ class LazyLogits(Lazy):
         return self.tensor().to(*args, **kwargs)
 
     def _make(self) -> Tensor:
-        made = self.head(self.hidden, materialize=True)
+        logits = self.head(self.hidden, materialize=True)
         for name, value in self.steps:
-            made = _applied(made, name, value)
-        return made
+            logits = _applied(logits, name, value)
+        return logits
 
     def shaping(self) -> Shaping | None:
-        """Return what was recorded as scale and soft cap; None if it is neither."""
+        """Return the recorded operations as scale and soft cap; None if they are not of that form."""
         steps = [step for step in self.steps if step[0] != "to"]
         scale, rest = 1.0, list(steps)
         names = [name for name, _ in rest]

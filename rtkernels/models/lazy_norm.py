@@ -1,8 +1,8 @@
-"""The result of a norm that is not made unless somebody needs numbers: fp8 layers ask it for codes.
+"""The result of a norm, computed only if its values are needed: fp8 layers read codes instead.
 
-In a decoder layer the readers of a norm are projections. They share the codes, which one kernel writes from the norm's
-input; normalised rows in 16 bits never exist. Everybody else gets the tensor, made at the first use. It does not leave
-the decoder layer it was made in.
+In a decoder layer, projections read the result of a norm. They share the codes, which one kernel writes from the norm's
+input, so the normalised rows never exist in 16 bits. Any other reader gets the tensor, computed at its first use. A
+lazy norm does not leave its decoder layer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
 
 
 def _quantized(site: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float) -> Any:
-    """Return the codes of a norm by rows and transposed with their scales, its statistics and, last, the sum."""
+    """Return codes by rows and transposed codes of a norm with scales, its statistics and, last, the sum."""
     return site(x, weight, None, residual, None, None, eps, offset, "both", False, "column", False, False)
 
 
 def _inside_of_function() -> bool:
-    """Return True inside of the forward of an autograd Function: one that calls modules is a checkpoint.
+    """Return True inside the forward of an autograd Function; a Function that calls modules is a checkpoint.
 
-    Others that read without gradients (the indexer of a sparse attention) want none.
+    Other code that reads without gradients, such as the indexer of a sparse attention, needs no gradient.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -49,13 +49,13 @@ def _inside_of_function() -> bool:
 
 
 class _CodesOfSum(torch.autograd.Function):
-    """Stands for ``rms_norm(x + residual, weight)``, with the sum. Codes go to `made`, out of sight of autograd."""
+    """Stands for ``rms_norm(x + residual, weight)`` and the sum. Codes go to the list `written`, past autograd."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, made):
+    def forward(ctx, x, residual, weight, eps, offset, written):
         ctx.set_materialize_grads(False)
         *codes, _, total = _quantized(_of_sum, x, weight, residual, eps, offset)
-        made += codes
+        written += codes
         ctx.save_for_backward(total, weight)
         ctx.options = eps, offset
         return stand_in(x), total
@@ -75,9 +75,9 @@ _codes_of_sum = applied(_CodesOfSum)
 
 
 class LazyNorm(Lazy):
-    """``rms_norm(x, weight)``, or with a residual of ``x + residual``: then codes and the sum exist from the start.
+    """``rms_norm(x, weight)``, or ``rms_norm(x + residual, weight)``, which computes codes and sum immediately.
 
-    With `stands_for`, codes give their gradient to that tensor, and x gets it from there.
+    With `stands_for`, the gradient of the codes goes to that tensor, and x gets it from there.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LazyNorm(Lazy):
         self.x, self.weight, self.eps, self.offset = x, weight, eps, offset
         self._codes: Any = None
         self._codes_place: Any = None
-        self._made: Tensor | None = None
+        self._result: Tensor | None = None
         self.sum = None
         self._trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual))
         if residual is not None:
@@ -101,21 +101,21 @@ class LazyNorm(Lazy):
 
     def _of_sum(self, residual: Tensor) -> Any:
         if self._trains:
-            made: list[Tensor] = []
-            y, self.sum = _codes_of_sum(self.x, residual, self.weight, self.eps, self.offset, made)
+            codes: list[Tensor] = []
+            y, self.sum = _codes_of_sum(self.x, residual, self.weight, self.eps, self.offset, codes)
             self._stands_for = y
-            return Codes(*made, y)
+            return Codes(*codes, y)
         layout = "both" if torch.is_grad_enabled() else "row"
         options = {**self._options, "layout": layout, "scale_layout": "column"}
-        made = rtkernels.rms_norm_fp8(self.x, self.weight, residual=residual, **options)
-        self.sum = made.sum
-        return made
+        codes = rtkernels.rms_norm_fp8(self.x, self.weight, residual=residual, **options)
+        self.sum = codes.sum
+        return codes
 
     def codes(self) -> Any:
-        """Return the codes by rows (and transposed, where there may be a gradient), with scales in columns.
+        """Return codes by rows with scales in columns, and transposed codes if a gradient may be needed.
 
         Raises:
-            RtkError: They would lose the gradient of x.
+            RtkError: The gradient of x would be lost.
         """
         if self._trains and not torch.is_grad_enabled() and _inside_of_function():
             raise RtkError(
@@ -125,8 +125,8 @@ class LazyNorm(Lazy):
         if not is_good(self._codes, self._codes_place):
             if self._stands_for is not None:
                 x, weight = self.x.detach(), self.weight.detach()
-                made = _quantized(_plain, x, weight, None, self.eps, self.offset)
-                self._codes = Codes(*made[:4], self._stands_for)
+                quantized = _quantized(_plain, x, weight, None, self.eps, self.offset)
+                self._codes = Codes(*quantized[:4], self._stands_for)
             else:
                 layout = "both" if torch.is_grad_enabled() else "row"
                 options = {**self._options, "layout": layout, "scale_layout": "column"}
@@ -135,12 +135,12 @@ class LazyNorm(Lazy):
         return self._codes
 
     def taken(self) -> Any:
-        """Return the codes and forget them: for the last one who reads them. They are made anew if others ask."""
+        """Return the codes and drop them, for the last reader. Later readers compute them again."""
         codes, self._codes = self.codes(), None
         return codes
 
     def source(self) -> Norm | None:
-        """Return what codes can be made from anew."""
+        """Return what the codes can be recomputed from."""
         return None if self.weight is None else Norm(self.x.detach(), self.weight.detach(), self.eps, self.offset)
 
     def _make(self) -> Tensor:

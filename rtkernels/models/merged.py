@@ -1,8 +1,8 @@
-"""One product for linear layers that read the same tensor, whose weights stay parameters of their own.
+"""One product for linear layers that read the same tensor; their weights remain separate parameters.
 
-Where the weights lie one behind the other in memory (``make_adjacent``), they are one matrix without a copy. Where they
-do not (FSDP gathers them, a model was moved), forward and dx are a product each, into columns of one result; the
-gradient of the weights is one product in any case.
+Weights that are adjacent in memory (``make_adjacent``) form one matrix without a copy. If they are not adjacent (FSDP
+gathers them, or the model was moved), forward and dx are one product per layer into columns of one result. The weight
+gradient is always one product.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
-    """Move the weights of linear layers into one block of memory, if each has memory of its own. Values stay."""
-    if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # as of other libraries
+    """Move the weights of linear layers into one block of memory if each has its own storage. Values do not change."""
+    if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # other libraries
         return
     weights = [linear.weight for linear in linears]
     first = weights[0]
@@ -31,7 +31,7 @@ def make_adjacent(linears: Sequence[nn.Module]) -> None:
         alike = w.dtype == first.dtype and w.device == first.device and w.shape[1:] == first.shape[1:]
         if not alike or type(w) not in TENSOR_TYPES or w.device.type == "meta" or not w.is_contiguous():
             return
-        if w.untyped_storage().nbytes() != w.numel() * w.element_size():  # a part of something: of a flat parameter
+        if w.untyped_storage().nbytes() != w.numel() * w.element_size():  # a part of a flat parameter
             return
     block = torch.cat([w.detach() for w in weights])
     start = 0
@@ -41,9 +41,9 @@ def make_adjacent(linears: Sequence[nn.Module]) -> None:
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return matrices as one, in the memory they are in, None if they do not lie one behind the other.
+    """Return adjacent matrices as one matrix that shares their memory, None if they are not adjacent.
 
-    Not as a part of a graph: whoever multiplies by it gives the gradient to each of them.
+    The result is not part of the graph: a Function that multiplies by it must pass the gradient to each matrix.
     """
     first, rows = weights[0], 0
     columns, end, size = first.shape[1], first.data_ptr(), first.element_size()
@@ -52,7 +52,7 @@ def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
             return None
         rows += w.shape[0]
         end += w.shape[0] * columns * size
-    # What lies behind the first may be somebody else's memory; it is not if the first one's goes as far.
+    # Memory after the first matrix is only ours if the first matrix's storage extends that far.
     offset = first.storage_offset()
     if (offset + rows * columns) * size > first.untyped_storage().nbytes():
         return None
@@ -60,12 +60,12 @@ def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 class Adjacent(torch.autograd.Function):
-    """Adjacent weights as one; the gradient goes to each of them, without a copy."""
+    """Adjacent weights as one matrix; each weight gets its part of the gradient without a copy."""
 
     @staticmethod
     def forward(ctx, *weights):
         ctx.rows = [w.shape[0] for w in weights]
-        return adjacent(weights).data  # no view of the first
+        return adjacent(weights).data  # not a view of the first weight
 
     @staticmethod
     @once_differentiable
@@ -75,13 +75,13 @@ class Adjacent(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """``x @ [weights]^T + [biases]`` as ``[..., all rows of the weights]``."""
+    """``x @ [weights]^T + [biases]``, of shape ``[..., rows of all weights]``."""
 
     @staticmethod
     def forward(ctx, x, count, *parameters):
         weights, biases = parameters[:count], parameters[count:]
         flat, rows = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
-        out = x.new_empty(*x.shape[:-1], sum(rows))  # itself and no view: torch lets nobody change such a one in place
+        out = x.new_empty(*x.shape[:-1], sum(rows))  # not a view, because torch forbids in-place changes of views
         y = out.view(flat.shape[0], sum(rows))
         whole = adjacent(weights)
         if whole is not None:
@@ -127,13 +127,13 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 def is_watched(linear: nn.Module) -> bool:
-    """Return True if somebody has to see what a layer reads and gives, or has given it another forward."""
+    """Return True if hooks observe a layer, or if the instance has its own forward."""
     hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     return bool(hooked or "forward" in linear.__dict__ or _has_any_global_hook())
 
 
 def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
-    """Return True if somebody looks at a child that a forward of ours does not call: all but those `called`."""
+    """Return True if hooks observe a child that our forward does not call; `called` names those it calls."""
     for name, child in module._modules.items():
         if child is not None and name not in called and is_watched(child):
             return True
@@ -141,7 +141,7 @@ def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
 
 
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return True if calling a layer is its product and nothing else: no subclass, hook or adapter, no main_grad."""
+    """Return True if a layer computes only its product: no subclass, hook, adapter or main_grad."""
     if type(linear) is not kind or is_watched(linear):
         return False
     weight = getattr(linear, "weight", None)
@@ -152,10 +152,10 @@ _product = applied(_Product)
 
 
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
-    """Return the results of linear layers as columns of one tensor, None where they have to be called by themselves.
+    """Return the results of linear layers as columns of one tensor, None if the layers must be called separately.
 
-    That is under ``torch.compile``, which has a view of its own of such things, under autocast, and for layers with
-    hooks, adapters or weights of several dtypes.
+    They must be under ``torch.compile``, which fuses such products itself, under autocast, and if they have hooks,
+    adapters or weights of different dtypes.
     """
     if is_dynamo_compiling() or not isinstance(x, Tensor) or autocasts(x):
         return None
@@ -168,9 +168,9 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
 
 
 class RotatedHeads(torch.autograd.Function):
-    """Heads of q, k and v ``[batch, tokens, heads, size]`` of a merged product, q and k rotated where they lie.
+    """Heads of q, k and v ``[batch, tokens, heads, size]`` of a merged product; q and k are rotated in place.
 
-    The product's result is overwritten: nothing else has it, and what made it has not saved it.
+    This overwrites the product's result, which nothing else uses and which autograd did not save.
     """
 
     @staticmethod
@@ -192,9 +192,9 @@ class RotatedHeads(torch.autograd.Function):
 
 
 class NormedHeads(torch.autograd.Function):
-    """Heads of q, k and v of a merged product, q and k normalised and rotated; v stays where it lies.
+    """Heads of q, k and v of a merged product, q and k normalised and rotated; v is a view of the product's result.
 
-    The gradient needs the product's result, which is saved and has v: a copy of v would be kept next to it until then.
+    The backward pass needs the product's result, so it is saved. Copying v would store v twice until then.
     """
 
     @staticmethod
@@ -218,7 +218,7 @@ class NormedHeads(torch.autograd.Function):
 
 
 rotated_heads, normed_heads = applied(RotatedHeads), applied(NormedHeads)
-# positions, cu_seqlens, sections, cp_rank, cp_size, mscale: tables have a row for every token.
+# positions, cu_seqlens, sections, cp_rank, cp_size, mscale: unused, because the tables have a row for every token.
 _NO_POSITIONS = (None, None, "", 0, 1, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Models that other packages patched: Liger, Unsloth, the hub's kernels."""
+"""Detect models that other packages patched: Liger, Unsloth, kernels of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OTHERS = {"liger_kernel": "Liger", "unsloth": "Unsloth", "unsloth_zoo": "Unslot
 
 
 def _maker(function: Any) -> str | None:
-    """Return whose a function is, if it is of a package that patches models as well."""
+    """Return the name of the model-patching package that a function belongs to, None for any other function."""
     return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
 
 
 def check_foreign(model: nn.Module) -> None:
-    """Raise an RtkError for a model that others patched, on the instance or for all models of its class."""
+    """Raise an RtkError if another package patched the model, either this instance or its class."""
     if getattr(model, "use_kernels", False):
         raise RtkError(
             "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
@@ -28,13 +28,13 @@ def check_foreign(model: nn.Module) -> None:
 
 
 def foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Return the modules whose forward is that of others: name, whose it is, and a sentence for the error."""
+    """Yield the modules with a forward from another package: path, package and an error message."""
     known: dict[type, str | None] = {}
     for path, module in model.named_modules():
         cls, name = type(module), path or "model"
         who = _maker(module.__dict__.get("forward"))
         if who is not None:
-            yield path, who, f"{name} was patched by {who}; build the model anew and patch it with one of the two"
+            yield path, who, f"{name} was patched by {who}; build the model again and patch it with one of the two only"
             continue
         if cls in known:
             continue

@@ -1,14 +1,14 @@
-"""``patch(model)``: what it replaces, what it leaves alone and why, and the way back."""
+"""``patch(model)``, its report, and ``unpatch(model)``."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,53 +22,15 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
-from rtkernels.models.known import Known
-from rtkernels.models.loss_probe import takes_labels
 from rtkernels.models.others import check_foreign, foreign
-from rtkernels.models.probe import NotRecognized, Recognized
+from rtkernels.models.patch_report import PatchReport, Site
+from rtkernels.models.probe import NotRecognized, Raised, Recognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
-
-
-class Site(NamedTuple):
-    """A place in the model that was looked at. `reason` says why it was left alone, None if it was replaced."""
-
-    kind: str
-    name: str
-    module: str
-    reason: str | None
-
-
-class PatchReport:
-    """What :func:`patch` did. Printed, it is a table; `sites` has every place, `asked` the kinds looked for."""
-
-    def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
-        self.sites, self.asked, self.options = sites, asked, options
-
-    @property
-    def replaced(self) -> Counter[str]:
-        """How many places of each kind were replaced."""
-        return Counter(site.kind for site in self.sites if site.reason is None)
-
-    @property
-    def left_alone(self) -> list[Site]:
-        """The places that were not."""
-        return [site for site in self.sites if site.reason is not None]
-
-    def __str__(self) -> str:
-        lines = [f"{'kind':8} {'replaced':>8} {'left':>5}"]
-        left = Counter(site.kind for site in self.left_alone)
-        lines += [f"{kind:8} {self.replaced[kind]:8} {left[kind]:5}" for kind in self.asked]
-        reasons = Counter((site.kind, site.module, site.reason) for site in self.left_alone)
-        for (kind, module, reason), count in reasons.items():
-            lines.append(f"  {kind}: {count} x {module}: {reason}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _check_transformers() -> None:
@@ -82,7 +44,7 @@ def _check_transformers() -> None:
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """Return the model inside of wrappers (DataParallel, DDP, PEFT), or the model."""
+    """Return the model inside DataParallel, DDP and PEFT wrappers."""
     if isinstance(model, str):
         raise ArgumentError(
             f"model is {model!r}; expected a model: replacing by name would change all models of this process. To "
@@ -99,7 +61,7 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 def _notice_others(model: nn.Module, known: PatchReport) -> str:
-    """Correct the report of a model that others patched after us; return a sentence for a warning, or ""."""
+    """Update the report of a model that another library patched after us; return the warning, or ""."""
     others = {path: who for path, who, _ in foreign(model)}
     if not others:
         return ""
@@ -111,7 +73,10 @@ def _notice_others(model: nn.Module, known: PatchReport) -> str:
 
 
 def _first_call(model: nn.Module, args: Any) -> None:
-    """Warn at the first call of a model if others patched it after us; a hook, of the file so that it pickles."""
+    """Warn at the model's first call if another library patched it after us.
+
+    This forward pre-hook is a module-level function so that the model can be pickled.
+    """
     if is_dynamo_compiling():
         return
     handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
@@ -121,82 +86,150 @@ def _first_call(model: nn.Module, args: Any) -> None:
         warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
 
+_SAME = set(nn.Module().__dict__)  # attributes of every module
+_answers: dict[Hashable, Recognized | str] = {}  # shared by all models of this process
+
+
 class _Patcher:
-    """One call of ``patch``: asks each class of modules one time."""
+    """One ``patch`` call. Modules of one class with equal attributes are tested once.
+
+    Test results that depend on plain values only are shared between models.
+    """
 
     def __init__(self) -> None:
         self.sites: list[Site] = []
-        self._known = Known()
+        self._own: dict[Hashable, Recognized | str] = {}
+        self._texts: dict[int, str] = {}  # configurations as text, by id
+        self._by_identity = False
 
     def visit(
-        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Any = None,
-        by_class: bool = False,
+        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized],
+        more: Hashable = None, by_class: bool = False,
     ) -> None:  # fmt: skip
-        """Replace a module if it is recognised; `more` and `by_class` as in :meth:`Known.ask`."""
-        answer = self._known.ask(kind, module, find, more, by_class)
-        try:
+        """Replace a module if ``find`` recognises it.
+
+        `more` is what the result of ``find`` depends on besides the module; such a result is not shared with other
+        models. `by_class` means that the result depends on the module's class alone.
+        """
+        answer = self._answer(kind, module, find, more, by_class)
+
+        def action() -> None:
             replace.check_own_forward(module)
-        except NotRecognized as error:
-            answer = str(error)
-        if isinstance(answer, Recognized):
+            if isinstance(answer, str):
+                raise NotRecognized(answer)
             replace.replace(module, answer)
-        self.note(kind, name, module, answer if isinstance(answer, str) else None)
 
-    def change(self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized]) -> None:
-        """Replace what was replaced before by what suits it better, if something does."""
+        self.attempt(kind, name, module, action)
+
+    def attempt(self, kind: str, name: str, module: nn.Module, action: Callable[[], None]) -> None:
+        """Run `action`, which replaces a module or a part of it, and record it or the reason why it is left alone."""
+        reason = None
         try:
-            replace.change(module, find(module))
+            action()
         except NotRecognized as error:
-            self.note(kind, name, module, str(error))
-        else:
-            self.note(kind, name, module, None)
+            reason = str(error)
+        self.record(kind, name, module, reason)
 
-    def note(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
+    def record(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
+
+    def _answer(
+        self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable, by_class: bool
+    ) -> Recognized | str:
+        """Return ``find(module)``, or the message of the ``NotRecognized`` that it raises."""
+        self._by_identity = False
+        state = None if by_class else self._state(module)
+        key = (kind, type(module), _code(type(module)), state, more)
+        answers = self._own if self._by_identity or more is not None else _answers
+        if key not in answers:
+            try:
+                answers[key] = find(module)
+            except NotRecognized as error:
+                answers[key] = str(error)
+            except Exception as error:  # a module that the tests cannot handle is left alone, too
+                answers[key] = str(Raised("at all", error))
+        return answers[key]
+
+    def _state(self, module: nn.Module) -> Hashable:
+        """Return everything in which modules of one class may differ: attributes, parameter sizes, children, hooks."""
+        state = tuple((name, self._value(value)) for name, value in module.__dict__.items() if name not in _SAME)
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        shapes = tuple((name, None if t is None else tuple(t.shape)) for name, t in tensors)
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        children = tuple((name, self._child(child)) for name, child in module._modules.items())
+        return state, shapes, hooked, children
+
+    def _child(self, child: nn.Module | None) -> Hashable:
+        if child is not None and child._parameters:  # a projection, which is replaced by a random map
+            return type(child), *(getattr(child, name, None) for name in ("in_features", "out_features"))
+        return type(child), None if child is None else self._state(child)
+
+    def _value(self, value: Any) -> Hashable:
+        """Return a hashable form of an attribute: the text of plain values, functions and classes themselves."""
+        form: Hashable = value
+        if isinstance(value, (bool, int, float, str, type(None))):
+            form = repr(value)
+        elif isinstance(value, (tuple, list)):
+            form = tuple(map(self._value, value))
+        elif hasattr(value, "to_json_string") and not isinstance(value, type):
+            form = self._texts.get(id(value)) or f"{value.to_json_string()} {value.__dict__}"
+            self._texts[id(value)] = form
+        elif not isinstance(value, (FunctionType, type)):
+            self._by_identity, form = True, id(value)
+        return form
+
+
+def _code(cls: type) -> Hashable:
+    """Return the methods of a class and the functions its forward calls: other libraries may exchange them."""
+    classes = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    methods = tuple(f for c in classes for f in vars(c).values() if isinstance(f, FunctionType))
+    names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+    file = getattr(cls.forward, "__globals__", {})
+    return methods, tuple(file[name] for name in names if isinstance(file.get(name), FunctionType))
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()  # what a module computes is asked with gradients, whatever mode the caller is in
+@torch.enable_grad()  # modules are tested with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
     experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
     fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
-    """Let a model of the ``transformers`` library compute with our ops. Works in place, on this model only.
+    """Make a ``transformers`` model compute with rtkernels' ops. Changes this model in place, and no other.
 
-    Every norm, gated MLP, rotary embedding, expert layer and the loss is tried with random numbers and replaced if one
-    of our ops gives the same results and gradients; the report says what was left alone and why. Parameters,
-    ``state_dict``, pickling and ``save_pretrained`` stay as they are. Patch after the weights are loaded, before or
-    after PEFT or FSDP, before ``torch.compile``. Patching twice changes nothing. A warning says so where nothing was
-    replaced at all, or nothing of a kind that is off unless asked for.
+    Every norm, gated MLP, rotary embedding and expert layer, and the loss, is run on random inputs. It is replaced if
+    one of our ops gives the same results and gradients. The report lists what was left alone and why. Parameters,
+    ``state_dict``, pickling and ``save_pretrained`` do not change. Patch after the weights are loaded and before
+    ``torch.compile``; PEFT and FSDP may be applied before or after. Patching a patched model again changes nothing.
+    A warning is issued if nothing was replaced, or if an option that is off by default found nothing to replace.
 
     Args:
-        model: A model of transformers 5, or a PEFT model around one, on any device or on meta.
-        norm: Replace RMS and layer norms.
-        mlp: Replace activation and product of gated MLPs.
+        model: A transformers 5 model, or a PEFT model around one, on any device including meta.
+        norm: Replace RMS norms and layer norms.
+        mlp: Replace the activation and product of gated MLPs.
         rope: Replace the rotation of queries and keys.
-        loss: In training with labels, compute the loss from hidden states and head without making logits. They are
-            made if somebody looks at ``outputs.logits``.
-        experts: Replace permutation, products, gate and sum of expert layers.
-        router: Replace scores and choice of experts. Off by default: of experts with equal probabilities, which are not
-            rare in 16 bits, another one may be chosen.
-        fused_layers: Add residuals inside of norms, normalise and rotate q and k in one op, and multiply q, k and v,
-            and gate and up, in one product. A decoder layer or attention is replaced if the text of its forward is
-            one of those known here. Weights of such layers are moved into one block of memory each, as parameters
-            of their own.
-        attention: Use our attention in place of the model's. Off by default: where torch's is cuDNN's, the two are
-            about equally fast, and ours has no dropout.
-        fp8: Multiply fp8 codes in linear layers, forward and backward: True or "block" (scales of 128 values and of
-            128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` with more options. The head, and layers too
-            small to gain, are left alone. Parameters and their gradients stay what they are.
-        strict: Raise if a candidate of an asked kind is left alone, and in place of warnings.
+        loss: When training with labels, compute the loss from the hidden states and the head without storing logits.
+            ``outputs.logits`` is computed when it is read.
+        experts: Replace expert layers: permutation, products, gate and weighted sum.
+        router: Replace the scoring and selection of experts. Off by default: if two experts have equal probabilities,
+            which is common in 16 bits, a different one may be selected.
+        fused_layers: Fuse residual additions into norms, q/k norms with the rotation, the q, k and v projections into
+            one product, and gate and up into one product. A decoder layer or attention module is replaced only if the
+            source of its forward is one of those known here. The weights of fused projections are moved into one block
+            of memory and remain separate parameters.
+        attention: Use :func:`rtkernels.attention` instead of the model's attention. Off by default: it is about as fast
+            as cuDNN's attention, and it has no dropout.
+        fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
+            and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
+            too small to gain are left alone. Parameters and gradients keep their dtypes.
+        strict: Raise an error instead of warning, and also if any module of a requested kind is left alone.
 
     Returns:
-        What was replaced and what was not.
+        The report of what was replaced and what was not.
 
     Raises:
-        ArgumentError: `model` is no model.
-        RtkError: transformers is missing or too old, the model was patched by others, or `strict` is not met.
+        ArgumentError: `model` is not a ``torch.nn.Module``, or it is compiled; or `fp8` is not a known recipe.
+        RtkError: transformers is missing or older than 5.0, another library patched the model, or `strict` is violated.
     """
     inner, recipe = _unwrapped(model), check_recipe(fp8)
     options = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss, "experts": experts, "router": router}
@@ -224,11 +257,7 @@ def patch(
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
     if attention:
-        try:
-            attentions.replace_attention(inner)
-            patcher.note("attention", "", inner, None)
-        except NotRecognized as error:
-            patcher.note("attention", "", inner, str(error))
+        patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
         if _gathers_weights(inner):
             recipe = recipe._replace(save_weight=True)
@@ -237,48 +266,44 @@ def patch(
         for module in inner.modules():
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
-        fusing.fuse(inner, patcher.note)
-    if loss and takes_labels(inner):
-        try:
-            losses.replace_loss(inner)
-            patcher.note("loss", "", inner, None)
-        except NotRecognized as error:
-            patcher.note("loss", "", inner, str(error))
+        fusing.fuse(inner, patcher.record)
+    if loss and losses.takes_labels(inner):
+        patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
-    made = PatchReport(patcher.sites, asked, options)
-    inner.__dict__[_REPORT] = made
+    result = PatchReport(patcher.sites, asked, options)
+    inner.__dict__[_REPORT] = result
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
-        left = "not everything was replaced" if made.left_alone and strict else ""
-        _tell(_in_vain(made, inner) or left, strict, f"\n{made}")
+        left = "not everything was replaced" if result.left_alone and strict else ""
+        _tell(_in_vain(result, inner) or left, strict, f"\n{result}")
     except RtkError:
         unpatch(inner)
         raise
-    return made
+    return result
 
 
-_OPTIONS = {"fused": "fused_layers"}  # names of options that are not those of the kind
+_OPTIONS = {"fused": "fused_layers"}  # options that are not named after their kind
 _UNLESS_ASKED = ("router", "attention", "fp8", "fused")  # kinds that are off by default
 
 
 def _tell(sentence: str, strict: bool, more: str = "") -> None:
-    """Warn the caller of ``patch``, or raise an RtkError if it is `strict`; nothing if there is no sentence."""
+    """Issue a warning to the caller of ``patch``, or raise an RtkError if `strict`; "" does nothing."""
     if sentence and strict:
         raise RtkError(f"strict=True, and {sentence}{more}")
     if sentence:
-        warnings.warn(f"rtkernels.models.patch: {sentence}{more}", stacklevel=5)  # two of them are decorators
+        warnings.warn(f"rtkernels.models.patch: {sentence}{more}", stacklevel=5)  # two of the frames are decorators
 
 
-def _in_vain(made: PatchReport, model: nn.Module) -> str:
-    """Return a sentence if nothing was replaced, or nothing of a kind that somebody has asked for; else ""."""
-    if not made.replaced:
+def _in_vain(result: PatchReport, model: nn.Module) -> str:
+    """Return a warning if nothing was replaced, or nothing of an explicitly requested kind; else ""."""
+    if not result.replaced:
         return f"nothing was replaced in this {type(model).__name__}, which computes as before"
-    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in made.asked and not made.replaced[kind]]
+    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in result.asked and not result.replaced[kind]]
     return f"{', '.join(f'{name}=' for name in missing)} found nothing to replace in this model" if missing else ""
 
 
 def _other_options(known: PatchReport, options: dict[str, Any]) -> str:
-    """Return a sentence if a model that is patched is to be patched with other options; else ""."""
+    """Return a warning if a patched model is patched again with other options; else ""."""
     others = [f"{name}=" for name, value in options.items() if known.options.get(name, value) != value]
     if not others:
         return ""
@@ -286,20 +311,20 @@ def _other_options(known: PatchReport, options: dict[str, Any]) -> str:
 
 
 def _gathers_weights(model: nn.Module) -> bool:
-    """Return True if FSDP2 gathers weights for each pass: codes that are kept in between would undo what it saves."""
+    """Return True if FSDP2 gathers weights for each pass: codes kept in between would undo the memory it saves."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
 def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused: bool) -> None:
-    """Replace the linear layers of a model, except for its head; those that are fused count as one layer."""
+    """Replace the linear layers of a model except its head. Layers that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())
     rows = fusing.rows_together(model) if fused else {}
     for name, module in modules.items():
         if any(part in name for part in recipe.skip):
-            patcher.note("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
+            patcher.record("fp8", name, module, "it was named to be left alone") if type(module) is nn.Linear else None
         elif type(module) is nn.Linear and module is not head:
             together = rows.get(module)
             find = partial(quantized.recognize, recipe=recipe, rows=together)
@@ -310,11 +335,17 @@ def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused:
         elif fusing.is_layer(module) and recipe.by_codes:
             quantized.replace_norms(module)
         elif expert_layers.is_experts(module) and not any(part in name for part in recipe.skip):
-            patcher.change("fp8", name, module, partial(quantized.experts_kind, recipe=recipe))
+            patcher.attempt("fp8", name, module, partial(quantized.replace_experts, module, recipe))
 
 
 def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    """Return ``build()``, patched; options as for :func:`patch`."""
+    """Return ``build()`` after patching it.
+
+    Args:
+        build: A function without arguments that returns a model:
+            ``lambda: AutoModelForCausalLM.from_pretrained(...)``.
+        **options: Options of :func:`patch`.
+    """
     model = build()
     patch(model, **options)
     return model
@@ -322,9 +353,9 @@ def patched(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
 
 @contextmanager
 def loss_only(model: nn.Module) -> Iterator[None]:
-    """Within this context, a patched model makes no logits in evaluation either, if it is given labels.
+    """Within this context, a patched model that is given labels stores no logits in evaluation either.
 
-    For evaluations that look at the loss alone; ``outputs.logits`` is made if somebody looks at it.
+    For evaluations that need only the loss. ``outputs.logits`` is computed when it is read.
     """
     inner = _unwrapped(model)
     inner.__dict__[losses.LOSS_ONLY] = True
@@ -335,7 +366,7 @@ def loss_only(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give a model its own forwards, head and loss back."""
+    """Restore the original forwards, head and loss of a patched model. Does nothing to other models."""
     inner = _unwrapped(model)
     known = inner.__dict__.pop(_REPORT, None)
     if known is None:
@@ -353,9 +384,9 @@ def unpatch(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> PatchReport | None:
-    """Return what :func:`patch` did to a model, None if it was not patched.
+    """Return the report of :func:`patch` for a model, None if it is not patched.
 
-    Modules that others (Liger, Unsloth) patched since then are left alone, in its words.
+    Modules that another library (Liger, Unsloth) patched since then are listed as left alone.
     """
     inner = _unwrapped(model)
     known = inner.__dict__.get(_REPORT)

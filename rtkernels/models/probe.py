@@ -1,9 +1,9 @@
-"""Are two forwards of a module the same function? Asked by running both on the CPU, with numbers of our own.
+"""Test whether two forwards of a module compute the same function, by running both on the CPU with our own inputs.
 
-Nothing of a model is read but sizes and attributes, so models on any device, on meta and sharded ones can be asked.
-Both forwards get a *twin* of the module: a shallow copy with parameters of our own, whose projections are random linear
-maps. Results, gradients of the inputs and of every parameter are compared, row by row, so that a difference in rows of
-small numbers is not hidden by rows of large ones. The caller's modes and its random numbers stay as they are.
+Only sizes and attributes of the model are read, so models on any device, on meta and sharded models can be tested.
+Both forwards get a *twin* of the module: a shallow copy with random parameters, in which projections are random linear
+maps. Results, input gradients and all parameter gradients are compared row by row, so that rows of large numbers do not
+hide differences in rows of small ones. The caller's modes and random state do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, set)
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
-_HALF_TOLERANCE = 3e-2  # of norms of rows: a model rounds after every step, ours one time
+_HALF_TOLERANCE = 3e-2  # relative to row norms: a model rounds after every step, our ops only once
 HALVES = (torch.bfloat16, torch.float16)
 RAISED = "it could not be tried"
 
@@ -36,11 +36,11 @@ class Recognized(NamedTuple):
 
 
 class NotRecognized(Exception):
-    """Why a module is left alone, as a sentence for the report."""
+    """The reason why a module is left alone, as a sentence for the report."""
 
 
 class Raised(NotRecognized):
-    """The module raised when it was tried."""
+    """The module raised an exception during the test."""
 
     def __init__(self, where: str, error: BaseException) -> None:
         text = (str(error).splitlines() or [""])[0][:160]
@@ -49,7 +49,7 @@ class Raised(NotRecognized):
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """Compute in fp32 on the CPU with gradients, whatever modes the caller is in; its random numbers stay."""
+    """Compute in fp32 on the CPU with gradients, whatever the caller's modes; keep the caller's random state."""
     default, precision, state = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_rng_state()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -60,7 +60,7 @@ def probing() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of the model's own code
+        warnings.simplefilter("ignore")  # raised by the model's code
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         try:
@@ -75,13 +75,13 @@ def probing() -> Iterator[None]:
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal numbers that are the same at every call."""
+    """Return normally distributed numbers, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def rows_of_scales(*shape: int, seed: int = 0, low: float = 1e-2, high: float = 2e2) -> Tensor:
-    """Return normal numbers whose rows (last dimension) have scales from `low` to `high`; the first row is 0."""
+    """Return normally distributed rows with scales from `low` to `high`; the first row is 0."""
     x = normal(*shape, seed=seed)
     count = x[..., 0].numel()
     scales = torch.logspace(0, 1, count, base=high / low, dtype=torch.float32, device="cpu") * low
@@ -90,10 +90,10 @@ def rows_of_scales(*shape: int, seed: int = 0, low: float = 1e-2, high: float = 
 
 
 class LinearMap(nn.Module):
-    """Stands for a projection: a random linear map of rank 6, of any width for little work, and a bias.
+    """Replaces a projection in a twin: a random linear map of rank 6 with a bias, cheap for any width.
 
-    ``weight`` has shape and dtype of the projection's and is 0: a module that multiplies by it is no function of what
-    the projection gives.
+    ``weight`` has the projection's shape and dtype and is 0, so that a module which reads the weight itself fails the
+    test.
     """
 
     def __init__(self, width: int, out: int, seed: int, dtype: torch.dtype) -> None:
@@ -119,13 +119,12 @@ def twin_of(
     sizes: dict[int, int] | None = None,
     training: bool = True,
 ) -> nn.Module:
-    """Return a shallow copy with other parameters and children; the module itself is not touched.
+    """Return a shallow copy with other parameters and children; the module itself does not change.
 
-    Parameters that are not given are None. Floating-point buffers are random: what multiplies by one computes none of
-    our ops. Children that are not given are copied. `sizes` maps widths that the module may have noted to those of
-    the twin.
+    Parameters that are not given become None. Floating-point buffers become random, because none of our ops multiplies
+    by a buffer. Children that are not given are copied. `sizes` maps widths stored in attributes to those of the twin.
     """
-    twin = object.__new__(type(module))  # a class of FSDP would build a module
+    twin = object.__new__(type(module))  # calling a class of FSDP would build a module
     twin.__dict__ = {
         name: copy.copy(value) if type(value) in _CONTAINERS and not name.startswith("_") else value
         for name, value in module.__dict__.items()
@@ -162,7 +161,7 @@ def check_plain(module: nn.Module, projections: Sequence[str] = ()) -> None:
     """Refuse a module that computes with more than its input, parameters and projections.
 
     Raises:
-        NotRecognized: Other children have parameters, buffers, a dropout or hooks, an attribute is a tensor, or the
+        NotRecognized: Another child has parameters, buffers, a dropout or hooks, an attribute is a tensor, or the
             forward reads a global that may change.
     """
     for name, child in module._modules.items():
@@ -187,12 +186,12 @@ _FIXED = (ModuleType, FunctionType, BuiltinFunctionType, MethodDescriptorType, t
 
 
 def check_globals(function: Any, cls: type | None = None) -> None:
-    """Refuse a function that reads a global or closure which is no function, class or module: it may change.
+    """Refuse a function that reads a global or closure variable other than a function, class or module: it may change.
 
-    Functions of the same file, and methods of the class, are followed.
+    Functions of the same file and methods of the class are checked, too.
 
     Raises:
-        NotRecognized: It reads one.
+        NotRecognized: The function reads such a variable.
     """
     file, seen, todo = getattr(function, "__module__", None), set(), [function]
     while todo:
@@ -218,7 +217,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """Return the instructions of a function and of those inside of it."""
+    """Return the instructions of a function and of the functions nested in it."""
     yield from dis.get_instructions(code)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -229,7 +228,7 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 class Trial(NamedTuple):
-    """One call of both forwards: where it is, the tensors that get gradients, and how arguments follow from them."""
+    """One call of both forwards: its description, the leaf tensors, and the arguments computed from them."""
 
     where: str
     leaves: tuple[Tensor, ...]
@@ -239,25 +238,25 @@ class Trial(NamedTuple):
 
 
 def outcome(function: Callable[..., Any], trial: Trial, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return results and gradients of a function.
+    """Return the results and gradients of a function.
 
     Raises:
-        Raised: The function raised.
-        NotRecognized: It changes its input, draws random numbers, or gives no tensor.
+        Raised: The function raised an exception.
+        NotRecognized: It changes its input, draws random numbers, or returns something other than tensors.
     """
     leaves = [t.detach().clone().requires_grad_() for t in trial.leaves]
-    arguments = trial.arguments(*(t * 1 for t in leaves))  # not the leaves themselves, which nobody may change
+    arguments = trial.arguments(*(t * 1 for t in leaves))  # not the leaves themselves, which cannot be changed in place
     given = [t for t in arguments if isinstance(t, Tensor)]
     versions, state = [t._version for t in given], torch.get_rng_state()
     try:
-        made = function(*arguments)
-        made = made if isinstance(made, tuple) else (made,)
-        if not all(isinstance(t, Tensor) for t in made):
-            raise NotRecognized(f"it gives {', '.join(type(t).__name__ for t in made)}; expected tensors")
+        results = function(*arguments)
+        results = results if isinstance(results, tuple) else (results,)
+        if not all(isinstance(t, Tensor) for t in results):
+            raise NotRecognized(f"it gives {', '.join(type(t).__name__ for t in results)}; expected tensors")
         gradients: Sequence[Tensor | None] = ()
         if trial.gradients:
             gradients = (None,) * (len(leaves) + len(parameters))
-            differentiable = [(i, t) for i, t in enumerate(made) if t.requires_grad]
+            differentiable = [(i, t) for i, t in enumerate(results) if t.requires_grad]
             if differentiable:
                 total = sum((t * normal(*t.shape, seed=70 + i, dtype=t.dtype)).sum() for i, t in differentiable)
                 gradients = torch.autograd.grad(total, (*leaves, *parameters), allow_unused=True)
@@ -269,11 +268,11 @@ def outcome(function: Callable[..., Any], trial: Trial, parameters: Sequence[Ten
         raise NotRecognized("it changes its input in place")
     if not torch.equal(torch.get_rng_state(), state):
         raise NotRecognized("it draws random numbers")
-    return [*(t.detach() for t in made), *gradients]
+    return [*(t.detach() for t in results), *gradients]
 
 
 def _alike(ours: Tensor | None, theirs: Tensor | None, tolerance: float, by_rows: bool = True) -> bool:
-    """Return True if no row of two tensors differs by more than a part of its norm, and theirs is finite."""
+    """Return True if no row differs by more than a fraction of its norm, and `theirs` is finite."""
     if ours is None or theirs is None:
         return ours is theirs
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -291,10 +290,10 @@ def _alike(ours: Tensor | None, theirs: Tensor | None, tolerance: float, by_rows
 def difference(
     ours: Callable[..., Any], theirs: Callable[..., Any], trial: Trial, parameters: Sequence[Tensor] = ()
 ) -> str:
-    """Return in what ours differs from theirs, "" if in nothing.
+    """Return how `ours` differs from `theirs`, "" if it does not.
 
     Raises:
-        NotRecognized: Theirs raised, or cannot be compared; see :func:`outcome`.
+        NotRecognized: `theirs` raised an exception or cannot be compared; see :func:`outcome`.
     """
     wanted = outcome(theirs, trial, parameters)
     try:
@@ -305,7 +304,7 @@ def difference(
     if len(got) != len(wanted):
         return "another number of results"
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        is_parameter = i >= count + len(trial.leaves)  # whose gradient is a sum over all rows
+        is_parameter = i >= count + len(trial.leaves)  # its gradient is a sum over all rows
         if not _alike(a, b, trial.tolerance, by_rows=not is_parameter):
             of = "parameters" if is_parameter else "its input"
             what = "other results" if i < count else f"other gradients of {of}"
@@ -314,10 +313,10 @@ def difference(
 
 
 def check_pure(function: Callable[..., Any], twin: nn.Module, trial: Trial) -> None:
-    """Refuse a forward that gives other results the second time or without gradients, or that changes its module.
+    """Refuse a forward that is not repeatable, differs without gradients, or changes its module.
 
     Raises:
-        NotRecognized: It does.
+        NotRecognized: The forward is one of these.
     """
     classes = [cls for cls in type(twin).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]
 
@@ -332,8 +331,8 @@ def check_pure(function: Callable[..., Any], twin: nn.Module, trial: Trial) -> N
     wanted = outcome(function, plain, ())
     for where, mode in (("the second time", torch.enable_grad), ("without gradients", torch.no_grad)):
         with mode():
-            made = outcome(function, plain, ())
-        if not all(_alike(a, b, trial.tolerance) for a, b in zip(made, wanted, strict=True)):
+            got = outcome(function, plain, ())
+        if not all(_alike(a, b, trial.tolerance) for a, b in zip(got, wanted, strict=True)):
             raise NotRecognized(f"it gives other results {where}")
     for then, now in zip(before, state(), strict=True):
         for name in then.keys() | now.keys():

@@ -1,4 +1,4 @@
-"""The proof that a replacement computes what a module computes: with what both are tried."""
+"""Prove that a replacement computes the same function as a module: the inputs that both are tested with."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _OTHERS = (24, 56)
 
 
 class Setting(NamedTuple):
-    """A trial for a width, and the twin it is made with."""
+    """A trial as a function of the width, and the twin it runs on."""
 
     trial: Callable[[int], Trial]
-    widths: tuple[int, ...]  # the first that the module does not refuse, which it may for all but its own
+    widths: tuple[int, ...]  # the first one that the module accepts; its own width must work
     dtype: torch.dtype = torch.float32
     training: bool = True
 
 
 def settings_for(own: int, high: float) -> list[Setting]:
-    """Return what a function of ``[..., own]`` is tried with; `high` is the scale of far numbers.
+    """Return the trials for a function of ``[..., own]``; `high` is the scale of the large inputs.
 
-    What does not depend on the width is tried with a small one, if the module takes it.
+    Trials that do not depend on the width use a small one if the module accepts it.
     """
     whole, small = (own,), (min(own, _SMALL), own)
 
@@ -79,29 +79,29 @@ def prove(
     twin: Callable[[int, torch.dtype, bool], nn.Module],
     settings: Sequence[Setting],
 ) -> Recognized:
-    """Return the one replacement that computes what a module computes.
+    """Return the one replacement that computes the same function as a module.
 
     Args:
-        module: The module; its forward is called with twins of it.
-        own: The width that the module itself has.
-        candidates: Replacements with the names that the report gives them.
-        twin: Returns a twin for a width, a dtype and a mode.
-        settings: What the forwards are tried with; the first one chooses among the candidates.
+        module: The module; its forward is called on twins of it.
+        own: The width of the module itself.
+        candidates: Replacements with their names for the report.
+        twin: Returns a twin for a width, a dtype and a training mode.
+        settings: The trials. The first one selects among the candidates.
 
     Raises:
-        NotRecognized: None of them does, or more than one.
+        NotRecognized: No candidate computes the same function, or more than one does.
     """
     from rtkernels.models.replace import forward_of  # which imports this file
 
     theirs = type(module).forward
     screen = settings[0].trial(own)._replace(gradients=False)
     for training in (False, True):
-        made = twin(own, torch.float32, training)
-        check_pure(partial(theirs, made), made, screen)
+        own_twin = twin(own, torch.float32, training)
+        check_pure(partial(theirs, own_twin), own_twin, screen)
     alike = []
     for name, kind in candidates:
         ours = forward_of(kind.kind, type(module), **dict(kind.options))
-        if not difference(partial(ours, made), partial(theirs, made), screen):
+        if not difference(partial(ours, own_twin), partial(theirs, own_twin), screen):
             alike.append((name, kind, ours))
     if not alike:
         raise NotRecognized("it computes none of our ops")
@@ -110,10 +110,10 @@ def prove(
     name, kind, ours = alike[0]
     for setting in settings:
         for width in dict.fromkeys(setting.widths):
-            made = twin(width, setting.dtype, setting.training)
-            functions = partial(ours, made), partial(theirs, made)
+            copied = twin(width, setting.dtype, setting.training)
+            functions = partial(ours, copied), partial(theirs, copied)
             try:
-                found = difference(*functions, setting.trial(width), list(made.parameters()))
+                found = difference(*functions, setting.trial(width), list(copied.parameters()))
             except Raised:
                 if width == own:
                     raise

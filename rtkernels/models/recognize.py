@@ -1,9 +1,9 @@
-"""Which of our ops does a module compute? Proved by running its forward and ours side by side (``probe``).
+"""Find which of our ops a module computes, by running its forward and ours side by side (``probe``).
 
-A *candidate* is every module whose role we have an op for, whatever it computes; one that is not recognised is left
-alone and reported with a reason. The forward that will take the place of the module's own is compared with it as a
-function of the input: in 2, 3 and 4 dimensions, several widths and layouts, in training and evaluation, in fp32 and 16
-bits, with gradients of the input and of every parameter (``proof``).
+A *candidate* is any module with the role of one of our ops. A candidate that is not recognised is left alone and
+reported with a reason. Our forward is compared with the module's own as a function of the input: in 2, 3 and 4
+dimensions, for several widths and layouts, in training and evaluation, in fp32 and 16 bits, with the gradients of the
+input and of every parameter (``proof``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Return True inside of ``torch.autocast`` for x's device; meta has none."""
+    """Return True inside ``torch.autocast`` for x's device; the meta device has none."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -61,8 +61,12 @@ def positional(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
+def _takes_one_input(module: nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
 def _check_one_input(module: nn.Module) -> None:
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    if not _takes_one_input(module):
         raise NotRecognized("its forward takes more than the hidden states")
 
 
@@ -70,14 +74,13 @@ def _check_one_input(module: nn.Module) -> None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a module may be a norm: no children, and an epsilon or the name of one."""
+    """Return True if a module may be a norm: it has no children, and an epsilon or the name of a norm."""
     if module._modules or type(module).__module__.startswith("torch.nn.utils"):  # parametrizations
         return False
-    if _NORM_NAME.search(type(module).__name__):
-        return True
     given = {name: p for name, p in module._parameters.items() if p is not None}
     like_a_norm = given.keys() <= {"weight", "bias"} and all(p.dim() == 1 for p in given.values())
-    return like_a_norm and _epsilon(module) is not None
+    named = _NORM_NAME.search(type(module).__name__) is not None
+    return named or (like_a_norm and _epsilon(module) is not None)
 
 
 def _epsilon(module: nn.Module) -> str | None:
@@ -86,7 +89,7 @@ def _epsilon(module: nn.Module) -> str | None:
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
-    """Return the weight of a recognised norm; a buffer of that name is one that it does not use."""
+    """Return the weight of a recognised norm; a buffer named weight does not count, because norms do not use it."""
     return None if "weight" in module._buffers else getattr(module, "weight", None)
 
 
@@ -95,7 +98,7 @@ def norm(module: nn.Module) -> Recognized:
     """Return which norm a candidate computes.
 
     Raises:
-        NotRecognized: None of ours.
+        NotRecognized: It computes none of our norms.
     """
     if isinstance(module, _OTHER_DIMENSIONS):
         raise NotRecognized("it normalises over other dimensions than the last")
@@ -134,7 +137,7 @@ def norm(module: nn.Module) -> Recognized:
 
 
 class Projections(NamedTuple):
-    """Names of a gated MLP's children. `up` is None where one projection gives both; `up_first`: up, then gate."""
+    """Names of a gated MLP's children; `up` is None if one projection gives both halves, up first with `up_first`."""
 
     gate: str
     up: str | None
@@ -149,14 +152,14 @@ class Projections(NamedTuple):
 def is_mlp(module: nn.Module) -> bool:
     """Return True if a module may be a gated MLP.
 
-    It has projections with the names of one; or with the sizes of one, and an activation, and one input or the name.
+    It has projections with the usual names. Or it has projections with fitting sizes and an activation, and it either
+    takes one input or is named like an MLP.
     """
-    if _names_projections(module):
-        return True
-    if next(_projections(module), None) is None or not _has_activation(module):
-        return False
-    one_input = len(inspect.signature(type(module).forward).parameters) == 2
-    return one_input or _MLP_NAME.search(type(module).__name__) is not None
+    return _names_projections(module) or (
+        next(_projections(module), None) is not None
+        and _has_activation(module)
+        and (_takes_one_input(module) or _MLP_NAME.search(type(module).__name__) is not None)
+    )
 
 
 def _names_projections(module: nn.Module) -> bool:
@@ -170,13 +173,13 @@ def _has_activation(module: nn.Module) -> bool:
 
 
 def _features(child: nn.Module | None) -> tuple[int, int] | None:
-    """Return the widths of what a projection reads and gives, None if it is none."""
+    """Return the input and output widths of a projection, None if the module is not one."""
     sizes = getattr(child, "in_features", None), getattr(child, "out_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else None
 
 
 def _projections(module: nn.Module) -> Iterator[Projections]:
-    """Return which children may be which projection, by their sizes."""
+    """Yield the possible assignments of children to projections, by their sizes."""
     sizes = {name: _features(child) for name, child in module._modules.items()}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if len(sizes) == 3:
@@ -195,7 +198,7 @@ def mlp(module: nn.Module) -> Recognized:
     """Return which gated MLP a candidate computes.
 
     Raises:
-        NotRecognized: None of ours.
+        NotRecognized: It computes none of ours.
     """
     _check_one_input(module)
     if any(p is not None for p in module._parameters.values()):
@@ -209,7 +212,7 @@ def mlp(module: nn.Module) -> Recognized:
         kinds = [
             (f"glu with {act}", Recognized("named_mlp", (("act", act), ("projections", names))))
             for act in ACTIVATIONS
-            for names in (found[:1] if act == "none" else found)  # without an activation gate and up are alike
+            for names in (found[:1] if act == "none" else found)  # without an activation, gate and up may swap
         ]
     check_plain(module, found[0].names)
     widths = _widths(module, found[0])
@@ -231,7 +234,7 @@ def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int
 
 
 def _widths(module: nn.Module, found: Projections) -> tuple[int, int, int]:
-    """Return the widths of input, gated values and result; small ones where layers do not tell theirs."""
+    """Return the widths of the input, the gated values and the result; small ones for layers without sizes."""
     first, last = _features(module._modules[found.gate]), _features(module._modules[found.down])
     if first is None or last is None:
         return 64, 96, 64
@@ -239,7 +242,7 @@ def _widths(module: nn.Module, found: Projections) -> tuple[int, int, int]:
 
 
 def _scaled(widths: tuple[int, int, int], w: int) -> dict[int, int]:
-    """Return what each width becomes in a twin whose input has width w; equal ones stay equal."""
+    """Map each width to that of a twin with input width w; equal widths stay equal."""
     width, inner, out = widths
     if w == width:
         return {n: n for n in (width, inner, 2 * inner, out)}
@@ -250,10 +253,10 @@ def _scaled(widths: tuple[int, int, int], w: int) -> dict[int, int]:
 
 @probing()
 def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
-    """Return the activations of ``glu`` that a function of gate and up may have.
+    """Return the activations of ``glu`` that a function of gate and up may compute.
 
     Raises:
-        NotRecognized: It raises, or is no function of the two.
+        NotRecognized: The function raises, or depends on more than gate and up.
     """
     trials = [Trial("for gate and up", tuple(rows_of_scales(9, 64, seed=seed) for seed in (1, 2)))]
     trials.append(Trial("for large numbers", (normal(3, 64, seed=3) * 1e8, normal(3, 64, seed=4) * 1e8)))
@@ -271,14 +274,18 @@ def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
 def rope(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return how a function ``(q, k, cos, sin, ...)`` rotates q and k ``[batch, heads, tokens, size]``.
 
-    The first part of the result is "halves" (element i and i + half are a pair, tables have every angle twice, as
-    halves), "half tables" (the same, every angle one time), "neighbours" (elements 2i and 2i + 1 are a pair, tables as
-    halves) or "neighbour tables" (the same, an angle in two neighbouring columns). "partial" follows where tables
-    narrower than a head leave the rest of it alone, "mixed" where fp32 tables leave 16-bit heads in 16 bits, "tokens
-    first" where ``unsqueeze_dim=2`` takes ``[batch, tokens, heads, size]``.
+    The first item is one of:
+
+    - "halves": elements i and i + size / 2 are a pair; tables have each angle twice, in two halves.
+    - "half tables": the same pairs; tables have each angle once.
+    - "neighbours": elements 2i and 2i + 1 are a pair; tables have each angle twice, in two halves.
+    - "neighbour tables": the same pairs; tables have each angle in two neighbouring columns.
+
+    Further items: "partial" if tables narrower than a head leave the rest of the head alone, "mixed" if 16-bit heads
+    stay in 16 bits with fp32 tables, "tokens first" if ``unsqueeze_dim=2`` takes ``[batch, tokens, heads, size]``.
 
     Raises:
-        NotRecognized: None of ours.
+        NotRecognized: The rotation is none of these.
     """
     names = positional(function)
     if names[:4] != ["q", "k", "cos", "sin"]:
@@ -314,7 +321,7 @@ def _rotates_otherwise(
     dtype: torch.dtype = torch.float32, table: torch.dtype | None = None, options: dict[str, Any] | None = None,
     gradients: bool = True,
 ) -> str:  # fmt: skip
-    """Return in what a function differs from a rotation of ours, "" if in nothing."""
+    """Return how a function differs from our rotation, "" if it does not."""
     half = normal(2, tokens, (rotary or size) // 2, seed=5) * 3
     angles = half if form == "half tables" else torch.cat([half, half], -1)
     angles = half.repeat_interleave(2, -1) if form == "neighbour tables" else angles
@@ -342,13 +349,13 @@ def _rotates_otherwise(
 def apply_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, layout: str = "bhsd", **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k with our op, in the way that a name of :func:`rope` says. Other options are those of the op."""
+    """Rotate q and k with our op, in a form returned by :func:`rope`. `options` are passed to the op."""
     cos, sin, pairs = rope_tables(q.shape[-1], cos, sin, form)
     return rtkernels.rope(q, cos, sin, k=k, layout=layout, **pairs, **options)
 
 
 def rope_tables(size: int, cos: Tensor, sin: Tensor, form: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return tables as our ops take them for heads of a size, and the options `rotary` and `interleaved`."""
+    """Return the tables that our ops take for heads of a size, with the options `rotary` and `interleaved`."""
     rotary = 2 * cos.shape[-1] if form == "half tables" else cos.shape[-1]
     if form == "neighbours":
         cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]

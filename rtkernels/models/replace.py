@@ -1,7 +1,7 @@
-"""Our forward in somebody's module, by a change of the instance's class.
+"""Give a module our forward by changing the class of the instance.
 
-The new class is a subclass of the old one with its name and module, so that ``isinstance``, output recorders,
-``state_dict``, ``deepcopy`` and pickling go on as before: pickles name the old class and what was done to it.
+The new class is a subclass of the old one with the same name and module, so ``isinstance``, output recorders,
+``state_dict``, ``deepcopy`` and pickling work as before. A pickle names the old class and the replacement.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ Forward = Callable[..., Any]
 
 
 def replaced(module: nn.Module) -> Recognized | None:
-    """Return what was done to a module, None if nothing was."""
+    """Return the replacement of a module, None if it was not replaced."""
     return getattr(type(module), "_rtkernels_kind", None)
 
 
 def check_own_forward(module: nn.Module) -> None:
-    """Refuse a module that carries a forward of its own, which would hide that of its class.
+    """Refuse a module with a forward on the instance, which would hide the forward of its class.
 
-    Hooks of accelerate (``device_map``) call the forward that they found: that one is replaced.
+    Hooks of accelerate (``device_map``) are accepted: the forward that they call is replaced.
 
     Raises:
-        NotRecognized: It does.
+        NotRecognized: The instance has a forward of its own.
     """
     if "forward" in module.__dict__ and not _is_hooked(module):
         raise NotRecognized("its forward was replaced on the instance (tensor parallelism, offloading): patch first")
 
 
-_HOOKED = "_old_forward"  # accelerate: the forward that its hook calls
+_HOOKED = "_old_forward"  # the forward that accelerate's hook calls
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Return True if a module's own forward is a hook of accelerate around that of its class."""
+    """Return True if the instance's forward is an accelerate hook around the forward of its class."""
     inner = module.__dict__.get(_HOOKED)
     return "_hf_hook" in module.__dict__ and getattr(inner, "__func__", None) is type(module).forward
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Change the class of a module, and the forward that a hook of accelerate calls or has left behind."""
+    """Change the class of a module, and the forward that an accelerate hook calls or left behind."""
     own = type(module).forward
     module.__class__ = cls
     if getattr(module.__dict__.get(_HOOKED), "__func__", None) is own:
         module.__dict__[_HOOKED] = MethodType(cls.forward, module)
-    if getattr(module.__dict__.get("forward"), "__func__", None) is own:  # as after a hook was removed
+    if getattr(module.__dict__.get("forward"), "__func__", None) is own:  # left behind by a removed hook
         del module.__dict__["forward"]
 
 
@@ -67,38 +67,38 @@ def replace(module: nn.Module, kind: Recognized) -> None:
 
 
 def change(module: nn.Module, kind: Recognized) -> None:
-    """Give a module another forward of ours, in place of its own or of an earlier one.
+    """Give a module another of our forwards, in place of its own or of an earlier replacement.
 
     Raises:
-        NotRecognized: It carries a forward of its own.
+        NotRecognized: The instance has a forward of its own.
     """
     check_own_forward(module)
     _set_class(module, subclass(original_of(type(module)), kind))
 
 
 def restore(module: nn.Module) -> None:
-    """Give a module its own forward back."""
+    """Restore the original forward of a module."""
     if replaced(module) is not None:
         _set_class(module, original_of(type(module)))
 
 
 @cache
 def original_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a module had before it was replaced, `cls` if it was not.
+    """Return the class that a module had before it was replaced; `cls` if it was not replaced.
 
-    FSDP2 makes a subclass of whatever class a module has: one of ours then is taken out from below it.
+    FSDP2 creates a subclass of the module's class. If that base class is ours, it is exchanged for the original.
     """
     if "_rtkernels_original" in cls.__dict__ or not hasattr(cls, "_rtkernels_original"):
         return cls.__dict__.get("_rtkernels_original", cls)
     members = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
-    if inspect.unwrap(cls.forward) is inspect.unwrap(super(cls, cls).forward):  # ours, which transformers has wrapped
+    if inspect.unwrap(cls.forward) is inspect.unwrap(super(cls, cls).forward):  # our forward, wrapped by transformers
         members.pop("forward", None)
     return type(cls.__name__, tuple(map(original_of, cls.__bases__)), members)
 
 
 @cache
 def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
-    """Return the class of replaced modules; the same one for the same class and kind."""
+    """Return the class of replaced modules, one per original class and replacement."""
     options = dict(kind.options)
     members = {
         "forward": _FORWARDS[kind.kind](original, **options),
@@ -117,27 +117,27 @@ def _reduce(self: nn.Module, protocol: int) -> Any:
 
 
 def _rebuilt(original: type[nn.Module], kind: Recognized) -> nn.Module:
-    made = subclass(original, kind)
-    return made.__new__(made)
+    cls = subclass(original, kind)
+    return cls.__new__(cls)
 
 
 # ---- forwards -------------------------------------------------------------------------------------------------------
 
 
 def _fits(x: Any, weight: Tensor | None) -> bool:
-    """Return True if our norm gives what the module's own would: the same dtype of results, and one we have."""
+    """Return True if our norm supports the dtypes and gives the same result dtype as the module's own."""
     if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
         return False
     return weight is None or x.dtype == weight.dtype or autocasts(x)
 
 
 def _input_name(original: type[nn.Module]) -> str:
-    """Return how a forward calls its input, for callers that name it."""
+    """Return the name of a forward's input, for callers that pass it by keyword."""
     return positional(original.forward)[1]
 
 
 def _input_of(x: Any, named: dict[str, Any], name: str) -> Any:
-    """Return the input of a forward that was called with names."""
+    """Return the input of a forward that was passed by keyword."""
     if x is not None or set(named) != {name}:
         raise TypeError(f"forward() got {', '.join(named)}; expected {name}")
     return named[name]
@@ -156,8 +156,8 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
         if with_input and may_hand_on(hidden_states, weight):
             return norm_and_input(hidden_states, weight, getattr(self, eps), offset, True)
         options = {"eps": getattr(self, eps), "offset": offset}
-        made = rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
-        return (made, hidden_states) if with_input else made
+        normed = rtkernels.rms_norm(hidden_states, weight, residual=residual, **options)
+        return (normed, hidden_states) if with_input else normed
 
     return forward
 
@@ -193,12 +193,12 @@ def _named_mlp(original: type[nn.Module], act: str, projections: Projections) ->
         if has_watched_child(self, names):
             return own(self, x)
         linears, down = [self._modules[child] for child in first], self._modules[last]
-        made = [linear(x) for linear in linears]
+        inputs = [linear(x) for linear in linears]
         if projections.up_first:
-            made = list(reversed(made[0].chunk(2, -1)))
+            inputs = list(reversed(inputs[0].chunk(2, -1)))
         if not all(is_plain(linear) for linear in linears):
-            return down(rtkernels.glu(*made, act=act))
-        return project(down, glu(*made, act=act))
+            return down(rtkernels.glu(*inputs, act=act))
+        return project(down, glu(*inputs, act=act))
 
     return forward
 
@@ -222,10 +222,10 @@ _BASES: dict[str, tuple[type, ...]] = {}
 
 
 def register(kind: str, make: Callable[..., Forward], *bases: type) -> None:
-    """Add a kind of replacement: ``make(original class, **options)`` gives its forward; `bases` its other classes."""
+    """Add a kind of replacement: ``make(original class, **options)`` returns its forward; `bases` extend its class."""
     _FORWARDS[kind], _BASES[kind] = make, bases
 
 
 def forward_of(kind: str, original: type[nn.Module], **options: Any) -> Forward:
-    """Return the forward that modules of a class get by a kind of replacement."""
+    """Return the forward that a kind of replacement gives to modules of a class."""
     return _FORWARDS[kind](original, **options)

@@ -1,10 +1,10 @@
-"""Memory and additions that only a patched layer can save, because it knows who else has a tensor.
+"""Save memory and additions in patched layers, which know that nothing else uses a tensor.
 
-The projection of gate and up is the largest activation of a decoder layer, and its gradient would lie next to it at the
-layer's peak: where the layer's own forward made it and nobody else can have it, the gradient is written over it, unless
-the graph is kept for another backward pass. What the activation gives is freed before its own gradient is made. The
-input of a layer goes to its first norm and past it: where the norm hands it on, the kernel of its gradient adds the two
-gradients, in place of autograd.
+The gate and up projection is the largest activation of a decoder layer, and at the layer's peak its gradient exists at
+the same time. If the layer's own forward computed it and nothing else can hold it, the gradient overwrites it, unless
+the graph is retained for another backward pass. The output of the activation is freed before its gradient is computed.
+The input of a layer goes both to its first norm and to the residual sum: if the norm passes it on, the kernel of the
+norm's gradient adds both gradients, and autograd does not have to.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ except ImportError:  # pragma: no cover - a torch without this private name
 
 
 def is_kept() -> bool:
-    """Return True in a backward pass after which saved tensors may be needed, or that the compiler plans."""
+    """Return True in a backward pass that retains its graph, and under the compiler."""
     return is_dynamo_compiling() or _keeps_graph()
 
 
 def free(*tensors: Tensor) -> None:
-    """Give the memory of saved tensors back in the middle of a backward pass, unless the graph is kept.
+    """Release the memory of saved tensors during a backward pass, unless the graph is retained.
 
-    For tensors that a Function made and saved itself: nobody else has them, and their node ends with this pass.
+    For tensors that a Function computed and saved itself: nothing else holds them, and this pass ends their use.
     """
     if not is_kept():
         for t in tensors:
@@ -49,7 +49,7 @@ def free(*tensors: Tensor) -> None:
 
 
 def is_private(*tensors: Tensor | None) -> bool:
-    """Return True if results of a layer's own projections may be overwritten by their gradients."""
+    """Return True if the results of a layer's own projections may be overwritten by their gradients."""
     if is_dynamo_compiling():
         return False
     given = {str(i): t for i, t in enumerate(tensors) if t is not None}
@@ -57,14 +57,14 @@ def is_private(*tensors: Tensor | None) -> bool:
         return False
     try:
         return may_overwrite("inputs", given)
-    except ArgumentError:  # a leaf, a view with gaps: whatever a projection may give
+    except ArgumentError:  # a projection may return a leaf or a view with gaps
         return False
 
 
 def glu_gradient(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, act: str, need_weight: bool
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate, up and weight; over gate and up, unless the graph is kept."""
+    """Return the gradients of gate, up and weight. They overwrite gate and up unless the graph is retained."""
     if is_legacy_batched(dy) or is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
         dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, need_weight)
     else:
@@ -90,14 +90,14 @@ _own_glu = applied(_Glu)
 
 
 def glu(gate: Tensor, up: Tensor | None = None, *, act: str, weight: Tensor | None = None) -> Tensor:
-    """Return ``rtkernels.glu`` of what the caller made itself and gives to nobody else."""
+    """Return ``rtkernels.glu`` of tensors that the caller computed and that nothing else uses."""
     if is_private(gate, up):
         return _own_glu(gate, up, weight, act)
     return rtkernels.glu(gate, up, act=act, weight=weight)
 
 
 class _Projection(torch.autograd.Function):
-    """``x @ weight^T`` of an x that only this step has: freed behind the weight's gradient, before that of x."""
+    """``x @ weight^T`` of an x that only this step uses: x is freed between the gradients of the weight and of x."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -120,7 +120,7 @@ _projection = applied(_Projection)
 
 
 def project(linear: nn.Module, x: Tensor) -> Tensor:
-    """Return ``linear(x)`` of what the caller made itself and gives to nobody else."""
+    """Return ``linear(x)`` of an x that the caller computed and that nothing else uses."""
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(linear) or linear.bias is not None:
         return linear(x)
     if type(x) not in TENSOR_TYPES or x.dtype != linear.weight.dtype or not x.requires_grad or autocasts(x):
@@ -132,9 +132,9 @@ _stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def stand_in(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return NaN of a shape (that of x) in the memory of one element: a place in the graph, without values."""
+    """Return NaN of a shape (default: that of x) in the memory of one element: a graph node without values."""
     shape = x.shape if shape is None else shape
-    if is_dynamo_compiling():  # a graph keeps no tensor of its own in a table
+    if is_dynamo_compiling():  # a compiled graph cannot cache tensors here
         return x.new_full((), torch.nan).expand(shape)
     try:
         return _stand_ins[x.dtype, x.device].expand(shape)
@@ -142,19 +142,19 @@ def stand_in(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         pass
     with torch.inference_mode(False):
         one = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # whose memory is the graph's
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # captured memory belongs to the graph
         _stand_ins[x.dtype, x.device] = one
     return one.expand(shape)
 
 
 def may_hand_on(x: Tensor, weight: Tensor | None) -> bool:
-    """Return True if :class:`NormAndInput` can take the place of a norm of x: x gets a gradient, nothing is cast."""
+    """Return True if :class:`NormAndInput` can replace a norm of x: x needs a gradient and nothing is cast."""
     plain = type(x) in TENSOR_TYPES and (weight is None or (type(weight) in TENSOR_TYPES and weight.dtype == x.dtype))
     return plain and not is_dynamo_compiling() and torch.is_grad_enabled() and x.requires_grad
 
 
 class NormAndInput(torch.autograd.Function):
-    """``rms_norm(x, weight)``, or without `values` a tensor without memory in its place, and x."""
+    """Return ``rms_norm(x, weight)`` and x; without `values`, the norm is a tensor without memory."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, offset, values):

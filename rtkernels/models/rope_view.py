@@ -1,8 +1,8 @@
-"""Rotary embeddings without a change of globals.
+"""Replace rotary embeddings without changing globals.
 
-The forward of an attention module calls ``apply_rotary_pos_emb`` as a global of its modelling file. Here it gets a
-function with the same code and other globals: a *view* of the file, a module of our own whose names are those of the
-original but for the rotation. Dynamo looks globals up by the module's name, so the view is importable under it.
+The forward of an attention module calls ``apply_rotary_pos_emb`` as a global of its modelling file. Our forward has the
+same code and other globals: those of a *view*, a module with all names of the file except the rotation, which is ours.
+Dynamo looks up globals by the module's name, so the view is in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return True if the forward of a module calls rotations that may be ours."""
+    """Return True if the forward of a module calls a rotation that we may replace."""
     forward = type(module).forward
     names = _names(forward)
     return bool(names) and all(name in forward.__globals__ for name in names)
 
 
 def rotates(module: nn.Module) -> bool:
-    """Return True if a module calls a rotation in any way: a function, a method, or in a processor of diffusers."""
+    """Return True if a module calls a rotation in any way: as a function, a method, or in a diffusers processor."""
     if _names(inspect.unwrap(type(module).forward)):
         return True
     code = getattr(vars(type(module.__dict__.get("processor"))).get("__call__"), "__code__", None)
@@ -65,14 +65,14 @@ def recognize(module: nn.Module) -> Recognized:
 
 
 def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> types.FunctionType:
-    """Return a function with the code of `forward` for which the named globals are our rotations."""
+    """Return a function with the code of `forward` in which the named globals are our rotations."""
     view = _view(forward.__globals__, names)
-    made = types.FunctionType(
+    copy = types.FunctionType(
         forward.__code__, view.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    made.__qualname__, made.__doc__, made.__module__ = forward.__qualname__, forward.__doc__, view.__name__
-    return made
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__qualname__, copy.__doc__, copy.__module__ = forward.__qualname__, forward.__doc__, view.__name__
+    return copy
 
 
 def _view(names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]]) -> types.ModuleType:
@@ -97,8 +97,8 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
     usual = 1 if default is None else default.default
 
     def apply_rotary_pos_emb(*args, **kwargs):
-        # Called as the original may be: tensors with or without names, and in forms that only the original has.
-        given = dict(zip(names, args, strict=False))  # the original may take fewer, and more
+        # Takes every call that the original takes, positional or by keyword; unsupported ones go to the original.
+        given = dict(zip(names, args, strict=False))  # the original may take more or fewer arguments
         given.update((name, value) for name, value in kwargs.items() if name in names)
         more = {name: value for name, value in kwargs.items() if name not in names}
         if not _fits(args, given, more):
@@ -106,7 +106,7 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
         q, k, cos, sin = [given[name] for name in names]
         if more.get("unsqueeze_dim", usual) == 2:
             return apply_rope(q, k, cos, sin, form, layout="bshd")
-        if q.stride(1) < q.stride(2):  # views of [batch, tokens, heads, size]: the results lie in memory as they do
+        if q.stride(1) < q.stride(2):  # views of [batch, tokens, heads, size]: keep their layout
             q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, form, layout="bshd")
             return q.transpose(1, 2), k.transpose(1, 2)
         return apply_rope(q, k, cos, sin, form)

@@ -1,9 +1,9 @@
-"""Routers of expert layers: scores, choice and probabilities of the chosen experts in one op.
+"""Routers of expert layers: scores, selection and probabilities of the selected experts in one op.
 
-A router is asked like every other module: with a weight, a bias and a correction of our own on the CPU, in fp32 and in
-bf16, which tells where its logits and probabilities are rounded. Its logits stay what they are, because others read
-them (auxiliary losses, output recorders) and because another rounding would choose other experts now and then.
-Probabilities that are equal to the last bit may be chosen in another order than torch's.
+A router is tested like every other module, with our own weight, bias and correction on the CPU. It runs in fp32 and in
+bf16, which shows where it rounds logits and probabilities. The logits are computed as before, because auxiliary losses
+and output recorders read them, and because different rounding would occasionally select different experts. Experts with
+exactly equal probabilities may be selected in another order than torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKENS = 33
 
 
 class Scoring(NamedTuple):
-    """What ``topk_router`` is told; names stand for attributes of the module."""
+    """Options of ``topk_router``; strings name attributes of the module."""
 
     score: str
     renormalize: bool
@@ -47,15 +47,15 @@ class Scoring(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Where a router rounds, and in which order it gives its results."""
+    """Where a router rounds, and the order of its results."""
 
-    products: str  # "model": of the model's dtype; "rounded": the same, given as fp32; "fp32": from fp32 copies
+    products: str  # "model": in the model's dtype; "rounded": the same, cast to fp32; "fp32": from fp32 copies
     probs: str  # "model" or "fp32"
     order: tuple[str, ...]
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return True if a module may be a router: no children, a matrix, and the number of experts of a token."""
+    """Return True if a module may be a router: it has no children, a matrix, and `top_k`."""
     weight = module._parameters.get("weight")
     is_matrix = weight is not None and weight.dim() == 2
     return is_matrix and not module._modules and isinstance(getattr(module, "top_k", None), int)
@@ -66,7 +66,7 @@ def recognize(module: nn.Module) -> Recognized:
     """Return how a candidate routes.
 
     Raises:
-        NotRecognized: In no way of ours.
+        NotRecognized: Its routing is none of ours.
     """
     if {name for name, p in module._parameters.items() if p is not None} - {"weight", "bias"}:
         raise NotRecognized("its parameters are more than a weight and a bias")
@@ -88,18 +88,18 @@ def recognize(module: nn.Module) -> Recognized:
         twin = twin_of(module, {name: p.to(dtype) for name, p in parameters.items()})
         twin._buffers = buffers
         try:
-            made = type(module).forward(twin, x.to(dtype))
+            routed = type(module).forward(twin, x.to(dtype))
         except Exception as error:
             raise Raised("as a router", error) from error
-        return _by_name(made, experts, module.top_k)
+        return _by_name(routed, experts, module.top_k)
 
     exact, rounded = theirs(torch.float32), theirs(torch.bfloat16)
     numbers = _numbers(x, parameters, rounded)
     found = []
     for scoring in _scorings(module, correction is not None):
-        made = _route(module, exact["logits"], scoring, buffers.get(_CORRECTION))
+        routed = _route(module, exact["logits"], scoring, buffers.get(_CORRECTION))
         wanted = _dense(exact["probs"], exact["indices"], experts)
-        if torch.allclose(_dense(made.probs, made.indices.long(), experts), wanted, rtol=TOLERANCE, atol=1e-6):
+        if torch.allclose(_dense(routed.probs, routed.indices.long(), experts), wanted, rtol=TOLERANCE, atol=1e-6):
             found.append(scoring)
     if len(found) != 1:
         raise NotRecognized("it routes in no way of ours" if not found else "it routes in more than one way")
@@ -120,10 +120,10 @@ def _flattens(module: nn.Module, kind: Recognized, parameters: dict[str, Tensor]
     ours, theirs = replace.forward_of("router", type(module), **dict(kind.options)), type(module).forward
 
     def dense(forward: Callable[..., Any], twin: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        made = dict(zip(dict(kind.options)["numbers"].order, forward(twin, x), strict=True))
-        given = made["probs"]
+        results = dict(zip(dict(kind.options)["numbers"].order, forward(twin, x), strict=True))
+        given = results["probs"]
         probs = torch.zeros(given.shape[0], experts, dtype=given.dtype, device=given.device)
-        return made["logits"], probs.scatter(1, made["indices"], given)
+        return results["logits"], probs.scatter(1, results["indices"], given)
 
     flat = Trial("for inputs of 2 dimensions", (normal(_TOKENS, width) * 4,), tolerance=TOLERANCE)
     high = Trial("for inputs of 3 dimensions", (normal(3, 5, width) * 4,), tolerance=TOLERANCE)
@@ -140,16 +140,16 @@ def _flattens(module: nn.Module, kind: Recognized, parameters: dict[str, Tensor]
         return False
 
 
-def _by_name(made: Any, experts: int, top_k: int) -> dict[str, Tensor]:
-    """Return the results of a router as logits, probs and indices, in the order in which it gave them.
+def _by_name(results: Any, experts: int, top_k: int) -> dict[str, Tensor]:
+    """Return the results of a router as logits, probs and indices, in the order in which it returned them.
 
     Raises:
-        NotRecognized: They are others.
+        NotRecognized: The results are not these three.
     """
-    if not isinstance(made, tuple) or len(made) != 3 or not all(isinstance(t, Tensor) for t in made):
+    if not isinstance(results, tuple) or len(results) != 3 or not all(isinstance(t, Tensor) for t in results):
         raise NotRecognized("it does not give logits, probabilities and experts")
     names = {}
-    for t in made:
+    for t in results:
         if t.shape == (_TOKENS, top_k) and not t.is_floating_point():
             names["indices"] = t
         elif t.shape == (_TOKENS, top_k):
@@ -161,14 +161,14 @@ def _by_name(made: Any, experts: int, top_k: int) -> dict[str, Tensor]:
     return names
 
 
-def _numbers(x: Tensor, parameters: dict[str, Tensor], made: dict[str, Tensor]) -> Numbers:
-    """Return where a router rounds, from its results in bf16."""
+def _numbers(x: Tensor, parameters: dict[str, Tensor], results: dict[str, Tensor]) -> Numbers:
+    """Find where a router rounds, from its results in bf16."""
     half = {name: p.bfloat16() for name, p in parameters.items()}
     for products in ("model", "rounded", "fp32"):
         logits = _logits(x.bfloat16(), half["weight"], half.get("bias"), products)
-        if logits.dtype == made["logits"].dtype and torch.equal(logits, made["logits"]):
-            probs = "model" if made["probs"].dtype == torch.bfloat16 else "fp32"
-            return Numbers(products, probs, tuple(made))
+        if logits.dtype == results["logits"].dtype and torch.equal(logits, results["logits"]):
+            probs = "model" if results["probs"].dtype == torch.bfloat16 else "fp32"
+            return Numbers(products, probs, tuple(results))
     raise NotRecognized("its logits are no plain product")
 
 
@@ -179,13 +179,13 @@ def _scorings(module: nn.Module, corrected: bool) -> Iterator[Scoring]:
     for renormalize in (False, True):
         if corrected:
             yield Scoring("sigmoid", renormalize, True, groups, scale)
-        else:  # a softmax of the chosen logits is that of all of them, renormalised
+        else:  # a softmax over the selected logits equals a renormalised softmax over all
             yield Scoring("softmax", renormalize, scale=scale)
             yield Scoring("sigmoid", renormalize, scale=scale)
 
 
 def _dense(probs: Tensor, indices: Tensor, experts: int) -> Tensor:
-    """Return probabilities by expert: the order of the chosen ones is nobody's business."""
+    """Return probabilities by expert, because the order of the selected experts does not matter."""
     zeros = torch.zeros(probs.shape[0], experts, dtype=torch.float32, device=probs.device)
     return zeros.scatter_(1, indices, probs.float())
 
@@ -215,16 +215,16 @@ def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring, flatt
     own = original.forward
 
     def forward(self, hidden_states):
-        weight, bias = self.weight, getattr(self, "bias", None)  # a replica of DataParallel has no parameters
+        weight, bias = self.weight, getattr(self, "bias", None)  # a DataParallel replica has no parameters
         if hidden_states.dtype != weight.dtype or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return own(self, hidden_states)
         if hidden_states.dim() != 2 and not flattens:
             return own(self, hidden_states)
         x = hidden_states.reshape(-1, weight.shape[1])
         logits = _logits(x, weight, bias, numbers.products)
-        made = _route(self, logits, scoring, self._buffers.get(_CORRECTION))
-        probs = made.probs.to(x.dtype) if numbers.probs == "model" else made.probs
-        results = {"logits": logits, "probs": probs, "indices": made.indices.long()}
+        routed = _route(self, logits, scoring, self._buffers.get(_CORRECTION))
+        probs = routed.probs.to(x.dtype) if numbers.probs == "model" else routed.probs
+        results = {"logits": logits, "probs": probs, "indices": routed.indices.long()}
         return tuple(results[name] for name in numbers.order)
 
     return forward

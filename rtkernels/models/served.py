@@ -1,6 +1,6 @@
-"""Linear layers and experts whose weights are fp8 codes in blocks of 128 x 128, for inference.
+"""Linear layers and experts for inference with fp8 weights in blocks of 128 x 128.
 
-Parameters have the names and shapes that transformers' own modules for such checkpoints have.
+Parameters have the names and shapes of transformers' own modules for such checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BLOCK = 128
-AS_IT_IS = 16  # rows up to which x is multiplied as it is: the product waits for weights, and quantising is a launch
+AS_IT_IS = 16  # up to so many rows x is not quantised: reading the weights takes longer, and quantising costs a launch
 
 
 def _blocks(size: int) -> int:
@@ -34,7 +34,7 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class _KeepsScales(nn.Module):
-    """Codes and scales keep their dtypes where a module is moved to another one."""
+    """Keeps the dtypes of codes and scales when the module is moved to another dtype."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         kept = {name: p.data for name, p in self._parameters.items() if p is not None and name != "bias"}
@@ -47,12 +47,12 @@ class _KeepsScales(nn.Module):
 
 
 class ServedLinear(_KeepsScales):
-    """``x @ weight.T + bias`` of 16-bit rows with a weight of codes.
+    """``x @ weight.T + bias`` of 16-bit rows with an fp8 weight.
 
     Args:
-        weight: e4m3 ``[out features, in features]``; in features a multiple of 16.
-        weight_scale_inv: float32, one for each 128 x 128 of the weight: what codes are multiplied by.
-        bias: Of the result's dtype.
+        weight: e4m3 ``[out features, in features]``; in features is a multiple of 16.
+        weight_scale_inv: float32, one factor per 128 x 128 block of the weight; codes are multiplied by it.
+        bias: In the result's dtype, or None.
     """
 
     def __init__(self, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None = None) -> None:
@@ -62,7 +62,7 @@ class ServedLinear(_KeepsScales):
         self.bias = None if bias is None else _frozen(bias.detach())
 
     def forward(self, x: Any) -> Tensor:
-        """Return ``[..., out features]`` of x's dtype. Layers that read the same tensor share its codes."""
+        """Return ``[..., out features]`` in x's dtype. Layers that read the same tensor share its codes."""
         return _multiply(x, self.weight, self.weight_scale_inv, self.bias)
 
     def extra_repr(self) -> str:
@@ -71,7 +71,7 @@ class ServedLinear(_KeepsScales):
 
 
 def gated(down: nn.Module, gate_up: Tensor, act: str) -> Tensor | None:
-    """Return ``down(glu(gate_up))`` with gated values that exist as codes alone, None where that is not possible."""
+    """Return ``down(glu(gate_up))`` with gated values stored only as codes, None if that is not possible."""
     if type(down) is not ServedLinear or is_dynamo_compiling() or row_count(gate_up.shape) <= AS_IT_IS:
         return None
     if gate_up.dtype not in (torch.bfloat16, torch.float16) or gate_up.requires_grad or is_watched(down):
@@ -83,7 +83,7 @@ def gated(down: nn.Module, gate_up: Tensor, act: str) -> Tensor | None:
 def _of_codes(
     q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` of codes of x, with scales in columns."""
+    """Return ``x @ weight.T + bias`` for codes of x with scales in columns."""
     left = rows_of(q.reshape(-1, weight.shape[1]), scale, "group")
     y = rtkernels.scaled_mm(
         left.q, weight, left.scale, weight_scale, recipe="block_1x128_128x128", bias=bias, out_dtype=dtype
@@ -92,9 +92,9 @@ def _of_codes(
 
 
 def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` of a tensor or a lazy norm, and of codes with scales of 128 x 128.
+    """Return ``x @ weight.T + bias`` for a tensor or lazy norm x and an fp8 weight with 128 x 128 scales.
 
-    Of x, codes are multiplied, too, unless it has few rows.
+    x is quantised, too, unless it has few rows.
     """
     plain = not is_dynamo_compiling() and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None)
             )
             return y.view(*x.shape[:-1], weight.shape[0])
         codes = codes_of(x)
-        if isinstance(codes, Tensor):  # compiled, or fp32
+        if isinstance(codes, Tensor):  # under the compiler, or in fp32
             q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
         else:
             q, scale = codes.q, codes.scale
@@ -112,7 +112,7 @@ def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None)
 
 
 def _alike(linears: Sequence[nn.Module]) -> bool:
-    """Return True if weights may be one behind the other: of whole blocks, all with biases or none."""
+    """Return True if weights may be adjacent: they consist of whole blocks, and all or none have biases."""
     first = linears[0]
     return all(
         type(m) is ServedLinear
@@ -125,7 +125,7 @@ def _alike(linears: Sequence[nn.Module]) -> bool:
 
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
-    """Move codes, and scales, of layers that read the same tensor into one block of memory each."""
+    """Move the codes of layers that read the same tensor into one block of memory, and their scales into another."""
     if not _alike(linears) or linears[0].weight.device.type == "meta":
         return
     for name in ("weight", "weight_scale_inv"):
@@ -137,7 +137,7 @@ def make_adjacent(linears: Sequence[nn.Module]) -> None:
 
 
 def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
-    """Return the results of layers as columns of one tensor, None where they have to be called by themselves."""
+    """Return the results of layers as columns of one tensor, None if the layers must be called separately."""
     if type(linears[0]) is not ServedLinear or is_dynamo_compiling() or not _alike(linears):
         return None
     if any(is_watched(m) for m in linears):
@@ -151,14 +151,14 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
 
 
 class ServedExperts(_KeepsScales):
-    """Gated experts with weights of codes: tokens are quantised while they are permuted, gated values while computed.
+    """Gated experts with fp8 weights. Tokens are quantised during permutation, gated values during activation.
 
     Args:
-        gate_up_proj: e4m3 ``[experts, 2 * inner, hidden]``, inner a multiple of 128.
+        gate_up_proj: e4m3 ``[experts, 2 * inner, hidden]``; inner is a multiple of 128.
         gate_up_proj_scale_inv: float32 ``[experts, 2 * inner / 128, hidden / 128]``.
         down_proj: e4m3 ``[experts, hidden, inner]``.
         down_proj_scale_inv: float32 ``[experts, hidden / 128, inner / 128]``.
-        act: As for :func:`rtkernels.glu`.
+        act: Activation, as for :func:`rtkernels.glu`.
     """
 
     has_bias, has_gate, is_transposed, is_concatenated = False, True, False, True
@@ -197,14 +197,14 @@ def _empty(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a weight, or of experts whose rows are multiples of 128."""
+    """Return codes and scales of a weight, or of expert weights with a multiple of 128 rows."""
     flat = weight.detach().reshape(-1, weight.shape[-1])
     q, scale = rtkernels.quantize_fp8(flat, granularity="block")
     return q.view(weight.shape), scale.view(*weight.shape[:-2], -1, scale.shape[-1])
 
 
 def serve_linear(linear: nn.Module, empty: bool = False) -> ServedLinear:
-    """Return the serving layer of a linear layer: of its codes, if it has them, of its weight, or without values."""
+    """Return the serving layer of a linear layer: from its codes if it has them, from its weight, or uninitialised."""
     scale = getattr(linear, "weight_scale_inv", None)
     if scale is not None and linear.weight.element_size() == 1:  # transformers' FP8Linear
         return ServedLinear(linear.weight.data, scale.data.float(), linear.bias)
@@ -216,7 +216,7 @@ def serve_experts(experts: nn.Module, empty: bool = False) -> ServedExperts:
     """Return the serving layer of experts.
 
     Raises:
-        NotRecognized: Their gate is none of ours.
+        NotRecognized: Their activation is none of ours.
     """
     from rtkernels.models.experts import activation_of
 

@@ -1,7 +1,7 @@
-"""Modules around the ops, in place of torch's: same constructors, same state dicts, one kernel each way.
+"""Modules that replace torch's: same constructors, same state dicts, one kernel each for forward and backward.
 
-None of them is changed by ``torch.autocast``: they compute in fp32 whatever the inputs are, and results have the dtype
-of the input. Parameters may be of another dtype than the input (fp32 parameters with bfloat16 activations).
+``torch.autocast`` does not affect them: they compute in fp32 for all input dtypes, and results have the input's dtype.
+Parameters may have a different dtype than the input, such as fp32 parameters with bfloat16 activations.
 """
 
 from rtkernels.nn.fp8_gather import gather_in_fp8

@@ -1,7 +1,8 @@
-"""Products of experts by fp8 codes, with gradients: what the modules of ``fp8_moe`` compute.
+"""Products of experts in fp8 with gradients, used by the modules of ``fp8_moe``.
 
-Rows are sorted by expert and every expert's begin at a multiple of 128, so that no scale of a column covers rows of two
-experts, and one matrix ``[columns, rows]`` holds the transposed codes of all of them. Sizes are on the device only.
+Rows are sorted by expert, and the rows of each expert begin at a multiple of 128. So no column scale covers rows of two
+experts, and one matrix ``[columns, rows]`` holds the transposed codes of all experts. Group sizes exist only on the
+device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FORWARD, WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"
 
 
 class ExpertCodes(NamedTuple):
-    """Codes of weights ``[experts, n, k]``, by rows and transposed (empty if not asked for)."""
+    """Codes of weights ``[experts, n, k]``, by rows and transposed (empty if not requested)."""
 
     q: Tensor
     scale: Tensor
@@ -45,7 +46,7 @@ class ExpertCodes(NamedTuple):
 
 
 class Sites(NamedTuple):
-    """Calls of operators by places that have the same metadata in all layers, for weights of one shape."""
+    """Call sites of the operators for weights of one shape; their tensors have the same metadata in all layers."""
 
     codes: Callable[..., Any]
     codes_by_rows: Callable[..., Any]
@@ -82,7 +83,7 @@ def weight_codes(weight: Tensor, transposed: bool, pow2_scale: bool = False) -> 
 
 
 def _product(site: Any, left: Codes, right: Codes, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left[rows of g] @ right[g]^T`` for every group g; other rows hold anything."""
+    """Return ``left[rows of g] @ right[g]^T`` for every group g; other rows are uninitialised."""
     options = SIDE, 0, FORWARD, "auto", None, None, dtype, "auto", "auto"
     return site(left.q, right.q, left.scale, right.scale, ends, None, None, *options)
 
@@ -108,7 +109,7 @@ def _padded(left: Codes, right: Codes, ends: Tensor, dtype: torch.dtype) -> Tens
 
 
 class GroupedLinear(torch.autograd.Function):
-    """``y[rows of g] = x[rows of g] @ weight[g]^T``; rows behind the last group are 0, and so is their gradient."""
+    """``y[rows of g] = x[rows of g] @ weight[g]^T``; rows after the last group, and their gradients, are 0."""
 
     @staticmethod
     def forward(ctx, x, weight, ends, main_grad, grad_dtype, pow2_scale, *given):
@@ -152,7 +153,7 @@ _bounds: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _one_expert(rows: int, device: torch.device) -> Tensor:
-    """Return where the rows of one expert that has them all begin and end, int32."""
+    """Return the offsets of a single expert that has all rows, int32."""
     found = None if is_dynamo_compiling() else _bounds.get((rows, device))
     if found is None:
         with torch.inference_mode(False):
@@ -170,8 +171,8 @@ def _permuted(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return codes of the permuted rows (by rows, transposed) and their probabilities.
 
-    Experts begin at multiples of 128 rows, so all of them together are quantised as one expert's rows would be: its
-    results are whole matrices, and groups of 128 rows are the same.
+    Every expert begins at a multiple of 128 rows, so all rows can be quantised as those of one expert: the groups of
+    128 rows are the same, and the results are whole matrices.
     """
     count, cols = slots.shape[0], x.shape[1]
     q, scale, q_t, scale_t, carried = site(
@@ -186,7 +187,7 @@ def _layout(by_rows: bool, transposed: bool) -> str:
     return "both" if by_rows and transposed else "row" if by_rows else "transposed"
 
 
-# The forward pass permutes with probabilities and adds up rows alone, the backward pass the other way round.
+# The forward pass permutes with probabilities and sums without; the backward pass does the reverse.
 _permute, _permute_gradient = moe_permute_fp8.QUANTIZE.at_site(), moe_permute_fp8.QUANTIZE.at_site()
 _unpermute, _unpermute_gradient = UNPERMUTE.at_site(), UNPERMUTE.at_site()
 _glu, _glu_gradient = glu_fp8.FORWARD.call, glu_fp8.BACKWARD.call
@@ -195,10 +196,10 @@ _glu, _glu_gradient = glu_fp8.FORWARD.call, glu_fp8.BACKWARD.call
 class Experts(torch.autograd.Function):
     """``out[t] = sum over the experts e of t of prob * down[e] @ swiglu(gate_up[e] @ x[t])``.
 
-    The probabilities are put into the codes of the gated values, so that what comes back from ``down`` is only added
-    up: its gradient is dout itself, permuted and quantised in one pass. Saved: transposed codes of the permuted
-    tokens and of the gated values, gate and up in x's dtype, transposed codes of the weights. Rows behind the last
-    expert's hold whatever their memory held, and nothing reads them into a row or a sum that counts.
+    The probabilities are multiplied into the gated values before these are quantised, so the results of ``down`` only
+    need to be summed, and their gradient is dout, permuted and quantised in one pass. Saved: transposed codes of the
+    permuted tokens and of the gated values, gate and up in x's dtype, and transposed codes of the weights. Rows after
+    the last expert's are uninitialised, and no valid row or sum reads them.
     """
 
     @staticmethod
@@ -240,7 +241,7 @@ class Experts(torch.autograd.Function):
         need_x, need_probs, need_up, need_down = ctx.needs_input_grad[:4]
         up_at, down_at = ctx.sites
         dx = dprobs = dup = ddown = None
-        onwards = need_x or need_probs or need_up  # beyond `down`
+        onwards = need_x or need_probs or need_up  # the gradient continues past `down`
         layout = _layout(onwards, need_down)
         by_rows, transposed, _ = _permuted(
             _permute_gradient, dout, rows, slots, None, layout, grad_dtype, pow2_scale
@@ -272,5 +273,5 @@ experts = applied(Experts)
 
 
 def group_ends(offsets: Tensor) -> Tensor:
-    """Return the row behind the last one of each expert, where a call can be replayed: at a multiple of 16 bytes."""
+    """Return the row after each expert's last one, in memory aligned to 16 bytes so that calls can be replayed."""
     return offsets[1:].clone()

@@ -1,8 +1,8 @@
-"""FSDP2 that gathers codes: half the bytes of an all-gather in 16 bits, and no weights in 16 bits while a layer runs.
+"""Let FSDP2 gather codes: half the bytes of a 16-bit all-gather, and no 16-bit weights while a layer runs.
 
-Each process quantises its rows of a weight in blocks of 128 x 128, and codes and scales are gathered. As shards are
-whole blocks, these are the codes that the gathered weight would have; no maximum is shared between processes. A layer
-that asks for the codes of a gathered weight gets them without a computation, transposed ones by a transposition.
+Each process quantises its rows of a weight in blocks of 128 x 128, and codes and scales are gathered. Shards consist of
+whole blocks, so the codes are those of the gathered weight, and no maximum has to be exchanged. A layer gets the codes
+of a gathered weight without computation; transposed codes cost a transposition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
 from rtkernels.runtime.layout import nothing
 
 _aten = torch.ops.aten
-# What FSDP does to a parameter while it shards it; the results are parts of the weight.
+# Operations of FSDP on a parameter while it shards it; their results are parts of the weight.
 _PARTS = frozenset((
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.view.default,
     _aten.as_strided.default, _aten.split.Tensor, _aten.slice.Tensor, _aten.new_zeros.default,
@@ -30,7 +30,7 @@ _PARTS = frozenset((
 
 
 class GatheredCodes(torch.Tensor):
-    """A whole weight ``[n, k]`` that exists as codes ``q`` and scales ``scale`` ``[n / 128, k / 128]`` only."""
+    """A whole weight ``[n, k]`` stored only as codes ``q`` and scales ``scale`` ``[n / 128, k / 128]``."""
 
     @staticmethod
     def __new__(cls, q: Tensor, scale: Tensor, dtype: torch.dtype) -> GatheredCodes:
@@ -40,7 +40,7 @@ class GatheredCodes(torch.Tensor):
         self.q, self.scale = q, scale
 
     def values(self) -> Tensor:
-        """Return the numbers that the codes stand for."""
+        """Return the dequantised weight."""
         n, k = self.q.shape
         scale = self.scale.repeat_interleave(SIDE, 0)[:n].repeat_interleave(SIDE, 1)[:, :k]
         return (self.q.float() * scale).to(self.dtype)
@@ -65,7 +65,7 @@ def _operand(
     weight: GatheredCodes, kind: str, dtype: torch.dtype, pow2_scale: bool, by_rows: bool, transposed: bool,
     rotation: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return what ``OPERAND`` returns for the weight, from the codes it has."""
+    """Return the result of ``OPERAND`` for the weight, from its codes."""
     if kind != "block" or pow2_scale:
         raise ArgumentError(f"weight was gathered in blocks of 128 x 128; expected recipe 'block', not {kind!r}")
     q, none = weight.q, nothing(weight.scale)
@@ -73,7 +73,7 @@ def _operand(
 
 
 class Fp8GatherWeight(torch.Tensor):
-    """A weight, or the rows of it that a process has, which FSDP2 gathers as codes. Otherwise like any tensor."""
+    """A weight, or a process's rows of it, that FSDP2 gathers as codes. Otherwise an ordinary tensor."""
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Fp8GatherWeight:
@@ -87,10 +87,10 @@ class Fp8GatherWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        made = func(*_plain(cls, args), **_plain(cls, kwargs or {}))
+        result = func(*_plain(cls, args), **_plain(cls, kwargs or {}))
         if func is _aten.copy_.default:
             return args[0]
-        return tree_map_only(Tensor, cls, made) if func in _PARTS else made
+        return tree_map_only(Tensor, cls, result) if func in _PARTS else result
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_"], None
@@ -100,14 +100,14 @@ class Fp8GatherWeight(torch.Tensor):
         return cls(inner["data_"])
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Return what is gathered: codes and scales of this process's rows."""
+        """Return the tensors to gather: codes and scales of this process's rows."""
         q, scale = quantize_fp8(self.data_, granularity="block")
         return (q.view(torch.uint8), scale), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Return the whole weight, and the memory it is in; with `out`, whose memory was filled, nothing."""
+        """Return the whole weight and its memory; with `out`, whose memory is filled already, nothing."""
         if out is not None:
             return None
         q, scale = outputs
@@ -120,16 +120,19 @@ class Fp8GatherWeight(torch.Tensor):
 def gather_in_fp8(module: torch.nn.Module, shards: int) -> int:
     """Let FSDP2 gather the weights of fp8 layers as codes. Call it before ``fully_shard``.
 
-    The layers have recipe "block" and should have ``save_weight=True``, which keeps nothing of a gathered weight from
-    the forward to the backward pass. Weights whose shards would not be whole blocks, ``rows % (128 * shards)``, are
-    left alone: they are gathered in their own dtype.
+    The layers must have recipe "block" and should have ``save_weight=True``, so that nothing of a gathered weight is
+    kept from the forward to the backward pass. A weight is converted only if its shards are whole blocks, that is, if
+    its rows are a multiple of ``128 * shards``. Other weights are gathered in their own dtype.
 
     Args:
         module: A model with ``Fp8Linear`` layers, or one patched with fp8.
-        shards: Processes that share a weight.
+        shards: Number of processes that share a weight.
 
     Returns:
-        How many weights there are that will be gathered as codes.
+        The number of weights that will be gathered as codes.
+
+    Raises:
+        ArgumentError: `shards` is less than 1.
     """
     if shards < 1:
         raise ArgumentError(f"shards is {shards}; expected the number of processes that share a weight")

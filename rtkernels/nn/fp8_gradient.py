@@ -1,8 +1,8 @@
-"""Functions whose gradient leaves as fp8 codes, for whoever multiplies with it next.
+"""Functions that return their gradient as fp8 codes, for the product that reads it next.
 
-Autograd hands over tensors of the dtype of what they are gradients of. Codes travel on such a tensor as an attribute
-(:func:`fp8_gradient` gives them), and the tensor itself needs no memory: it is one NaN, seen with the shape of the
-gradient. Whoever uses its values, because it does not know of the codes or because two gradients were added, gets NaN.
+Autograd passes gradients in the dtype of their tensors. The codes travel as an attribute of such a gradient
+(:func:`fp8_gradient` returns them). The gradient itself needs no memory: it is a single NaN expanded to the shape. Code
+that reads its values, because it does not know of the codes or because two gradients were added, gets NaN.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ATTRIBUTE = "_rtkernels_fp8"
 
 
 def fp8_gradient(gradient: Tensor) -> Any:
-    """Return the codes and scales that came with a gradient (a named tuple), or None."""
+    """Return the codes and scales attached to a gradient (a named tuple), or None."""
     return getattr(gradient, _ATTRIBUTE, None)
 
 
 def without_memory(shape: Any, like: Tensor) -> Tensor:
-    """Return NaN of a shape, in the memory of one element."""
+    """Return NaN of a shape in the memory of one element."""
     return torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -48,9 +48,9 @@ class _Glu(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, counts = ctx.saved_tensors
         keep = "both" if ctx.dense else "fp8"
-        made = glu_fp8_backward(dy, x, weight=weight, counts=counts, keep=keep, **ctx.options)
-        dx = made.dx if ctx.dense else without_memory(x.shape, x)
-        return _carrying(dx, made), made.dweight, None, None, None
+        codes = glu_fp8_backward(dy, x, weight=weight, counts=counts, keep=keep, **ctx.options)
+        dx = codes.dx if ctx.dense else without_memory(x.shape, x)
+        return _carrying(dx, codes), codes.dweight, None, None, None
 
 
 def glu_with_fp8_gradient(
@@ -60,15 +60,15 @@ def glu_with_fp8_gradient(
 
     Args:
         x: ``[..., 2 * d]``, gate and up.
-        weight: As for ``glu_fp8``; gets a gradient.
+        weight: As for ``glu_fp8``; differentiable.
         counts: As for ``glu_fp8``.
-        dense: The gradient of x has values too, beside the codes.
+        dense: Also compute the values of the gradient of x, besides its codes. Default: its values are NaN.
         options: ``act``, ``layout``, ``pow2_scale``, ``scale_layout`` of ``glu_fp8``.
 
     Returns:
-        ``(y, codes)``: y has the shape of the result and no memory (its values are NaN); the gradient of the result
-        enters through it, so give it to the ``autograd.Function`` that multiplies `codes`. The gradient of x carries a
-        :class:`GluFp8Gradients` for :func:`fp8_gradient`.
+        ``(y, codes)``. y has the shape of the result and no memory; its values are NaN. It carries the gradient: pass
+        it to the ``autograd.Function`` that multiplies `codes`. The gradient of x has a :class:`GluFp8Gradients`
+        attached, which :func:`fp8_gradient` returns.
     """
     y, *codes = _Glu.apply(x, weight, counts, dense, options)
     return y, GluFp8(*codes)
@@ -87,15 +87,15 @@ class _Unpermute(torch.autograd.Function):
 
 
 def unpermute_with_fp8_gradient(y: Tensor, index: MoeIndex, **options: Any) -> Tensor:
-    """Add up the rows of each token as :func:`rtkernels.moe_unpermute` does; the gradient of y leaves as fp8 codes.
+    """Sum the rows of each token as :func:`rtkernels.moe_unpermute` does; the gradient of y is returned as fp8 codes.
 
     Args:
         y: As for ``moe_unpermute``.
         index: As for ``moe_unpermute``.
-        options: ``layout``, ``dtype``, ``pow2_scale`` of ``moe_permute_fp8``, which makes the codes.
+        options: ``layout``, ``dtype``, ``pow2_scale`` of ``moe_permute_fp8``, which computes the codes.
 
     Returns:
-        As ``moe_unpermute`` without probs. The gradient of y carries a :class:`MoePermutedFp8` for
-        :func:`fp8_gradient`.
+        The result of ``moe_unpermute`` without probs. The gradient of y has a :class:`MoePermutedFp8` attached, which
+        :func:`fp8_gradient` returns.
     """
     return _Unpermute.apply(y, index, options)

@@ -1,4 +1,4 @@
-"""Linear layers that multiply fp8 codes; parameters stay what they are in ``torch.nn.Linear``."""
+"""Linear layers that multiply fp8 codes; their parameters are those of ``torch.nn.Linear``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
 class KeepsCodes:
-    """A module that makes codes of its weights in every call, or one time inside of :func:`fixed_weights`."""
+    """A module that quantises its weights in every call, or only once inside :func:`fixed_weights`."""
 
     _kept: dict[str, tuple[Any, Any]] | None = None
 
     def codes_of(
         self, name: str, weight: Tensor, make: Callable[[Tensor, bool], Any], version: tuple[int, ...] | None = None
     ) -> Any:
-        """Return ``make(weight, transposed)`` of this or of an earlier call, None outside of ``fixed_weights``.
+        """Return ``make(weight, transposed)``, cached from an earlier call if possible; None outside ``fixed_weights``.
 
-        `version` takes the place of weight's own where weight is made of others.
+        `version` replaces weight's own version counter if weight is a combination of other tensors.
         """
         if self._kept is None or is_dynamo_compiling() or type(weight) not in TENSOR_TYPES:
             return None
@@ -43,15 +43,16 @@ class KeepsCodes:
 
 @contextmanager
 def fixed_weights(module: torch.nn.Module) -> Iterator[None]:
-    """Let the fp8 layers of a module quantise their weights one time, at their first call inside, not in every call.
+    """Within this context, the fp8 layers of a module quantise their weights once instead of in every call.
 
-    For micro-batches between two steps of an optimizer, and for inference. The weights must not change inside: writes
-    that torch counts (in place, by an optimizer) are noticed and the codes made anew, those through ``.data`` are not.
-    Layers inside of ``torch.compile`` quantise in every call as before.
+    For micro-batches between two optimizer steps, and for inference. The weights must not change in this context.
+    Changes that torch's version counter records (in place, by an optimizer) are detected, and the weight is quantised
+    again; changes through ``.data`` are not detected. Layers inside ``torch.compile`` still quantise in every call.
 
     Args:
-        module: A model. Its ``Fp8Linear``, ``Fp8GroupedLinear`` and ``Fp8MoE`` layers keep codes of their weights, by
-            rows and, where gradients are enabled, transposed: up to two bytes for each element, until the end.
+        module: A model. Its ``Fp8Linear``, ``Fp8GroupedLinear`` and ``Fp8MoE`` layers keep the codes of their weights
+            until the end of the context, by rows and, if gradients are enabled, transposed: up to two bytes per
+            element.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, KeepsCodes)]
     for layer in layers:
@@ -64,36 +65,40 @@ def fixed_weights(module: torch.nn.Module) -> Iterator[None]:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Return the fp32 tensor that a trainer adds up weight's gradient in, None if there is none."""
+    """Return the fp32 tensor in which a trainer accumulates weight's gradient, None if there is none."""
     return getattr(weight, "main_grad", None)
 
 
 class Fp8Linear(torch.nn.Linear, KeepsCodes):
-    """``x @ weight.T + bias`` from fp8 codes, forward and backward, in place of ``torch.nn.Linear``.
+    """``x @ weight.T + bias`` from fp8 codes, forward and backward; replaces ``torch.nn.Linear``.
 
-    Same parameters and state dict: codes are made from the parameters in every call (see :func:`fixed_weights`), so
-    optimizers, FSDP2, tensor parallelism by DTensor, checkpointing and ``torch.compile`` see an ordinary layer. The
-    input is ``[..., in_features]`` of bfloat16, float16 or float32, or codes, as :func:`rtkernels.fp8_linear` takes
-    them; the result has the input's dtype, inside ``torch.autocast`` as outside. Parameters may have another dtype.
+    Parameters and state dict are the same as torch's. The parameters are quantised in every call (see
+    :func:`fixed_weights`), so optimizers, FSDP2, DTensor tensor parallelism, checkpointing and ``torch.compile`` see an
+    ordinary layer. The input is ``[..., in_features]`` in bfloat16, float16 or float32, or codes as
+    :func:`rtkernels.fp8_linear` takes them. The result has the input's dtype, also inside ``torch.autocast``.
+    Parameters may have another dtype.
 
-    If the weight has an attribute ``main_grad``, its gradient is added to that (float32) tensor in place of ``grad``;
-    ``grad_added_to_main_grad`` is set to True, where the weight has it.
+    If the weight has an attribute ``main_grad``, its gradient is added to that float32 tensor instead of ``grad``. If
+    the weight has an attribute ``grad_added_to_main_grad``, it is set to True.
 
     Args:
         in_features: Columns of the weight.
         out_features: Rows of the weight.
-        bias: Have a bias.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        bias: Whether the layer has a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
         recipe: "block", "row", "tensor" or "hadamard", see :func:`rtkernels.fp8_linear`. "row" has one scale per token
-            and one per channel of the weight.
-        grad_dtype: fp8 type of the incoming gradient's codes; None for the recipe's own.
+            and one per output channel.
+        grad_dtype: fp8 dtype of the incoming gradient's codes. Default: that of the recipe.
         pow2_scale: Round scales up to powers of two.
         rotation: Size of the Hadamard matrix, for recipe "hadamard".
-        save_weight: Make the weight's transposed codes in the backward pass and not keep them from the forward pass:
-            for FSDP with ``reshard_after_forward``.
-        wgrad: "bf16" for a gradient of the weight from dy and x themselves; x is then saved, not its codes.
-        backend: Of the products, as for :func:`rtkernels.scaled_mm`.
+        save_weight: Quantise the weight again in the backward pass instead of saving its transposed codes. For FSDP
+            with ``reshard_after_forward``.
+        wgrad: "bf16" computes the weight gradient from dy and x in 16 bits; x is then saved instead of its codes.
+        backend: Backend of the products, as for :func:`rtkernels.scaled_mm`.
+
+    Raises:
+        ArgumentError: `recipe` is not one of these.
     """
 
     def __init__(
@@ -114,11 +119,14 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Fp8Linear:
-        """Return a layer with the parameters of another: the same tensors, not copies.
+        """Return a layer that shares the parameters of another.
 
         Args:
             linear: A ``torch.nn.Linear``.
             options: Keyword arguments of the class.
+
+        Raises:
+            ArgumentError: `linear` is not a ``torch.nn.Linear``.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise ArgumentError(f"linear is a {type(linear).__name__}; expected a torch.nn.Linear")
@@ -135,7 +143,7 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
         return fp8_weight(weight, **options, transposed=transposed)
 
     def forward(self, x: Any, scale_layout: str = "row") -> Tensor:
-        """Return ``[..., out_features]``. `scale_layout` is that of an x of codes."""
+        """Return ``[..., out_features]``. `scale_layout` describes the scales if x is given as codes."""
         return fp8_linear(
             x, self.weight, self.bias, recipe=self.recipe, main_grad=main_grad_of(self.weight),
             grad_dtype=self.grad_dtype, pow2_scale=self.pow2_scale, rotation=self.rotation, scale_layout=scale_layout,
@@ -144,20 +152,20 @@ class Fp8Linear(torch.nn.Linear, KeepsCodes):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return f"{super().extra_repr()}, recipe={self.recipe!r}"
 
 
 class Fp8HadamardLinear(Fp8Linear):
-    """:class:`Fp8Linear` with recipe "hadamard": outliers are spread by rotations that cancel in every product.
+    """:class:`Fp8Linear` with recipe "hadamard": rotations spread outliers and cancel in every product.
 
     Args:
-        in_features: Columns of the weight, a multiple of the rotation.
-        out_features: Rows of the weight, a multiple of the rotation.
-        bias: Have a bias.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        rotation: 32, 64, 128 or 256: size of the Hadamard matrix.
+        in_features: Columns of the weight, a multiple of `rotation`.
+        out_features: Rows of the weight, a multiple of `rotation`.
+        bias: Whether the layer has a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        rotation: Size of the Hadamard matrix: 32, 64, 128 or 256.
         options: Other keyword arguments of Fp8Linear.
     """
 
@@ -178,18 +186,18 @@ class Fp8HadamardLinear(Fp8Linear):
 class Fp8SmoothLinear(Fp8Linear):
     """:class:`Fp8Linear` with factors that move the spread of x's channels into the weight (SmoothQuant).
 
-    ``x * smooth`` and ``weight / smooth`` are quantised with one scale per row. The module keeps the largest magnitude
-    of each input channel that it has seen in training; :meth:`refresh` makes the factors from these and from the
-    weight: call it after a first batch, then every 16 steps or so, between a backward pass and the next forward pass.
-    Nothing else changes the factors, so a checkpointed layer is computed anew with those it had. At first they are 1.
+    ``x * smooth`` and ``weight / smooth`` are quantised with one scale per row. In training, the module records the
+    largest magnitude of each input channel. :meth:`refresh` computes the factors from these and from the weight: call
+    it after the first batch, then about every 16 steps, between a backward pass and the next forward pass. Only
+    ``refresh`` changes the factors, so a checkpointed layer is recomputed with the same factors. They are initially 1.
 
     Args:
         in_features: Columns of the weight.
         out_features: Rows of the weight.
-        bias: Have a bias.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        alpha: How much of the spread goes to the weight, 0 to 1.
+        bias: Whether the layer has a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        alpha: Fraction of the spread that goes to the weight, 0 to 1.
         grad_dtype: As for Fp8Linear.
         pow2_scale: As for Fp8Linear.
     """
@@ -216,9 +224,9 @@ class Fp8SmoothLinear(Fp8Linear):
         self.amax = torch.zeros(self.in_features, dtype=torch.float32, device=device)
 
     def reset_parameters(self) -> None:
-        """Set the parameters as torch.nn.Linear does, and the factors to 1."""
+        """Initialise the parameters as torch.nn.Linear does, and set the factors to 1."""
         super().reset_parameters()
-        if hasattr(self, "smooth"):  # not while the base class is made
+        if hasattr(self, "smooth"):  # not while the base class is initialised
             torch.nn.init.ones_(self.smooth)
             torch.nn.init.zeros_(self.amax)
 
@@ -229,7 +237,7 @@ class Fp8SmoothLinear(Fp8Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the factors anew from what was seen since the last time; channels that were all 0 keep theirs."""
+        """Recompute the factors from the inputs since the last call; channels that were always 0 keep theirs."""
         factors = smooth_factors(self.amax.float(), column_absmax(self.weight), alpha=self.alpha)
         self.smooth.copy_(torch.where(self.amax > 0, factors, self.smooth))
         self.amax.zero_()

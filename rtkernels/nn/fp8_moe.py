@@ -19,7 +19,7 @@ from rtkernels.runtime.layout import check_same, token
 
 
 def _initial(weight: Tensor) -> None:
-    """Fill with what torch.nn.Linear begins with."""
+    """Initialise a weight as torch.nn.Linear does."""
     bound = weight.shape[-1] ** -0.5
     torch.nn.init.uniform_(weight, -bound, bound)
 
@@ -33,16 +33,16 @@ def _check_main_grad(name: str, weight: Tensor, main_grad: Tensor | None) -> Non
 class Fp8GroupedLinear(torch.nn.Module, KeepsCodes):
     """``y[rows of g] = x[rows of g] @ weight[g].T`` from fp8 codes, forward and backward.
 
-    Recipe "block" of :func:`rtkernels.fp8_linear`. Every group begins at a multiple of 128 rows
-    (``moe_index(..., multiple_of=128)``), which is not checked: group ends stay on the device.
+    Uses recipe "block" of :func:`rtkernels.fp8_linear`. Every group must begin at a multiple of 128 rows
+    (``moe_index(..., multiple_of=128)``). This is not checked, because group ends are on the device.
 
     Args:
-        groups: How many weights there are, up to 512.
-        in_features: Columns of each.
-        out_features: Rows of each.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        grad_dtype: fp8 type of the incoming gradient's codes.
+        groups: Number of weights, up to 512.
+        in_features: Columns of each weight.
+        out_features: Rows of each weight.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        grad_dtype: fp8 dtype of the incoming gradient's codes.
         pow2_scale: Round scales up to powers of two.
     """
 
@@ -57,16 +57,16 @@ class Fp8GroupedLinear(torch.nn.Module, KeepsCodes):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weights as torch.nn.Linear does."""
+        """Initialise the weights as torch.nn.Linear does."""
         _initial(self.weight)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return ``[rows, out_features]`` of x's dtype.
+        """Return ``[rows, out_features]`` in x's dtype.
 
         Args:
             x: ``[rows, in_features]``, bfloat16, float16 or float32, sorted by group.
-            ends: int32 ``[groups]``, the row behind each group's last (``MoeIndex.offsets[1:]``). Rows behind the last
-                group's are 0 in the result.
+            ends: int32 ``[groups]``, the row after each group's last one (``MoeIndex.offsets[1:]``). Rows after the
+                last group are 0 in the result.
         """
         token("x", x.dtype)
         if x.dim() != 2 or x.shape[1] != self.in_features:
@@ -82,7 +82,7 @@ class Fp8GroupedLinear(torch.nn.Module, KeepsCodes):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return f"groups={self.groups}, in_features={self.in_features}, out_features={self.out_features}"
 
 
@@ -90,34 +90,39 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
     """A layer of SwiGLU experts: router, permutation, products of fp8 codes, weighted sum; forward and backward.
 
     ``out[t] = sum over the top_k experts e of t of prob * down[e] @ (silu(gate) * up)`` with
-    ``[gate | up] = gate_up[e] @ x[t]``. Logits are fp32. Tokens are quantised while they are permuted, gated
-    values while they are computed, gradients likewise; products use recipe "block" of :func:`rtkernels.fp8_linear`.
-    The host reads nothing from the device, and memory depends on the number of tokens only: the layer can be captured
-    in a CUDA graph and replayed with any routing.
+    ``[gate | up] = gate_up[e] @ x[t]``. Logits are fp32. Tokens are quantised during permutation, gated values during
+    the activation, and gradients likewise. Products use recipe "block" of :func:`rtkernels.fp8_linear`. The host reads
+    nothing from the device, and memory depends only on the number of tokens, so the layer can be captured in a CUDA
+    graph and replayed with any routing.
 
     Parameters: ``router_weight`` ``[experts, hidden]``, ``gate_up_weight`` ``[experts, 2 * ffn, hidden]``,
-    ``down_weight`` ``[experts, hidden, ffn]``; with ``selection_bias`` a buffer of that name, ``[experts]``, added to
-    the scores for the choice only (balance without an auxiliary loss: change it from ``routing.counts``).
+    ``down_weight`` ``[experts, hidden, ffn]``. With ``selection_bias`` there is a buffer of that name, ``[experts]``,
+    added to the scores for the selection only. Update it from ``routing.counts`` to balance experts without an
+    auxiliary loss.
 
     Args:
         hidden: Columns of x, a multiple of 16.
         ffn: Gated values of an expert, a multiple of 16.
         experts: Number of experts, up to 512.
-        top_k: Experts of a token.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        score: "softmax" or "sigmoid", as the other options of the router: see :func:`rtkernels.topk_router`.
-        score_first: Take the score over all experts and then choose.
-        renormalize: Divide by the sum of the chosen scores.
-        num_groups: Groups of experts.
-        top_groups: How many of them a token may choose from.
+        top_k: Number of experts per token.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        score: "softmax" or "sigmoid". This and the other options of the router are those of
+            :func:`rtkernels.topk_router`.
+        score_first: Compute scores over all experts before the selection.
+        renormalize: Divide by the sum of the selected scores.
+        num_groups: Number of groups of experts.
+        top_groups: Number of groups that a token may select experts from.
         scale: Factor of the probabilities.
-        selection_bias: Have that buffer.
-        act: Of the gate, as for :func:`rtkernels.glu`.
-        rows: Room for so many permuted rows, a multiple of 128; choices that do not fit are dropped. None for as many
-            as any routing can need: ``tokens * top_k`` and up to 127 for each expert.
-        grad_dtype: fp8 type of the incoming gradient's codes; those of gate and up are e4m3.
+        selection_bias: Whether the layer has that buffer.
+        act: Activation of the gate, as for :func:`rtkernels.glu`.
+        rows: Number of permuted rows to allocate, a multiple of 128; choices that do not fit are dropped. Default:
+            enough for any routing, ``tokens * top_k`` plus up to 127 per expert.
+        grad_dtype: fp8 dtype of the incoming gradient's codes; those of gate and up are e4m3.
         pow2_scale: Round scales up to powers of two.
+
+    Raises:
+        ArgumentError: A size is not a supported multiple, or not ``1 <= top_k <= experts <= 512``.
     """
 
     def __init__(
@@ -140,23 +145,23 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
             "score": score, "score_first": score_first, "renormalize": renormalize, "num_groups": num_groups,
             "top_groups": top_groups, "scale": scale,
         }  # fmt: skip
-        made = {"device": device, "dtype": dtype}
-        self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **made))
-        self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **made))
-        self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **made))
+        factory = {"device": device, "dtype": dtype}
+        self.router_weight = torch.nn.Parameter(torch.empty(experts, hidden, **factory))
+        self.gate_up_weight = torch.nn.Parameter(torch.empty(experts, 2 * ffn, hidden, **factory))
+        self.down_weight = torch.nn.Parameter(torch.empty(experts, hidden, ffn, **factory))
         bias = torch.zeros(experts, dtype=torch.float32, device=device) if selection_bias else None
         self.register_buffer("selection_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all weights as torch.nn.Linear does."""
+        """Initialise all weights as torch.nn.Linear does."""
         for weight in (self.router_weight, self.gate_up_weight, self.down_weight):
             _initial(weight)
         if self.selection_bias is not None:
             torch.nn.init.zeros_(self.selection_bias)
 
     def route(self, x: Tensor) -> Routing:
-        """Return the experts of each row of x ``[tokens, hidden]``, and their probabilities."""
+        """Return the experts of each row of x ``[tokens, hidden]`` and their probabilities."""
         if x.dtype == torch.float32:  # router_gemm takes 16-bit rows
             logits = F.linear(x, self.router_weight.float())
         else:
@@ -164,7 +169,7 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         return topk_router(logits, self.top_k, bias=self.selection_bias, **self.routing_options)
 
     def forward(self, x: Tensor, return_routing: bool = False) -> Any:
-        """Return the layer of x ``[..., hidden]``, of x's dtype; with return_routing also the ``Routing`` of tokens."""
+        """Return the output for x ``[..., hidden]`` in x's dtype; with `return_routing` also the ``Routing``."""
         token("x", x.dtype)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., {self.hidden}]")
@@ -178,16 +183,16 @@ class Fp8MoE(torch.nn.Module, KeepsCodes):
         main_grads = tuple(main_grad_of(weight) for weight in weights)
         for name, weight, main_grad in zip(("gate_up_weight", "down_weight"), weights, main_grads, strict=True):
             _check_main_grad(name, weight, main_grad)
-        made = [
+        kept = [
             self.codes_of(name, weight, lambda w, t: weight_codes(w, t, self.pow2_scale))
             for name, weight in zip(("gate_up", "down"), weights, strict=True)
         ]
         out = experts(
             flat, routing.probs, *weights, index.rows, index.slots, group_ends(index.offsets), main_grads, self.act,
-            self.grad_dtype, self.pow2_scale, *(part for codes in made if codes for part in codes),
+            self.grad_dtype, self.pow2_scale, *(part for codes in kept if codes for part in codes),
         ).view(x.shape)  # fmt: skip
         return (out, routing) if return_routing else out
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return f"hidden={self.hidden}, ffn={self.ffn}, experts={self.experts}, top_k={self.top_k}"

@@ -1,4 +1,4 @@
-"""Gated activations for the middle of an MLP."""
+"""Gated activations of MLPs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GELUS = {"none": "gelu_erf", "tanh": "gelu_tanh"}
 class SwiGLU(torch.nn.Module):
     """``silu(gate) * up``, without parameters.
 
-    ``swiglu(x)`` takes gate and up side by side in the last dimension, ``[..., 2 * d]``, as one projection gives them;
-    ``swiglu(gate, up)`` takes two tensors of ``[..., d]``. bfloat16, float16 or float32; the result has the dtype of
-    the input, inside ``torch.autocast`` as outside. Computed in fp32 and rounded once.
+    ``swiglu(x)`` takes gate and up side by side in the last dimension, ``[..., 2 * d]``, as one projection returns
+    them. ``swiglu(gate, up)`` takes two tensors ``[..., d]``. Inputs are bfloat16, float16 or float32. The result is
+    computed in fp32, rounded once, and has the input's dtype, also inside ``torch.autocast``.
     """
 
     def forward(self, x: Tensor, up: Tensor | None = None) -> Tensor:
@@ -42,5 +42,5 @@ class GeGLU(torch.nn.Module):
         return glu(x, up, act=_GELUS[self.approximate])
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return f"approximate={self.approximate!r}"

@@ -24,7 +24,7 @@ class _GradScaling(torch.autograd.Function):
 
 
 class GradScaling(torch.nn.Module):
-    """Return x; multiply its gradient at position t by ``(length - t) ** -coefficient``.
+    """The identity, with the gradient at position t multiplied by ``(length - t) ** -coefficient``.
 
     Args:
         coefficient: The exponent; 0 changes nothing.

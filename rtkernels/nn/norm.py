@@ -17,18 +17,18 @@ _FP32_EPS = torch.finfo(torch.float32).eps
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Normalisation by the root mean square, in place of ``torch.nn.RMSNorm``: same arguments and state dict.
+    """Normalisation by the root mean square; replaces ``torch.nn.RMSNorm`` with the same arguments and state dict.
 
-    Input and result are ``[..., *normalized_shape]`` of bfloat16, float16 or float32; the weight may have any of these
-    dtypes too. Computed in fp32 and rounded once, inside ``torch.autocast`` as outside.
+    Input and result are ``[..., *normalized_shape]`` in bfloat16, float16 or float32; the weight may have any of these
+    dtypes. Computed in fp32 and rounded once, also inside ``torch.autocast``.
 
     Args:
-        normalized_shape: The last dimensions of the input, normalised together; an int for one.
-        eps: Added to the mean square; None for the machine epsilon of float32, the type it is computed in.
-        elementwise_affine: Have a weight.
-        device: Of the weight.
-        dtype: Of the weight.
-        offset: Added to the weight, which starts as ``1 - offset``; 1.0 for models that store ``weight - 1``.
+        normalized_shape: The last dimensions of the input, normalised together; an int for one dimension.
+        eps: Added to the mean square. Default: the machine epsilon of float32, the dtype of the computation.
+        elementwise_affine: Whether the module has a weight.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+        offset: Added to the weight, which is initialised to ``1 - offset``; 1.0 for models that store ``weight - 1``.
     """
 
     offset: float
@@ -43,39 +43,39 @@ class RMSNorm(torch.nn.RMSNorm):
         *,
         offset: float = 0.0,
     ) -> None:
-        self.offset = offset  # before the base class, which asks for the initial values
+        self.offset = offset  # set before the base class initialises the parameters
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        register_rules()  # calls that are compiled cannot do it later
+        register_rules()  # compiled calls cannot do this later
 
     def reset_parameters(self) -> None:
-        """Set the weight to ``1 - offset``: the module then only normalises."""
+        """Set the weight to ``1 - offset``, so that the module only normalises."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the normalised x; with a residual, that of ``x + residual``, and the sum."""
+        """Return the normalised x; with a residual, the normalised ``x + residual`` and the sum."""
         eps = _FP32_EPS if self.eps is None else self.eps
         return _normalised(rms_norm, self.normalized_shape, x, residual, (self.weight,), eps, self.offset)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Normalisation to mean 0 and variance 1, in place of ``torch.nn.LayerNorm``: same arguments and state dict.
+    """Normalisation to mean 0 and variance 1; replaces ``torch.nn.LayerNorm`` with the same arguments and state dict.
 
-    Input and result are ``[..., *normalized_shape]`` of bfloat16, float16 or float32; the parameters may have any of
-    these dtypes too. Computed in fp32 and rounded once, inside ``torch.autocast`` as outside.
+    Input and result are ``[..., *normalized_shape]`` in bfloat16, float16 or float32; the parameters may have any of
+    these dtypes. Computed in fp32 and rounded once, also inside ``torch.autocast``.
 
     Args:
-        normalized_shape: The last dimensions of the input, normalised together; an int for one.
+        normalized_shape: The last dimensions of the input, normalised together; an int for one dimension.
         eps: Added to the variance.
-        elementwise_affine: Have a weight.
-        bias: Have a bias, if there is a weight.
-        device: Of the parameters.
-        dtype: Of the parameters.
-        offset: Added to the weight, which starts as ``1 - offset``; 1.0 for models that store ``weight - 1``.
+        elementwise_affine: Whether the module has a weight.
+        bias: Whether the module has a bias, if it has a weight.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        offset: Added to the weight, which is initialised to ``1 - offset``; 1.0 for models that store ``weight - 1``.
     """
 
     offset: float
@@ -96,19 +96,19 @@ class LayerNorm(torch.nn.LayerNorm):
         register_rules()
 
     def reset_parameters(self) -> None:
-        """Set the weight to ``1 - offset`` and the bias to 0: the module then only normalises."""
+        """Set the weight to ``1 - offset`` and the bias to 0, so that the module only normalises."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1 - self.offset)
             if self.bias is not None:
                 torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the normalised x; with a residual, that of ``x + residual``, and the sum."""
+        """Return the normalised x; with a residual, the normalised ``x + residual`` and the sum."""
         parameters = (self.weight, self.bias)
         return _normalised(layer_norm, self.normalized_shape, x, residual, parameters, self.eps, self.offset)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
 
 
@@ -121,12 +121,12 @@ def _normalised(
     eps: float,
     offset: float,
 ) -> Any:
-    """Call an op that normalises the last dimension on those of a module."""
+    """Call an op that normalises the last dimension on the module's last dimensions."""
     if x.shape[-len(shape) :] != shape:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected the last dimensions to be {shape}")
     given = [p for p in parameters if p is not None]
     if any(p.dtype not in (x.dtype, torch.float32) or p.dtype != given[0].dtype for p in given):
-        # The ops take x's dtype or float32, which holds every number of the others.
+        # The ops take x's dtype or float32, and float32 represents every value of the other dtypes.
         parameters = tuple(p if p is None else p.float() for p in parameters)
     if len(shape) == 1:
         return op(x, *parameters, eps=eps, offset=offset, residual=residual)

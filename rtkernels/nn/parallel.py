@@ -1,7 +1,7 @@
 """Attention and expert layers over the processes of a group, with ``torch.distributed``.
 
-For a vocabulary that is split between processes, ``cross_entropy`` and ``linear_cross_entropy`` take a group; for
-DTensors the ops themselves have rules.
+For a vocabulary that is split between processes, ``cross_entropy`` and ``linear_cross_entropy`` take a group. For
+DTensors the ops have sharding rules of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """Return memory that is to be received, and what to wait for."""
+        """Return the memory of the tensors to receive, and the requests to wait for."""
         received = [torch.empty_like(t) for t in tensors]
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         moves = [dist.P2POp(dist.isend, t, group=self.group, group_peer=after) for t in tensors]
@@ -48,14 +48,14 @@ class _Ring:
 
 
 def _blocks(rank: int, owner: int, length: int, causal: bool, zigzag: bool) -> tuple[slice, slice, bool] | None:
-    """Return which queries of a process see which keys of another, and whether causally; None if none do."""
+    """Return which queries of a process attend to which keys of another, and whether causally; None if none do."""
     everything, half = slice(None), length // 2
     if not causal or owner == rank:
         return everything, everything, causal
     if not zigzag:
         return (everything, everything, False) if owner < rank else None
-    # Parts r and 2 n - 1 - r of a sequence: the first part of an earlier process is before both of ours, its second
-    # one behind both; those of a later process are before our second part.
+    # Rank r has parts r and 2 n - 1 - r of a sequence. The first part of an earlier process is before both of ours and
+    # its second part after both. Both parts of a later process are before our second part.
     return (everything, slice(None, half), False) if owner < rank else (slice(half, None), everything, False)
 
 
@@ -74,7 +74,7 @@ class _RingAttention(torch.autograd.Function):
                     q[:, rows], k[:, columns], v[:, columns], scale=scale, causal=is_causal, softcap=softcap,
                     return_lse=True,
                 )  # fmt: skip
-                if out is None:  # the process's own keys, which all queries see some of
+                if out is None:  # the process's own keys, some of which every query attends to
                     out, lse = part.float(), part_lse.clone()
                 else:
                     parts = (out[:, rows].contiguous(), part), (lse[..., rows].contiguous(), part_lse)
@@ -100,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
             block = _blocks(ring.rank, (ring.rank - step) % ring.size, length, causal, zigzag)
             if block is not None:
                 rows, columns, is_causal = block
-                # With the output and the log-sum-exp over all keys, every part gives its terms of the gradients.
+                # With the output and log-sum-exp over all keys, each part contributes its terms of the gradients.
                 some = (q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[..., rows].contiguous())
                 options = (scale, *window_sides(None, is_causal), softcap, 0, 0, False, "auto")
                 found = BACKWARD.call(
@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
                 dq[:, rows] += found[0]
                 sums[0][:, columns] += found[1]
                 sums[1][:, columns] += found[2]
-            k, v, *sums = ring.moved((k, v, *sums))  # sums travel with their keys, and are home after the last step
+            k, v, *sums = ring.moved((k, v, *sums))  # sums travel with their keys and return after the last step
         return dq.to(q.dtype), *(t.to(q.dtype) for t in sums), *(None,) * 5
 
 
@@ -119,23 +119,26 @@ def ring_attention(
 ) -> Tensor:  # fmt: skip
     """Return the attention of queries over the keys of all processes of a group (context parallelism).
 
-    Every process has an equal part of each sequence. Keys and values go round from process to process while each
-    computes with those it has, and results are merged by their log-sum-exps. The backward pass does the same, with the
-    gradients of keys and values travelling along in fp32. Differentiable once in q, k and v.
+    Every process has an equal part of each sequence. Keys and values are passed from process to process in a ring, each
+    process attends to the keys it currently has, and partial results are merged by their log-sum-exps. The backward
+    pass does the same; gradients of keys and values travel along in fp32. Differentiable once in q, k and v.
 
     Args:
         q: bfloat16 or float16 ``[batch, length, heads, width]``, this process's queries.
         k: ``[batch, length, heads of keys, width]``, this process's keys.
-        v: As k.
+        v: Like k.
         group: The process group. Rank r has part r of every sequence.
         scale: As for ``attention``.
         causal: As for ``attention``, over whole sequences.
         softcap: As for ``attention``.
         zigzag: Rank r of n has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts instead, as ``rope`` does with
-            ``cp_rank`` and ``cp_size``: with `causal`, all processes then have equally much to do.
+            ``cp_rank`` and ``cp_size``. With `causal`, this gives all processes the same amount of work.
 
     Returns:
-        ``[batch, length, heads, width]``, of q's dtype.
+        ``[batch, length, heads, width]`` in q's dtype.
+
+    Raises:
+        ArgumentError: Shapes do not match, or the length is odd with `zigzag`.
     """
     if q.dim() != 4 or k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2]:
         shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
@@ -165,16 +168,19 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group: Any) -> Tensor:
-    """Send rows to every process of a group, and return those that were received: an all-to-all with gradients.
+    """Send rows to every process of a group and return the received rows: an all-to-all with gradients.
 
     Args:
         x: ``[rows, ...]``: the rows for rank 0, then those for rank 1, and so on.
-        send: How many rows go to each rank.
-        receive: How many rows come from each rank.
+        send: Number of rows for each rank.
+        receive: Number of rows from each rank.
         group: The process group.
 
     Returns:
         ``[sum(receive), ...]``, in the order of ranks.
+
+    Raises:
+        ArgumentError: `send` or `receive` does not have one number per rank, or `send` does not add up to x's rows.
     """
     if sum(send) != x.shape[0] or len(send) != dist.get_world_size(group) or len(receive) != len(send):
         raise ArgumentError(
@@ -190,21 +196,24 @@ def expert_parallel(
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of each token's experts, which are split between the processes of a group.
 
-    Tokens are sorted by expert, sent to the process that has it, sorted by expert there, computed, and sent back: two
-    all-to-alls of rows and one of counts, which the host waits for. Differentiable in x, weights, and whatever
-    `compute` is differentiable in.
+    Tokens are sorted by expert, sent to the process of that expert, sorted by expert there, computed, and sent back.
+    This takes two all-to-alls of rows and one of counts, which the host waits for. Differentiable in x and weights, and
+    in everything that `compute` is differentiable in.
 
     Args:
         x: ``[tokens, width]``, the tokens of this process.
-        experts: ``[tokens, k]``, int32 or int64: the experts of each token, over all processes; -1 for none.
-        weights: ``[tokens, k]``: what their results are multiplied by.
+        experts: int32 or int64 ``[tokens, k]``: the experts of each token, numbered over all processes; -1 for none.
+        weights: ``[tokens, k]``: factors of the experts' results.
         compute: Called with rows ``[R, width]`` sorted by expert and ``ends``, int32 ``[experts of this process]``: the
             row after each expert's last one, as ``grouped_mm`` takes them. Returns ``[R, width of the result]``.
-        num_experts: Over all processes; rank r has the r-th of equal parts.
+        num_experts: Number of experts over all processes; rank r has the r-th of equal parts.
         group: The process group.
 
     Returns:
         ``[tokens, width of the result]``.
+
+    Raises:
+        ArgumentError: `num_experts` is not a multiple of the number of processes.
     """
     size = dist.get_world_size(group)
     if num_experts % size:
@@ -216,12 +225,12 @@ def expert_parallel(
     send, receive = sizes
     permuted = moe_permute(x, index)
     rows = exchange_rows(permuted[: sum(send)], send, receive, group=group)
-    # What arrived is sorted by process and then by expert.
+    # The received rows are sorted by process and then by expert.
     here = torch.arange(num_experts // size, dtype=torch.int64, device=x.device).repeat(size)
     local = moe_index(
         here.repeat_interleave(arriving, output_size=sum(receive)).unsqueeze(-1), num_experts // size
     )  # fmt: skip
     computed = moe_unpermute(compute(moe_permute(rows, local), local.offsets[1:]), local)
     back = exchange_rows(computed, receive, send, group=group)
-    unused = back.new_zeros(permuted.shape[0] - back.shape[0], back.shape[1])  # of choices without an expert
+    unused = back.new_zeros(permuted.shape[0] - back.shape[0], back.shape[1])  # rows of choices without an expert
     return moe_unpermute(torch.cat([back, unused]), index, probs=weights, dense_probs=False)

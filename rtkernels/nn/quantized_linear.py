@@ -1,4 +1,4 @@
-"""A linear layer for inference whose weight is stored in 8 or 4 bits."""
+"""A linear layer for inference with an 8-bit or 4-bit weight."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rtkernels.ops.shared.block_formats import divided
 
 
 class _Format(NamedTuple):
-    """What a format of weights allows."""
+    """Options of a weight format."""
 
-    groups: tuple[int, ...]  # elements of a row that may share a scale, 0 for all of them; the first one is the default
+    groups: tuple[int, ...]  # elements of a row that share a scale, 0 for the whole row; the first is the default
     activations: tuple[str | None, ...]
 
 
@@ -27,15 +27,15 @@ FORMATS = {
     "int4": _Format((128, 64, 32, 0), (None, "int8")),
     "nvfp4": _Format((16,), (None,)),
 }
-_TINY = 1e-30  # the scale of zeros
+_TINY = 1e-30  # scale of rows of zeros
 
 
 class QuantizedLinear(torch.nn.Module):
-    """``x @ weight.T + bias`` with a weight of 8 or 4 bits, for inference, in place of ``torch.nn.Linear``.
+    """``x @ weight.T + bias`` with an 8-bit or 4-bit weight, for inference; replaces ``torch.nn.Linear``.
 
-    Made by :meth:`from_linear`, which packs the weight one time, in plain torch. The input is ``[..., in_features]`` of
-    bfloat16 or float16, and so is the result; sums are fp32 (exact for int8 with int8), rounded once. It has no
-    gradients: an input that requires one is refused by :func:`rtkernels.scaled_mm`.
+    Create it with :meth:`from_linear`, which quantises the weight once, in plain torch. The input is ``[...,
+    in_features]`` in bfloat16 or float16, and the result has the same dtype. Sums are fp32 (exact int32 for int8 with
+    int8) and rounded once. The layer has no gradients: :func:`rtkernels.scaled_mm` refuses an input that requires one.
 
     =========  =========================  =====================================  ==================
     weights    group                      weight, scale                          activations
@@ -47,20 +47,23 @@ class QuantizedLinear(torch.nn.Module):
                                           float32 ``global_scale``
     =========  =========================  =====================================  ==================
 
-    All of it is in buffers, and in the state dict. Codes and scales keep their dtypes when the module is moved to
-    another dtype; the bias follows. ``int8`` with int8 activations has one scale per row.
+    Weight, scales and bias are buffers and part of the state dict. Codes and scales keep their dtypes if the module is
+    moved to another dtype; the bias changes. ``int8`` with int8 activations has one scale per row.
 
     Args:
         in_features: Columns of the weight; a multiple of the group, and of 2 for 4 bits.
         out_features: Rows of the weight.
-        bias: Have a bias.
-        device: Of the buffers.
-        dtype: Of the bias.
+        bias: Whether the layer has a bias.
+        device: Device of the buffers.
+        dtype: Dtype of the bias.
         weights: Format of the weight, see above.
-        group: Elements of a row that share a scale, 0 for all of them; None for the format's default (int4: 128).
-        activations: None for 16-bit ones; "fp8" or "int8" quantises each row of the input, as the weight is: with one
-            scale, or for fp8 with a group one for each 128 elements.
-        backend: Of the product, as for :func:`rtkernels.scaled_mm`.
+        group: Elements of a row that share a scale, 0 for the whole row. Default: the first group in the table.
+        activations: None keeps 16-bit activations. "fp8" or "int8" quantises the input like the weight: one scale per
+            row, or for fp8 with a group one per 128 elements.
+        backend: Backend of the product, as for :func:`rtkernels.scaled_mm`.
+
+    Raises:
+        ArgumentError: The format does not support the group, the activations or `in_features`.
     """
 
     def __init__(
@@ -101,14 +104,17 @@ class QuantizedLinear(torch.nn.Module):
         cls, linear: torch.nn.Linear, weights: str = "int4", group: int | None = None,
         activations: str | None = None, *, backend: str = "auto",
     ) -> QuantizedLinear:  # fmt: skip
-        """Return a layer with the weight of another, quantised; arguments as for the class.
+        """Return a layer with the quantised weight of another. Arguments as for the class.
 
         Args:
-            linear: A ``torch.nn.Linear``, or what has its weight and bias. It is not changed.
+            linear: A ``torch.nn.Linear``, or a module with its weight and bias. It does not change.
             weights: See the class.
             group: See the class.
             activations: See the class.
             backend: See the class.
+
+        Raises:
+            ArgumentError: `linear` has no weight, or the format does not support an option.
         """
         weight = getattr(linear, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
@@ -125,7 +131,7 @@ class QuantizedLinear(torch.nn.Module):
         return layer.train(linear.training)
 
     def quantize_(self, weight: Tensor) -> None:
-        """Set codes and scales from a weight ``[out_features, in_features]`` of any float dtype."""
+        """Set codes and scales from a weight ``[out_features, in_features]`` of any floating-point dtype."""
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = [self.out_features, self.in_features]
             raise ArgumentError(f"weight has shape {list(weight.shape)}; expected {wanted}")
@@ -142,7 +148,7 @@ class QuantizedLinear(torch.nn.Module):
         self.scale.copy_(scale)
 
     def dequantized(self) -> Tensor:
-        """Return what the codes and scales stand for: float32 ``[out_features, in_features]``."""
+        """Return the dequantised weight: float32 ``[out_features, in_features]``."""
         if self.weights in ("int4", "nvfp4"):
             values = pack.nibble_values(self.weight, "int4" if self.weights == "int4" else "e2m1")
         else:
@@ -155,7 +161,7 @@ class QuantizedLinear(torch.nn.Module):
         )).flatten(-2)  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., out_features]`` of the input's dtype."""
+        """Return ``[..., out_features]`` in the input's dtype."""
         if x.dtype not in (torch.bfloat16, torch.float16):
             dtype = str(x.dtype).removeprefix("torch.")
             raise ArgumentError(f"x has dtype {dtype}; expected bfloat16 or float16")
@@ -180,7 +186,7 @@ class QuantizedLinear(torch.nn.Module):
         return self.weight.view(torch.float8_e4m3fn) if self.weights == "fp8" else self.weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
-        """Move buffers; scales stay float32 where `fn` changes dtypes."""
+        """Move buffers; scales stay float32 if `fn` changes dtypes."""
         kept = {name: getattr(self, name) for name in ("scale", "global_scale")}
         super()._apply(fn, recurse)
         for name, before in kept.items():
@@ -190,7 +196,7 @@ class QuantizedLinear(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
+        """Return the arguments of the module as text."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"weights={self.weights!r}, group={self.group}, activations={self.activations!r}"
@@ -198,7 +204,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _quantized(x: Tensor, group: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Return codes and float32 scales of rows, or of groups of them: ``scale = amax / largest code``."""
+    """Return codes and float32 scales of rows, or of groups within rows: ``scale = amax / largest code``."""
     largest = 448.0 if kind == "fp8" else 127.0
     blocks = x.float().unflatten(-1, (-1, group or x.shape[-1]))
     scale = divided(blocks.abs().amax(-1, keepdim=True), largest).clamp_min(_TINY)

@@ -1,4 +1,4 @@
-"""Optimizers and gradient clipping, one launch for all parameters."""
+"""Optimizers and gradient clipping, in a few launches for all parameters."""
 
 from rtkernels.optim.adamw import AdamW
 from rtkernels.optim.clip import clip_grad_norm_

@@ -1,4 +1,4 @@
-"""AdamW over all parameters at once, with fp32 master weights."""
+"""AdamW for all parameters at once, with fp32 master weights."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay, in place of ``torch.optim.AdamW``.
+    """Adam with decoupled weight decay; replaces ``torch.optim.AdamW``.
 
-    A step is two launches for all parameters of a group (two more where a group mixes fp32 with 16-bit parameters).
-    Weights, moments and arithmetic are fp32. A bfloat16 or float16 parameter is the rounded copy of an fp32 master
-    weight, which is updated in its place; without it, small updates would be lost in rounding. Gradients may be of any
-    of the three dtypes. Step counts are on the device, so steps can be captured into a CUDA graph; pass `lr` as a
-    tensor to change it between replays. Works with ``torch.amp.GradScaler`` without a sync.
+    A step takes two launches for all parameters of a group, or four if the group has both fp32 and 16-bit parameters.
+    Weights, moments and arithmetic are fp32. For a bfloat16 or float16 parameter, the optimizer updates an fp32 master
+    weight and rounds it to the parameter; otherwise small updates would be lost in rounding. Gradients may have any of
+    the three dtypes. Step counts are on the device, so steps can be captured into a CUDA graph; pass `lr` as a tensor
+    to change it between replays. Works with ``torch.amp.GradScaler`` without synchronisation.
 
-    The state of a parameter is torch's (``step``, ``exp_avg``, ``exp_avg_sq``) plus ``master``. A state dict of
-    ``torch.optim.AdamW`` (without amsgrad) can be loaded; master weights then start from the parameters, as they do at
-    the first step. Parameters that are overwritten later get their values back from the masters: load the optimizer's
-    state, too, or delete ``state[p]["master"]``.
+    The state of a parameter is that of torch (``step``, ``exp_avg``, ``exp_avg_sq``) plus ``master``. A state dict of
+    ``torch.optim.AdamW`` without amsgrad can be loaded; master weights are then initialised from the parameters, as at
+    the first step. If parameters are overwritten later, the next step restores them from the master weights: load the
+    optimizer's state as well, or delete ``state[p]["master"]``.
 
     Args:
-        params: Parameters or groups of them, bfloat16, float16 or float32; each contiguous or a permutation of a
-            contiguous tensor, gradients likewise. Groups may have parameters on several devices. Of a DTensor (FSDP2,
-            tensor parallelism), each process updates its own shard, and the state is sharded like it.
-        lr: Step size: a number, or a 0-d fp32 tensor on the device of the parameters.
-        betas: Decay of the two moments, from 0 to below 1.
+        params: Parameters or parameter groups, bfloat16, float16 or float32. Each parameter and gradient is contiguous
+            or a permutation of a contiguous tensor. A group may have parameters on several devices. For a DTensor
+            (FSDP2, tensor parallelism), each process updates its own shard, and the state is sharded the same way.
+        lr: Learning rate: a number, or a 0-d fp32 tensor on the device of the parameters.
+        betas: Decay rates of the two moments, at least 0 and below 1.
         eps: Added to the root of the second moment.
         weight_decay: Weights are multiplied by ``1 - lr * weight_decay``.
         amsgrad: Must be False: there is no running maximum of the second moment.
-        maximize: Ascend.
-        foreach: For torch's callers. Which of its loops torch would take; a step here is always one for all parameters.
-        capturable: For torch's callers. Steps can always be captured into a CUDA graph.
+        maximize: Maximise the objective instead of minimising it.
+        foreach: Accepted for compatibility with torch; has no effect, because a step always covers all parameters.
+        capturable: Accepted for compatibility with torch; steps can always be captured into a CUDA graph.
         differentiable: Must be False: autograd does not record the step.
-        fused: As `foreach`; not both of them True.
+        fused: Like `foreach`; the two must not both be True.
 
     Raises:
-        ArgumentError: A hyperparameter is out of range, a tensor is none of these, or an option of torch's that would
-            change results is asked for.
+        ArgumentError: A hyperparameter is out of range, a parameter has an unsupported dtype or layout, or `amsgrad` or
+            `differentiable` is True.
     """
 
-    # GradScaler hands over its scale and whether an inf was found instead of waiting for the answer.
+    # GradScaler passes its scale and the found_inf flag as tensors instead of synchronising.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -82,15 +82,15 @@ class AdamW(torch.optim.Optimizer):
         """Load the state of this optimizer, or of ``torch.optim.AdamW``.
 
         Args:
-            state_dict: What ``state_dict()`` returned.
+            state_dict: The result of ``state_dict()``.
 
         Raises:
-            ArgumentError: It is of an optimizer with ``amsgrad`` or ``differentiable``.
+            ArgumentError: The state dict is from an optimizer with ``amsgrad`` or ``differentiable``.
         """
         for group in state_dict["param_groups"]:
             _check_torchs_options(group, {})
         super().load_state_dict(state_dict)
-        # torch casts state to the dtype of the parameter, which would throw away the low bits of moments and masters.
+        # torch casts state to the parameter's dtype, which would discard the low bits of moments and master weights.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, mine, strict=True):
@@ -110,10 +110,10 @@ class AdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss again, with gradients.
+            closure: Recomputes the loss and the gradients.
 
         Returns:
-            The loss, if there is a closure.
+            The loss if there is a closure, else None.
         """
         loss = None
         if closure is not None:
@@ -134,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _lists(self, group: dict[str, Any]) -> dict[torch.device, tuple[tuple[list[Tensor], ...], ...]]:
-        """Return, by device, the lists the operator takes: once for fp32 parameters, once for those with masters."""
+        """Return, by device, the lists for the operator: one set for fp32 parameters, one for those with masters."""
         found: dict[torch.device, tuple[tuple[list[Tensor], ...], ...]] = {}
         for p in group["params"]:
             grad = p.grad
@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
             if is_sharded(p):
                 mine, grad, first, second = local(p), _like_parameter(grad, p), local(first), local(second)
                 master = None if master is None else local(master)
-                torch.autograd.graph.increment_version(p)  # the operator sees the shard alone
+                torch.autograd.graph.increment_version(p)  # the operator sees only the shard
             weights.append(mine if master is None else master)
             grads.append(grad)
             firsts.append(first)
@@ -175,7 +175,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _like_parameter(grad: Tensor, p: Any) -> Tensor:
-    """Return this process's shard of a gradient, after adding up what several processes have of it."""
+    """Return this process's shard of a gradient, after summing the partial gradients of several processes."""
     return local(grad if grad.placements == p.placements else grad.redistribute(placements=p.placements))
 
 
@@ -190,7 +190,7 @@ _MUST_BE_FALSE = {
 
 
 def _check_torchs_options(flags: dict[str, Any], loops: dict[str, Any]) -> None:
-    """Check options of ``torch.optim.AdamW`` that are no hyperparameters, of the constructor or of a group."""
+    """Check options of ``torch.optim.AdamW`` other than hyperparameters, from the constructor or a group."""
     for name, value in {**flags, **loops}.items():
         if name in ("amsgrad", "differentiable", "capturable", *loops) and not (
             isinstance(value, bool) or (value is None and name in loops)

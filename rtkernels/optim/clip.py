@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm."""
+"""Gradient clipping by norm."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ def clip_grad_norm_(
     *,
     group: Any = None,
 ) -> Tensor:
-    """Scale the gradients of all parameters so that their norm together is at most `max_norm`.
+    """Scale the gradients of all parameters so that their total norm is at most `max_norm`.
 
-    As ``torch.nn.utils.clip_grad_norm_``, in three launches and without waiting for the device. Where nothing has to be
-    clipped the gradients are not written.
+    Like ``torch.nn.utils.clip_grad_norm_``, but in three launches and without waiting for the device. If the norm is
+    small enough already, the gradients are not written.
 
     Args:
-        parameters: Their ``.grad`` are changed in place (parameters without one are left out): bfloat16, float16 and
-            float32, mixed as they come, on one device, contiguous or permutations of contiguous tensors. DTensors
-            (FSDP2, tensor parallelism) count as a whole: the squares of their shards are added by an all-reduce over
-            each dimension of a mesh that has shards. All processes of the meshes have to call this.
-        max_norm: At least 0.
-        norm_type: 2, 1 or ``math.inf``.
-        error_if_nonfinite: Raise before anything is changed if the norm is NaN or infinite. Waits for the device.
-        group: A process group over which gradients are sharded: the norm is that over all its members. Of DTensors,
-            the mesh says it.
+        parameters: Parameters; their ``.grad`` tensors are changed in place, and parameters without one are skipped.
+            Gradients are bfloat16, float16 or float32, also mixed, on one device, each contiguous or a permutation of a
+            contiguous tensor. For DTensors (FSDP2, tensor parallelism) the norm is that of the whole tensors: an
+            all-reduce over each sharded mesh dimension adds the squares of the shards, so all processes of the meshes
+            must call this function.
+        max_norm: The largest allowed norm, at least 0.
+        norm_type: Order of the norm: 2, 1 or ``math.inf``.
+        error_if_nonfinite: Raise an error if the norm is NaN or infinite, before anything is changed. Waits for the
+            device.
+        group: A process group over which plain gradients are sharded; the norm is over all its members. Not needed for
+            DTensors, whose mesh is known.
 
     Returns:
-        The norm before clipping, 0-d fp32: a plain tensor, also for DTensors.
+        The norm before clipping, 0-d fp32; a plain tensor, also for DTensors.
 
     Raises:
-        ArgumentError: The gradients cannot be walked together, or `max_norm` or `norm_type` is none of these.
+        ArgumentError: The gradients are not supported together, or `max_norm` or `norm_type` is not one of these.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     if isinstance(parameters, Tensor):
@@ -64,12 +66,12 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def _norm_of_shards(grads: list[Any], ord: float, group: Any) -> Tensor:
-    """Return the norm of gradients of which some are DTensors."""
+    """Return the norm of gradients, some of which are DTensors."""
     shards: dict[Any, list[Tensor]] = {}  # by the process groups over which they are split
     for grad in grads:
         groups = () if group is None else (group,)
         if is_sharded(grad):
-            if any(placement.is_partial() for placement in grad.placements):  # terms of a sum are no shards
+            if any(placement.is_partial() for placement in grad.placements):  # partial sums are not shards
                 from torch.distributed.tensor import Replicate
 
                 whole = [Replicate() if one.is_partial() else one for one in grad.placements]

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: its affinity and the quota of its control groups, not what the machine has."""
+"""The number of CPUs that this process may use: its affinity and cgroup quotas, not the CPUs of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable() -> int:
-    """Return the number of CPUs this process may use, from 1 up."""
+    """Return the number of CPUs that this process may use, at least 1."""
     try:
         count = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -21,7 +21,7 @@ def usable() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the quotas, in CPUs, of the control groups this process is in and of all above them."""
+    """Yield the quotas, in CPUs, of the cgroups of this process and of all their parents."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -38,7 +38,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _walk(mount: Path, group: str, read: Callable[[Path], float | None]) -> Iterator[float]:
-    """Yield what limits a group and its parents; in a container, the group may be named as the host sees it."""
+    """Yield the limits of a cgroup and its parents; in a container, the name may be that on the host."""
     place = mount / group.lstrip("/")
     for directory in (place, *place.parents):
         if not directory.is_relative_to(mount):

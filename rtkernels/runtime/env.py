@@ -1,7 +1,7 @@
-"""Every environment variable rtkernels reads, in one table.
+"""Every environment variable that rtkernels reads, in one table.
 
-Values are read from ``os.environ`` at each call, so a change takes effect at once; only slow paths ask.
-An empty value means "not set".
+Values are read from ``os.environ`` at each call, so a change takes effect immediately; only slow paths read them. An
+empty value means "not set".
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Variable:
 
     Attributes:
         name: Full name, with the ``RTKERNELS_`` prefix.
-        default: What ``get`` returns when it is not set.
+        default: The value if it is not set.
         help: One line for ``doctor`` and the documentation.
-        parse: Text to value; raises ValueError whose text names the accepted values.
+        parse: Converts text to a value; raises a ValueError whose text names the accepted values.
     """
 
     name: str
@@ -74,7 +74,7 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 
 def _users(text: str) -> tuple[int, ...]:
-    """Return the numbers of users given by name or number, separated by commas."""
+    """Return user ids from names or numbers, separated by commas."""
     found = []
     for name in filter(None, map(str.strip, text.split(","))):
         try:
@@ -98,7 +98,7 @@ def _target(text: str) -> str:
 
 
 def _emulate(text: str) -> str | bool:
-    """Return False, True, or the name of the target whose feature macros are to be on."""
+    """Return False, True, or the name of the target whose feature macros are set."""
     try:
         return _boolean(text)
     except ValueError:
@@ -128,7 +128,7 @@ VARIABLES: tuple[Variable, ...] = (
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
-questions: list[Callable[[str], None]] = []  # told of every variable that is asked for
+questions: list[Callable[[str], None]] = []  # called with every variable that is read
 
 
 def get(name: str) -> Any:
@@ -165,9 +165,9 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def logger() -> logging.Logger:
-    """Return the ``rtkernels`` logger, at the level ``RTKERNELS_LOG`` asks for.
+    """Return the ``rtkernels`` logger, at the level of ``RTKERNELS_LOG``.
 
-    A handler of our own is added only when that level is below warning and the application has set up none.
+    Our own handler is added only if that level is below warning and the application has none.
     """
     log = logging.getLogger("rtkernels")
     level = getattr(logging, get("LOG").upper())

@@ -1,4 +1,4 @@
-"""Tensors as kernels see them: rows of a unit-stride last dimension, and what launchers ask about them."""
+"""Tensors as kernels see them: rows with a unit-stride last dimension, and helpers for launchers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 WIDTH = {"bf16": 8, "fp16": 8, "fp32": 4}  # elements in 16 bytes
 TYPES = [(t,) for t in WIDTH]  # variants of a kernel whose only template argument is a type
-# Types of a tensor and of its weight.
+# Pairs of types: of a tensor and of its weight.
 WEIGHTED_TYPES = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 GRID_LIMIT = 2**31 - 1  # blocks in x; y and z are limited to 65535
 
@@ -48,7 +48,7 @@ def row_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
 
 
 def row_count(shape: Sequence[int]) -> int:
-    """Return how many rows a shape has (the product of all but the last dimension)."""
+    """Return the number of rows of a shape (the product of all but the last dimension)."""
     count = 1
     for size in shape[:-1]:
         count *= size
@@ -79,23 +79,24 @@ def group_threads(vectors: int, limit: int) -> int:
 
 
 def divisor(d: int) -> int:
-    """Return what ``divided`` (common/abi.cuh) needs to divide numbers below 2**31 by `d` exactly.
+    """Return the factor that ``divided`` (common/abi.cuh) needs to divide numbers below 2**31 by `d` exactly.
 
     With ``2**(s-1) < d <= 2**s`` and ``m = ceil(2**(31+s) / d)``, ``m * d`` exceeds ``2**(31+s)`` by less than
-    ``2**s``, which times n stays under ``2**(31+s)``: ``n * m >> (31+s)`` is the quotient. m has at most 32 bits.
+    ``2**s``. Times n, the excess stays below ``2**(31+s)``, so ``n * m >> (31+s)`` is the quotient. m has at most 32
+    bits.
     """
     shift = (d - 1).bit_length()
     return shift << 32 | -(-(1 << (31 + shift)) // d)
 
 
 def halves(lower: int, upper: int) -> int:
-    """Return the kernel argument, of eight bytes, in which two numbers below 2**32 share its halves."""
+    """Pack two numbers below 2**32 into one kernel argument of eight bytes."""
     return int.from_bytes(struct.pack("<II", lower, upper), "little", signed=True)
 
 
 @lru_cache(maxsize=64)
 def float_halves(lower: float, upper: float) -> int:
-    """The same of two numbers as float32; what that cannot hold is infinite, as it is when a kernel converts it."""
+    """Pack two numbers as float32 into one kernel argument; values out of range become infinite, as in kernels."""
     return halves(*(int.from_bytes(ctypes.c_float(v), "little") for v in (lower, upper)))
 
 
@@ -105,13 +106,13 @@ def block_of(threads_per_row: int) -> int:
 
 
 def row_blocks(rows: int, threads_per_row: int) -> tuple[int, int]:
-    """Return grid and block that give every row its group of threads; blocks walk on where the grid is too large."""
+    """Return grid and block that give every row a group of threads; if the grid is limited, blocks loop."""
     block = block_of(threads_per_row)
     return min(-(-rows // (block // threads_per_row)), GRID_LIMIT), block
 
 
 class RowSlices(NamedTuple):
-    """How kernels built on RowSlices (common/row_slices.cuh) cut a matrix, and the launch that covers it."""
+    """How kernels built on RowSlices (common/row_slices.cuh) partition a matrix, and the launch for it."""
 
     threads_per_row: int
     slices_per_row: int
@@ -130,10 +131,11 @@ _EVICT_FIRST_BYTES = 300 << 20
 
 
 def reads_evict_first(nbytes: int) -> bool:
-    """Return True if kernels that read `nbytes` and write much less should mark them as the first to leave L2.
+    """Return True if a kernel that reads `nbytes` and writes much less should mark its reads evict-first in L2.
 
-    Else they push out what was written there before, and the memory is busy with that as well. It saves up to the time
-    of writing L2's size, but such reads are 4 % slower, so it is for a few times that size (docs/decisions/common.md).
+    Otherwise its reads evict dirty lines, and writing these back costs bandwidth. This saves at most the time to write
+    an L2's size, but such reads are 4 % slower, so it pays off only up to a few times that size
+    (docs/decisions/common.md).
     """
     return nbytes <= _EVICT_FIRST_BYTES
 
@@ -142,12 +144,12 @@ def reads_evict_first(nbytes: int) -> bool:
 
 
 def metadata(t: Tensor | None) -> tuple[Any, ...] | None:
-    """Return ``(dtype, shape, stride, device index)``: the hashable part of a plan key that a tensor stands for."""
+    """Return ``(dtype, shape, stride, device index)``, the hashable part of a plan key for a tensor."""
     return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device())
 
 
 def is_dense(meta: tuple[Any, ...] | None) -> bool:
-    """Return True if the elements of a tensor with this metadata lie side by side, in order (or for None)."""
+    """Return True if a tensor with this metadata is contiguous, or for None."""
     return meta is None or row_stride((*meta[1], 1), (*meta[2], 1)) == 1
 
 
@@ -157,18 +159,18 @@ def address(t: Tensor | None) -> int:
 
 
 def extent(t: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements of a tensor that is not empty lie."""
+    """Return the addresses of the first byte and after the last byte of a non-empty tensor."""
     first = t.data_ptr()
     reach = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
     return first, first + (reach + 1) * t.itemsize
 
 
-overlap_questions: list[Callable[[Tensor, Tensor, bool], None]] = []  # told of tensors and whether they overlap
+overlap_questions: list[Callable[[Tensor, Tensor, bool], None]] = []  # called with two tensors and whether they overlap
 _Ints = Sequence[int]
 
 
 def overlaps_itself(shape: _Ints, stride: _Ints) -> bool:
-    """Return True if two elements of a tensor may lie at the same address."""
+    """Return True if two elements of a tensor may have the same address."""
     dims = sorted((abs(step), size) for size, step in zip(shape, stride, strict=True) if size > 1)
     reach = 0
     for step, size in dims:
@@ -185,12 +187,12 @@ def sharing(
 
     Args:
         a: Shape, strides in elements, and the size of an element.
-        b: The same of the other tensor.
+        b: The same for the other tensor.
 
     Returns:
-        Two numbers outside of which a distance must lie for the spans of the tensors to be apart, and a function that
-        looks at a distance between them more closely: views that lie within each other's gaps, such as slices of a
-        packed tensor, share nothing. None if one of them has no elements.
+        Two limits and a function. If the distance is outside the limits, the spans of the tensors do not overlap. For
+        other distances the function decides: views in each other's gaps, such as slices of a packed tensor, share
+        nothing. None if one of them has no elements.
     """
     if 0 in a[0] or 0 in b[0]:
         return None
@@ -203,7 +205,7 @@ def sharing(
     @lru_cache(maxsize=64)
     def share(distance: int) -> bool:
         for period in periods:
-            # What moves by multiples of the period stays where it is in it.
+            # Moving by a multiple of the period does not change the position within it.
             used_a, used_b = (
                 sum(n * s for n, s in dims if s % period) + item for dims, item in ((dims_a, item_a), (dims_b, item_b))
             )
@@ -220,7 +222,7 @@ def _sharing(*metas: Any) -> tuple[int, int, Callable[[int], bool]] | None:
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors share memory, or if that cannot be excluded for the strides they have."""
+    """Return True if two tensors share memory, or if their strides do not allow to exclude it."""
     if a.numel() == 0 or b.numel() == 0:
         return False
     (first, last), (begin, end) = extent(a), extent(b)
@@ -234,10 +236,10 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def in_shape(t: Tensor, *shape: int) -> Tensor:
-    """Return a fresh result of a Function in another shape: not a view, which nobody may change in place.
+    """Return a fresh result of a Function in another shape, but not as a view, so that it can be changed in place.
 
-    Torch refuses ``y += 1`` for a view that was made inside of a custom Function, and models do that to what linear
-    layers give. Dynamo traces no question about views, and what it would give here costs nothing in a graph.
+    Torch refuses ``y += 1`` for a view created inside a custom Function, and models do that to results of linear
+    layers. Dynamo cannot trace ``_is_view``, and the call below costs nothing in its graphs.
     """
     if not is_dynamo_compiling() and t.shape == shape and not t._is_view():
         return t
@@ -245,5 +247,5 @@ def in_shape(t: Tensor, *shape: int) -> Tensor:
 
 
 def nothing(like: Tensor) -> Tensor:
-    """Stand for an output nobody asked for: operators cannot return None."""
+    """Return a placeholder for an output that was not requested, because operators cannot return None."""
     return torch.empty(0, dtype=torch.float32, device=like.device)

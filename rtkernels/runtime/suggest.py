@@ -1,4 +1,4 @@
-"""What a user may have meant by a name that does not exist."""
+"""Suggestions for a name that does not exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'rms_norm'?"`` for known names that look alike, empty if none does."""
+    """Return ``"; did you mean 'rms_norm'?"`` for similar known names, "" if there is none."""
     by_spelling = {_plain(other): other for other in known}
     close = difflib.get_close_matches(_plain(name), by_spelling, n=3, cutoff=0.6)
     if not close:

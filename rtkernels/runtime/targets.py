@@ -1,4 +1,4 @@
-"""Compilation targets: which one a device gets, what it can do, and how users may spell it."""
+"""Compilation targets: the target of a device, its features, and the spellings that users may write."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Target:
 
     @property
     def number(self) -> int:
-        """The capability as NVRTC counts it: 90 for 9.0."""
+        """The capability as a number, as in NVRTC: 90 for 9.0."""
         return self.capability[0] * 10 + self.capability[1]
 
     @property
     def is_specific(self) -> bool:
-        """True for the ``a`` targets, whose images run on that exact architecture only."""
+        """True for the ``a`` targets; their images run only on that exact architecture."""
         return self.name.endswith("a")
 
     @property
     def features(self) -> frozenset[str]:
-        """What device code for this target may use; a Kernel's ``needs`` is checked against it.
+        """Features that device code for this target may use; a Kernel's ``needs`` is checked against it.
 
-        PTX keeps the features every later device has too, and loses the architecture-specific ones.
+        PTX targets have the features of all later devices, but not the architecture-specific ones.
         """
         found = {"cp_async", "bf16"}
         if self.capability >= (8, 9):
@@ -68,20 +68,20 @@ class Target:
 
 
 def _exact(capability: tuple[int, int]) -> Target:
-    """Return the target a device of this capability gets when NVRTC knows it."""
-    # From 9.0 on the tensor core instructions exist in the `a` targets only; plain code costs nothing there.
+    """Return the target of a device of this capability if NVRTC knows it."""
+    # From 9.0 on, only the `a` targets have the tensor core instructions; other code compiles the same for them.
     suffix = "a" if capability >= (9, 0) else ""
     return Target(f"sm_{capability[0] * 10 + capability[1]}{suffix}", capability)
 
 
 def parse(text: str) -> Target:
-    """Return the target a user means.
+    """Return the target that a user means.
 
-    A bare capability (``9.0``, ``90``) means what a device of that capability would get, so ``sm_90a``;
-    a full name is taken literally.
+    A bare capability (``9.0``, ``90``) means the target of a device of that capability, here ``sm_90a``; a full name is
+    taken literally.
 
     Raises:
-        ArgumentError: Not a target, or one older than capability 8.0.
+        ArgumentError: It is not a target, or one older than capability 8.0.
     """
     cleaned = text.strip().lower()
     if match := _CAPABILITY.fullmatch(cleaned):
@@ -111,11 +111,11 @@ def for_capability(capability: tuple[int, int], supported: Sequence[int]) -> Tar
 
     Args:
         capability: Compute capability of the device.
-        supported: What ``_nvrtc.supported_archs()`` said; empty when NVRTC cannot be loaded, and then the
-            exact target is returned, since only a prebuilt cache can serve it.
+        supported: The result of ``nvrtc.supported_archs()``; empty if NVRTC cannot be loaded. The exact target is
+            returned then, because only a prebuilt cache can provide kernels.
 
     Raises:
-        UnsupportedDeviceError: The device is older than anything we or this NVRTC can compile for.
+        UnsupportedDeviceError: The device is older than anything that we or this NVRTC can compile for.
     """
     major, minor = capability
     if (major, minor) < MINIMUM:

@@ -1,10 +1,9 @@
-"""Private functions of torch that the runtime needs, each with what to do where a torch does not have it.
+"""Private functions of torch that the runtime needs, each with a fallback for a torch without it.
 
-Plain eager calls go straight to the launcher: the dispatcher would double the host time of a small op. Everything
-that wants to see the op (``torch.compile``, dispatch modes such as selective checkpointing, functorch transforms,
-tensor subclasses) must find it in the dispatcher. An operator asks four questions, cheapest first: is Dynamo tracing
-(other tracers run under a dispatch mode), are all tensors of exactly these types, is a dispatch mode on, is a
-functorch transform on.
+Plain eager calls go straight to the launcher, because the dispatcher would double the host time of a small op.
+``torch.compile``, dispatch modes such as selective checkpointing, functorch transforms and tensor subclasses must see
+the op in the dispatcher. So an operator checks four conditions, cheapest first: is Dynamo tracing (other tracers use a
+dispatch mode), are all tensors of exactly these types, is a dispatch mode active, is a functorch transform active.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ except (ImportError, AttributeError):  # pragma: no cover
         _current_level = -1
 
 
-# Tells autograd that tensors of a tuple were overwritten; torch's own function for it also takes a single one.
+# Tells autograd that the tensors of a tuple were overwritten; torch's public function also takes a single tensor.
 increment_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
@@ -79,10 +78,10 @@ def never(*tensors: Any) -> bool:
 
 
 def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
-    """Return a function that says whether it is given tensors just like these, and None for None.
+    """Return a guard: a function that returns True for tensors like these, with None in the same positions.
 
-    One comparison in C++ tells type, dtype, sizes, strides, device, ``requires_grad`` and the dispatch keys in effect,
-    which a functorch transform changes. Without the private class of torch that it needs it never matches.
+    One comparison in C++ covers type, dtype, sizes, strides, device, ``requires_grad`` and the active dispatch keys,
+    which a functorch transform changes. The guard never matches in a torch without the private class that it needs.
     """
     if TensorGuards is None:
         return never
@@ -94,7 +93,7 @@ def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
 
 @functools.cache
 def _with_absent(absent: tuple[bool, ...]) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Return what makes a comparison of all tensors of one that wants None in the places that are `absent`."""
+    """Return a function that wraps a guard so that `absent` tensors must be None."""
     names = [f"t{i}" for i in range(len(absent))]
     none = [f"{name} is None" for name, missing in zip(names, absent, strict=True) if missing]
     there = ", ".join(name for name, missing in zip(names, absent, strict=True) if not missing)
@@ -102,35 +101,35 @@ def _with_absent(absent: tuple[bool, ...]) -> Callable[[Callable[..., bool]], Ca
 
 
 def refuse_lazy(name: str, tensor: Tensor) -> None:
-    """Raise an ArgumentError if the memory of a tensor holds the opposite of its values.
+    """Raise an ArgumentError if a tensor is a lazy conjugate or negative, so that its memory has other values.
 
-    Where it is only read, a copy is made instead: by ``TorchOp``, or by the dispatcher.
+    Tensors that are only read are copied instead, by ``TorchOp`` or by the dispatcher.
     """
     if tensor.is_neg() or tensor.is_conj():
         what, remedy = ("negative", "neg") if tensor.is_neg() else ("conjugate", "conj")
         raise ArgumentError(
-            f"{name} is a lazy {what}: its memory holds other values; expected a tensor whose memory holds its own "
+            f"{name} is a lazy {what}: its memory has other values; expected a tensor whose memory has its values "
             f"(call .resolve_{remedy}())"
         )
 
 
-# Inside of this no version counter rises: where the dispatcher runs kernels of in-place operators.
+# In this context version counters do not change: the dispatcher runs kernels of in-place operators in it.
 below_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 class _NumberCall(threading.local):
-    call: Any = None  # a function, its arguments and keywords; then what it returned
+    call: Any = None  # a function with its arguments and keywords; afterwards its result
 
 
 _number_call = _NumberCall()
 
 
 def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a boxed kernel with Python numbers in the places of tensors.
+    """Call a boxed kernel with Python numbers in place of tensors.
 
-    They become 0-d tensors that count as numbers in type promotion, as torch makes them of ``x + 2``. Python cannot
-    make such tensors itself, and torch converts numbers to them only while an operator of aten or prims is called from
-    Python: so the kernel is called inside of one of those, which is defined here.
+    They become 0-d tensors that count as numbers in type promotion, as in ``x + 2``. Python code cannot create such
+    tensors, and torch converts numbers to them only while Python calls an operator of aten or prims. So the kernel is
+    called inside such an operator, which is defined here.
     """
     _number_call.call = function, args, kwargs
     try:
@@ -141,7 +140,7 @@ def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], k
 
 
 def _number_operator() -> Callable[[], None]:
-    with _defining:  # once: the dispatcher refuses a second definition, and a cache alone lets two threads through
+    with _defining:  # a second definition is an error, and a cache alone would allow two threads to define it
         return _defined_number_operator()
 
 
@@ -160,4 +159,4 @@ def _defined_number_operator() -> Callable[[], None]:
 
 
 _defining = threading.Lock()
-_libraries: list[Any] = []  # which last as long as they are referred to
+_libraries: list[Any] = []  # kept alive, because definitions end with their library

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rtkernels.runtime.launch.kernel import Kernel
     from rtkernels.runtime.operator.registry import Op
 
-# What "did you mean" suggests; any other target NVRTC knows can be named too.
+# Suggested by "did you mean"; any other target that NVRTC knows is accepted, too.
 _TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a", "compute_90")
 
 
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def entry(self) -> tuple[str, tuple[str, ...], Target, tuple[str, ...]]:
-        """What names the entry in the cache: unit, expressions, target, flags."""
+        """The identity of the entry in the cache: unit, expressions, target, flags."""
         return self.kernel.unit, (self.expression,), self.target, self.kernel.flags
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """One job that did not end with an entry in the cache."""
+    """One job that did not produce a cache entry."""
 
     job: Job
     error: Exception
@@ -75,13 +75,13 @@ class Failure:
 
 @dataclass
 class WarmReport:
-    """What ``warm`` did.
+    """The result of ``warm``.
 
     Attributes:
-        targets: Names of the targets that were asked for.
+        targets: Names of the requested targets.
         path: The cache directory that was filled.
-        compiled: Entries compiled by this call.
-        present: Entries that were there already.
+        compiled: Number of entries compiled by this call.
+        present: Number of entries that existed already.
         failures: Jobs that failed.
         seconds: Wall time.
     """
@@ -95,7 +95,7 @@ class WarmReport:
 
     @property
     def total(self) -> int:
-        """Entries that were asked for."""
+        """Number of requested entries."""
         return self.compiled + self.present + len(self.failures)
 
     def __str__(self) -> str:
@@ -121,17 +121,17 @@ def warm(
     more, because torch has so many operators and dtypes. Of these, every operator is compiled for float32, bfloat16 and
     float16, and for int64 and bool if tensors are dense; docs/cache.md says what is left to the first use.
 
-    Works without a GPU, for any target NVRTC knows; the result serves every machine with that NVRTC version, and with
-    ``RTKERNELS_NO_COMPILE=1`` those with another.
-    Compiles run in threads (NVRTC runs without the GIL). A kernel that fails does not stop the others.
+    Works without a GPU, for any target that NVRTC knows. The result works on every machine with that NVRTC version, and
+    with ``RTKERNELS_NO_COMPILE=1`` on machines with another version. Kernels are compiled in threads, because NVRTC
+    releases the GIL. A kernel that fails does not stop the others.
 
     Args:
-        archs: Targets such as ``("sm_80", "sm_90a")``; by default ``RTKERNELS_ARCH`` or this machine's GPUs.
-        ops: Names of ops; all by default.
-        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``; the user's cache by default. If it is created,
-            other users may read it.
-        jobs: Number of threads; one per CPU this process may use by default.
-        tiers: Some of ``"core"``, ``"serve"`` and ``"aten"``: only kernels of these; all by default.
+        archs: Targets such as ``("sm_80", "sm_90a")``. Default: ``RTKERNELS_ARCH``, or this machine's GPUs.
+        ops: Names of ops. Default: all.
+        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``. If it is created, other users may read it. Default:
+            the user's cache.
+        jobs: Number of threads. Default: one per CPU that this process may use.
+        tiers: Compile only kernels of these tiers, some of ``"core"``, ``"serve"`` and ``"aten"``. Default: all.
         every_variant: Compile these pointwise kernels for every dtype and layout, too: 1,500 more for each target.
         progress: Called in this thread after each job with (done, total, failure or None).
 
@@ -139,9 +139,9 @@ def warm(
         Counts, failures and time; check ``report.failures``.
 
     Raises:
-        ArgumentError: An unknown target, op or tier, or no target given and no GPU here.
+        ArgumentError: A target, op or tier is unknown, or no target is given and there is no GPU.
         ToolkitError: CuPy or NVRTC is missing.
-        NotWarmError: Something would have to be compiled, but ``RTKERNELS_NO_COMPILE`` is set.
+        NotWarmError: A kernel must be compiled, but ``RTKERNELS_NO_COMPILE`` is set.
         RtkError: The directory cannot be written.
     """
     chosen = targets(archs)
@@ -154,17 +154,17 @@ def build(
     jobs: int | None = None,
     progress: Callable[[int, int, Failure | None], None] | None = None,
 ) -> WarmReport:
-    """Do these jobs; the arguments are those of ``warm``."""
+    """Run these jobs; arguments as for ``warm``."""
     if jobs is not None and jobs < 1:
         raise ArgumentError(f"jobs is {jobs}; expected the number of threads, from 1 up")
     directory = _directory(out)
-    nvrtc.version()  # one clear error, not one per kernel
+    nvrtc.version()  # raise one clear error instead of one per kernel
     _prepare(todo, directory, complete=out is not None)
     started = time.perf_counter()
     report = WarmReport(tuple(dict.fromkeys(job.target.name for job in todo)), directory)
 
     def run(job: Job) -> str:
-        # A read-only extra cache may have it already; a directory named by the caller is filled completely.
+        # An entry in a read-only extra cache is enough, except for a directory that the caller named.
         there = out is None and build_cache.peek(*job.entry, op=job.kernel.op) is not None
         entry = build_cache.load(*job.entry, op=job.kernel.op, directory=None if there else directory)
         if entry.path is None:
@@ -179,7 +179,7 @@ def build(
                 if progress is not None:
                     progress(report.total, len(todo), failure)
                 if failure is not None and isinstance(failure.error, _NotWritten):
-                    for other in running:  # what is not yet started would be compiled in vain
+                    for other in running:  # jobs not yet started would be compiled in vain
                         other.cancel()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -189,14 +189,14 @@ def build(
 
 
 class _NotWritten(RtkError):
-    """A kernel cannot be kept, nor will the next one."""
+    """A kernel could not be written, and the next one could not either."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(f"it could not be written to {directory}")
 
 
 def _prepare(todo: Sequence[Job], directory: Path, *, complete: bool) -> None:
-    """Make sure before the first compilation that it is allowed and that its result can be kept."""
+    """Check, before the first compilation, that it is allowed and that its result can be written."""
     place = directory if complete else None
     missing = [job for job in todo if build_cache.peek(*job.entry, op=job.kernel.op, directory=place) is None]
     if not missing:
@@ -250,10 +250,10 @@ def _count(report: WarmReport, job: Job, future: Future[str]) -> Failure | None:
 
 
 def targets(archs: Sequence[str] | None) -> list[Target]:
-    """Return the targets a user named, or those of this machine.
+    """Return the targets that a user named, or those of this machine.
 
     Raises:
-        ArgumentError: Not a target; or none named, ``RTKERNELS_ARCH`` not set, and no GPU here.
+        ArgumentError: One is not a target; or none is named, ``RTKERNELS_ARCH`` is not set and there is no GPU.
     """
     if archs is not None:
         if isinstance(archs, str):
@@ -289,7 +289,7 @@ def _own_targets() -> list[Target]:
 
 
 def select(ops: Sequence[str] | None) -> list[Op]:
-    """Return the ops a user named, by family name or public function, or all of them.
+    """Return the ops that a user named, by family name or public function, or all of them.
 
     Raises:
         ArgumentError: There is no such op.
@@ -321,7 +321,7 @@ def _no_op(name: str, known: Sequence[Op]) -> str:
 
 
 def with_parts(ops: Sequence[str] | None) -> list[Op]:
-    """Return the ops a user named and, after them, those whose kernels they launch."""
+    """Return the ops that a user named, followed by the ops whose kernels they launch."""
     found = select(ops)
     if ops is None:
         return found
@@ -352,7 +352,7 @@ def plan(
 
 
 class Progress:
-    """A single-line bar on a terminal, elsewhere about ten lines; failures as they come, equal errors in one line."""
+    """A single-line bar on a terminal, elsewhere about ten lines; failures immediately, equal errors in one line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -380,7 +380,7 @@ class Progress:
             print(f"failed: {failure}", file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Wipe the bar, so that the next line starts clean, and say how often each error came."""
+        """Erase the bar and print how often each error occurred."""
         self._wipe()
         for text, count in self._errors.items():
             if count > 1:

@@ -148,7 +148,7 @@ def test_cache_message_names_both_nvrtc_versions(compiler):
     compiler.version = (13, 4)
     load()
     compiler.version = (13, 2)
-    with pytest.raises(NotWarmError, match=r"it is there as made by NVRTC 13\.4; NVRTC 13\.2 is installed"):
+    with pytest.raises(NotWarmError, match=r"the cache has it from NVRTC 13\.4; NVRTC 13\.2 is installed"):
         load_anew(compile_allowed=False)
     assert build_cache.peek(UNIT, [KERNEL], SM90A, op="scale") is None
 

@@ -54,17 +54,18 @@ _differentiable = applied(_Act)
 def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return ``kind(x + add)``.
 
-    Computed in fp32 and rounded once: the sum is not rounded. Differentiable once in x and add.
+    Computed in fp32 and rounded once; the sum is not rounded before the activation. Differentiable once in x and add.
 
     Args:
-        x: Any shape; bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride and evenly
-            spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: Any shape; bfloat16, float16 or float32. Any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared) or ``"sigmoid"``.
-        add: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own; x's dtype or float32.
-        out: Takes the result: of x's shape and dtype. May be x, or add. Not with gradients.
+        add: Added to x first: a tensor that broadcasts to x's shape and has all its columns, such as ``[n]``; x's dtype
+            or float32. None adds nothing.
+        out: Tensor to write the result to: of x's shape and dtype. May be x or add. Not with gradients.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     token("x", x.dtype)
     check_option("kind", kind, KINDS)

@@ -30,7 +30,7 @@ LAYOUTS = ("plain", "concat", "interleaved")
 _ACTS = tuple(ACT_TYPES)  # in the order of the kernel's switch
 _MAX_THREADS = (256, 128)  # of a block, of combine and combine_three
 _PER_THREAD = 2  # vectors, in combine
-_WAVE_THREADS = 1024  # of a multiprocessor, with 64 registers each
+_WAVE_THREADS = 1024  # of an SM, with 64 registers each
 _KERNEL = Kernel(
     "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
     args="x:ptr add0:ptr add1:ptr mul0:ptr mul1:ptr base0:ptr base1:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr "
@@ -202,7 +202,7 @@ def _split_of(wanted: Combination, walk: _Walk, device: int) -> _Split:
         walk.aligned and len(walk.present) <= 2 and wanted.layout != "interleaved" and span < 2**30
         and (quant != "nvfp4" if size == 4 else not walk.fp32_flags)
     )  # fmt: skip
-    # A thread walks through more vectors the more there are, as long as all multiprocessors have enough to do.
+    # A thread walks through more vectors the more there are, as long as all SMs have enough to do.
     waves = padded * span / (per_thread * _WAVE_THREADS * device_info(device).sm_count)
     vectors = 1 if waves <= 1 or quant == "nvfp4" else 2 if waves <= 2 else 4 if waves <= 8 else 8
     threads = group_threads(-(-span // (per_thread * (vectors if three else 1))), _MAX_THREADS[three])

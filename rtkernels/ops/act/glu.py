@@ -139,43 +139,42 @@ def glu(
     layout: str = "concat", channel_scale: Tensor | None = None, quant: Quant | torch.dtype | str | None = None,
     keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Multiply the activation of a gate with another tensor: ``y = act(gate) * up * weight``.
+    """Return ``act(gate) * up * weight``, the gated activation of an MLP.
 
     Computed in fp32 and rounded once. Differentiable once in x, up and weight.
 
     Args:
-        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
-            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`, ``[..., d]``,
+            the gate. bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: ``"silu"`` (SwiGLU), ``"gelu_tanh"``, ``"gelu_erf"`` (GeGLU), ``"relu"``, ``"relu2"`` (relu squared),
-            ``"sigmoid"``, ``"none"``, or ``"swiglu_oai"``, what GPT-OSS models use:
-            ``g * sigmoid(1.702 * g) * (u + 1)`` with g the gate cut at 7 and u up cut at -7 and 7 (their weights give
-            gate and up in alternating columns; here they are halves, or separate tensors).
-        weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32; None for ones.
-        reuse: ``"inputs"``: the backward pass writes the gradients of x and up over x and up, which then hold them,
-            instead of taking new memory. For tensors that nothing else needs by then, as the result of a projection.
-            See below.
-        layout: ``"concat"``, or ``"interleaved"``: without `up`, gate and up are alternating columns of x. From here
-            on: the options of inference, not with weight or reuse.
-        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It gets no gradient.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        out: Takes the result, contiguous; may be x or up if both are given. Not recorded by autograd.
-        scale_out: Takes the scales that are made.
+            ``"sigmoid"``, ``"none"``, or ``"swiglu_oai"`` of GPT-OSS models: ``g * sigmoid(1.702 * g) * (u + 1)``,
+            where g is the gate clamped to at most 7 and u is up clamped to -7 .. 7. (Their weights produce gate and up
+            in alternating columns; here they are halves or separate tensors.)
+        weight: ``x.shape[:-1]``, one factor per row, in x's dtype or float32. Default: 1.
+        reuse: ``"inputs"`` lets the backward pass overwrite x and up with their gradients instead of allocating memory.
+            For tensors that nothing else needs by then, such as the result of a projection. See below.
+        layout: ``"concat"``, or ``"interleaved"`` if gate and up are alternating columns of x (without `up`). This and
+            all following options are inference-only and cannot be combined with weight or reuse.
+        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It has no gradient.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        out: Contiguous tensor to write the result to; may be x or up if both are given. Not recorded by autograd.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
-        ``[..., d]``, dense, of x's dtype. With quant the codes, or a :class:`rtkernels.GluOut` if there are scales that
-        were made or something to keep.
+        ``[..., d]``, contiguous, in x's dtype. With quant the codes, or a :class:`rtkernels.GluOut` if scales are
+        computed or `keep` is set.
 
-    With an option of inference, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
+    With an inference-only option, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
     ``quantize_nvfp4`` returns them.
 
-    With reuse, x and up must be dense results of operations: leaves that require grad and views of them are refused. If
-    another operation has saved one of them and is differentiated later, torch raises its error about an in-place
-    modification; a second backward pass (``retain_graph=True``) and ``create_graph=True`` raise as well. Under
-    ``torch.compile``, in a region of ``torch.utils.checkpoint`` or with other hooks for saved tensors, and where x or
-    up needs no gradient, reuse changes nothing. ``docs/how_to/save_memory.md`` has all rules.
+    With reuse, x and up must be contiguous results of operations: leaves that require grad, and views of them, are
+    refused. If another operation saved one of them and is differentiated later, torch raises its error for in-place
+    modifications. A second backward pass (``retain_graph=True``) and ``create_graph=True`` raise an error, too. Reuse
+    has no effect under ``torch.compile``, inside ``torch.utils.checkpoint`` or other saved-tensor hooks, and if x or up
+    needs no gradient. ``docs/how_to/save_memory.md`` has all rules.
     """
     plain = channel_scale is quant is out is scale_out is None and layout == "concat" and not keep
     if not plain or isinstance(x, tuple):
@@ -194,7 +193,7 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
         "scale_out": scale_out,
     }  # fmt: skip
     if weight is not None or reuse is not None:
-        raise ArgumentError("weight and reuse go without layout, channel_scale, quant, keep, out and scale_out")
+        raise ArgumentError("weight and reuse exclude layout, channel_scale, quant, keep, out and scale_out")
     if isinstance(x, tuple):
         return glu_of_codes(x, up, act, **options)
     check_combined(x, up, act, layout, channel_scale, quant, keep)

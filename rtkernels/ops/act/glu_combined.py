@@ -19,13 +19,13 @@ from rtkernels.runtime.operator.autograd import detached
 
 
 class GluOut(NamedTuple):
-    """Results of ``glu`` with ``quant``; None for what was not asked for.
+    """Results of ``glu`` with ``quant``; None for results that were not requested.
 
     Attributes:
         out: The codes.
-        scale: Their scales: those made, or what was given.
-        kept: What the codes stand for, in x's dtype.
-        global_scale: Of "nvfp4": the scale of the whole tensor.
+        scale: The scales of the codes, computed or given.
+        kept: The values before quantisation, in x's dtype.
+        global_scale: For "nvfp4": the scale of the whole tensor.
     """
 
     out: Tensor
@@ -62,7 +62,7 @@ def _results(
     if scales is not None:
         made_scale = memory_for("scale_out", scale_out, *scales, like, {**inputs, "out": made})
     elif scale_out is not None:
-        raise ArgumentError("scale_out is given; expected None where no scale is made")
+        raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
         made_global = torch.empty((), dtype=torch.float32, device=like.device)
     kept = torch.empty(shape, dtype=dtype, device=like.device) if keep else None
@@ -122,12 +122,12 @@ def check_combined(
     check_option("layout", layout, ("concat", "interleaved"))
     token("x", x.dtype)
     if not x.dim():
-        raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
+        raise ArgumentError("x has no dimensions; expected at least one, the last for gate (and up)")
     if up is None and x.shape[-1] % 2:
         raise ArgumentError(f"x has an odd last dimension, {x.shape[-1]}; expected gate and up of equal size, or up=")
     if up is not None:
         if layout != "concat":
-            raise ArgumentError("up is given; expected None with layout 'interleaved', whose up is in x")
+            raise ArgumentError("up is given; expected None with layout 'interleaved', which has up in x")
         check_same("up", up.dtype, x.dtype, "dtype")
         check_same("up", up.shape, x.shape, "shape")
     if keep and quant is None:

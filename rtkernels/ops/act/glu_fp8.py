@@ -63,12 +63,12 @@ def glu_fp8(
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both.
 
     y is computed in fp32 and quantised as :func:`quantize_fp8` does with granularity "group" (each 128 elements of a
-    row share a scale) and "group_t" (each 128 rows of a column do), without being rounded in between.
+    row share a scale) and "group_t" (each 128 rows of a column do), without intermediate rounding.
 
     Without `counts`, for y ``[m, d]`` (leading dimensions flattened):
 
     =========  ==========================  ====================================================================
-    result     shape                       holds
+    result     shape                       content
     =========  ==========================  ====================================================================
     `q`        y's                         codes
     `scale`    ``[..., ceil(d/128)]``      of q; ``[ceil(d/128), m]`` for scale_layout "column"
@@ -76,42 +76,45 @@ def glu_fp8(
     `scale_t`  ``[ceil(m/128), d]``        of q_t: one for 128 rows of a column
     =========  ==========================  ====================================================================
 
-    With `counts`, rows are sorted by expert, and no set of values that share a scale crosses from one expert to the
-    next. With ``c`` rows of an expert and ``s`` rows before them:
+    With `counts`, rows are sorted by expert, and values of different experts never share a scale. For an expert with
+    ``c`` rows and ``s`` rows before them:
 
     * `q` and `scale` (layout "row") are as above;
-    * `scale` with layout "column" is flat: ``scale[s*g : (s+c)*g].view(g, c)`` is the expert's, ``g = ceil(d/128)``;
-    * `q_t` is flat: ``q_t[s*d : (s+c)*d].view(d, c)`` is the expert's;
-    * `scale_t` has the ``ceil(c/128)`` rows of one expert after those of the other, and then rows of zeros: it has
+    * `scale` with layout "column" is flat: the expert's part is ``scale[s*g : (s+c)*g].view(g, c)`` with
+      ``g = ceil(d/128)``;
+    * `q_t` is flat: the expert's part is ``q_t[s*d : (s+c)*d].view(d, c)``;
+    * `scale_t` has ``ceil(c/128)`` rows per expert, expert after expert, followed by rows of zeros; it has
       ``(m + 127 * min(experts, m)) // 128`` rows, enough for any counts.
 
     These are the layouts of :func:`quantize_fp8` and (with scale_layout "column") :func:`quantize_fp8_experts`.
 
-    Counts are read on the device only: nothing waits for them, and a CUDA graph can be replayed with others. They
-    should add up to m. Otherwise, rows beyond their sum are not quantised (what the results hold for them is
-    unspecified), counts beyond m are cut, and negative ones are 0; nothing is read or written out of bounds. To find
-    such counts, there is `check_counts`.
+    Counts are read on the device only: the call does not synchronise, and a CUDA graph can be replayed with other
+    counts. They should add up to m. Otherwise rows beyond their sum are not quantised (their results are
+    uninitialised), counts beyond m are clamped, and negative ones are taken as 0; nothing is read or written out of
+    bounds. `check_counts` detects such counts.
 
-    The results never require grad. The gradient of x is :func:`glu_fp8_backward` of y's gradient: call it from the
-    ``backward`` of the ``torch.autograd.Function`` whose ``forward`` calls this.
+    The results never require grad. :func:`glu_fp8_backward` computes the gradient of x from that of y: call it from the
+    ``backward`` of the ``torch.autograd.Function`` whose ``forward`` calls this function.
 
     Args:
-        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`,
-            ``[..., d]``, the gate. bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
+        x: ``[..., 2 * d]``, gate in the first half of the last dimension and up in the second; with `up`, ``[..., d]``,
+            the gate. bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
+            Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: As for :func:`glu`.
-        weight: ``x.shape[:-1]``, one factor per row, of x's dtype or float32 (which saves a copy); None for ones.
-        counts: ``[experts]``, int32 or int64: the rows of each expert, some perhaps 0. None for one set of rows.
+        weight: ``x.shape[:-1]``, one factor per row, in x's dtype or float32 (which avoids a copy). Default: 1.
+        counts: ``[experts]``, int32 or int64: the number of rows of each expert; may be 0. None for a single set of
+            rows.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", how the scales of rows lie.
-        check_counts: Stop with an error on the device (which ends all work on it, as a failed assertion there does) if
-            counts are negative or do not add up to m. For debugging.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        scale_layout: "row" or "column", the layout of the scales of rows.
+        check_counts: Trap on the device if counts are negative or do not add up to m; like a failed device assertion,
+            this ends all work on the device. For debugging.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q, scale, q_t, scale_t)``, dense, with None for what `layout` leaves out.
+        A named tuple ``(q, scale, q_t, scale_t)`` of contiguous tensors, with None for those that `layout` omits.
     """
     options = counts, act, layout, pow2_scale, scale_layout, check_counts
     return GluFp8(*asked(layout, FORWARD.call(*detached(x, up, weight), *options)))
@@ -124,33 +127,34 @@ def glu_fp8_backward(
     keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> GluFp8Gradients:  # fmt: skip
-    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
+    """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both.
 
-    One pass over dy and x, fp32 arithmetic; codes are made from the fp32 values. They lie as those of :func:`glu_fp8`
-    do, for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half, which is what a product with the weights
-    of both, ``[2 * d, hidden]``, takes. Groups of 128 columns are counted from its first column: where d is no multiple
-    of 128, one of them ends in up's half, and the last is short if ``2 * d`` is no multiple either. Deterministic. Not
-    differentiable.
+    One pass over dy and x in fp32; the fp32 values are quantised directly. The codes have the layout of :func:`glu_fp8`
+    for a matrix ``[m, 2 * d]`` with the gradient of gate in its left half, as the product with the merged weight
+    ``[2 * d, hidden]`` takes it. Groups of 128 columns are counted from the first column: if d is not a multiple of
+    128, one group extends into up's half, and if ``2 * d`` is not a multiple either, the last group is shorter.
+    Deterministic. Not differentiable.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
         x: As given to :func:`glu_fp8`.
-        up: As given to :func:`glu_fp8`. The gradient is that of ``[gate | up]`` with and without it.
+        up: As given to :func:`glu_fp8`. The gradient is that of ``[gate | up]`` in both cases.
         act: As given to :func:`glu_fp8`.
         weight: As given to :func:`glu_fp8`.
         counts: As given to :func:`glu_fp8`.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", how the scales of rows lie.
+        scale_layout: "row" or "column", the layout of the scales of rows.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
-        weight_grad: Whether to compute the gradient of the weight; None: if there is a weight. A temporary of
+        weight_grad: Whether to compute the gradient of the weight. Default: if there is a weight. A temporary of
             ``4 * m * ceil(d / 128)`` bytes is used.
         check_counts: As for :func:`glu_fp8`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)``, dense, with None for what was not asked for: `dx` is
-        ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` of contiguous tensors, with None for results that were
+        not requested: `dx` is ``[..., 2 * d]`` of x's dtype, `dweight` has the weight's shape and dtype.
     """
     if weight_grad is None:
         weight_grad = weight is not None

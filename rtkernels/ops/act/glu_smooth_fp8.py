@@ -27,7 +27,7 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, mis
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _THREADS = 256  # of a block; a warp works on a row
-_BLOCKS = 4  # per multiprocessor
+_BLOCKS = 4  # per SM
 
 SMOOTH = Kernel(
     "act/glu_smooth_fp8.cu", "glu_fp8_smooth", template="FP32", max_registers=128,
@@ -64,7 +64,7 @@ def _check_bwd(dy, x, up, smooth, factor, weight, counts, act, layout, keep, wei
     _check_fp32("row_factor", factor, shape[:-1])
     check_pad(pad_to)
     if factor is not None and (layout == "row" or keep == "dense"):
-        raise ArgumentError("row_factor is for the transposed codes, which were not asked for")
+        raise ArgumentError("row_factor is given; expected None without transposed codes, which it is for")
 
 
 def _outputs_fwd(x, up, counts, with_maxima):
@@ -226,15 +226,15 @@ def glu_smooth_fp8(
     divide: bool = True,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8:  # fmt: skip
-    """Quantise ``act(gate) * up * weight / smooth`` to fp8, with one scale for each row.
+    """Quantise ``act(gate) * up * weight / smooth`` to fp8 with one scale per row.
 
-    Computed in fp32 and quantised without being rounded in between, as :func:`quantize_fp8` does with granularity
-    "row". The results never require grad: :func:`glu_smooth_fp8_backward` gives the gradient.
+    Computed in fp32 and quantised without intermediate rounding, as :func:`quantize_fp8` does with granularity "row".
+    The results never require grad; :func:`glu_smooth_fp8_backward` computes the gradient.
 
     Args:
         x: As for :func:`glu_fp8`: ``[..., 2 * d]``, or with `up` ``[..., d]``.
-        smooth: ``[d]``, or ``[experts, d]`` with counts, float32: what each column is divided by (at least 1e-30). None
-            for ones.
+        smooth: ``[d]``, or ``[experts, d]`` with counts, float32: divisors of the columns, clamped to at least 1e-30.
+            None for ones.
         up: As for :func:`glu_fp8`.
         act: As for :func:`glu`.
         weight: As for :func:`glu_fp8`.
@@ -242,12 +242,13 @@ def glu_smooth_fp8(
         pow2_scale: Round scales up to a power of two.
         with_maxima: Also return the largest finite ``|act(gate) * up|`` of each column, for calibration.
         check_counts: As for :func:`glu_fp8`.
-        divide: False multiplies by smooth instead.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        divide: If False, multiply by smooth instead.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A named tuple ``(q, scale, maxima)``: codes of the shape of the result, scales ``x.shape[:-1]``, and maxima of
-        the shape of smooth (None unless asked for; 0 for experts without rows).
+        the shape of smooth (None unless requested; 0 for experts without rows).
     """
     x, up, smooth, weight = detached(x, up, smooth, weight)
     if not divide and smooth is not None:
@@ -263,39 +264,38 @@ def glu_smooth_fp8_backward(
     pow2_scale: bool = False, keep: str = "fp8", weight_grad: bool | None = None, check_counts: bool = False,
     divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None,
 ) -> GluSmoothFp8Gradients:  # fmt: skip
-    """Compute the gradients of ``act(gate) * up * weight``, that of ``[gate | up]`` as fp8 codes, as it is, or both.
+    """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both.
 
     By rows, codes are those of ``gradient * smooth`` with one scale per row; transposed, those of
-    ``gradient * row_factor`` with one scale per column (of each expert). fp32 arithmetic and no rounding in between,
-    one quantisation each. Deterministic. Not differentiable. Transposed codes need a second pass over the inputs and a
-    temporary of the size of `scale_t`.
+    ``gradient * row_factor`` with one scale per column (of each expert). Both are computed in fp32 and quantised once,
+    without intermediate rounding. Deterministic. Not differentiable. Transposed codes need a second pass over the
+    inputs and a temporary of the size of `scale_t`.
 
     Args:
         dy: ``[..., d]``, the gradient of the result, of x's dtype; any strides.
         x: As given to :func:`glu_smooth_fp8`.
-        smooth: ``[2 * d]``, or ``[experts, 2 * d]`` with counts, float32: what each column is multiplied with. None for
-            ones.
+        smooth: ``[2 * d]``, or ``[experts, 2 * d]`` with counts, float32: factors of the columns. None for ones.
         up: As given to :func:`glu_smooth_fp8`.
-        row_factor: ``x.shape[:-1]``, float32: what each row is multiplied with before the transposed codes are made.
-            None for ones.
+        row_factor: ``x.shape[:-1]``, float32: factors of the rows for the transposed codes. None for ones.
         act: As given to :func:`glu_smooth_fp8`.
         weight: As given to :func:`glu_smooth_fp8`.
         counts: As given to :func:`glu_smooth_fp8`.
         layout: "row" (`q`, `scale`), "transposed" (`q_t`, `scale_t`) or "both".
         pow2_scale: Round scales up to a power of two.
         keep: "fp8" for the codes, "dense" for the gradient in x's dtype (`dx`), "both" for both.
-        weight_grad: Whether to compute the gradient of the weight; None: if there is a weight.
+        weight_grad: Whether to compute the gradient of the weight. Default: if there is a weight.
         check_counts: As for :func:`glu_fp8`.
         divide: Divide by smooth and row_factor instead.
-        pad_to: Round the rows of the transposed codes, those of each expert, up to a multiple; what is added is zeros.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        pad_to: Pad the rows of the transposed codes, per expert, with zeros to a multiple of this.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for what was not asked for. `q` and `dx` are
-        ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's part as
-        for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and there is room, zeros, for
-        as much padding as there can be. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]``
-        (0 for experts without rows).
+        A named tuple ``(q, scale, q_t, scale_t, dx, dweight)`` with None for results that were not requested. `q` and
+        `dx` are ``[..., 2 * d]``, `scale` is ``x.shape[:-1]``. `q_t` is ``[2 * d, m]``; with counts flat, an expert's
+        part as for :func:`glu_fp8`. With `pad_to`, m and the rows of each expert are rounded up, and zeros fill the
+        space for the largest possible padding. `scale_t` is ``[2 * d]``, with counts ``[experts, 2 * d]`` (0 for
+        experts without rows).
     """
     if weight_grad is None:
         weight_grad = weight is not None

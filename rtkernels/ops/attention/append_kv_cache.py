@@ -192,25 +192,26 @@ def append_kv_cache(
     cos: Tensor | None = None, sin: Tensor | None = None, interleaved: bool = False, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write new keys and values into a cache; keys are rotated and both are quantised on the way.
+    """Write new keys and values into a cache, optionally rotating keys and quantising both.
 
-    Computed in fp32 and rounded once. Where tokens go is known on the device only; those that do not fit are left out.
-    With ``RTKERNELS_DEBUG=1`` they are an error, for which each call waits for the device. Not differentiable.
+    Computed in fp32 and rounded once. Positions are read on the device only; tokens that do not fit are skipped. With
+    ``RTKERNELS_DEBUG=1`` such tokens raise an error, and each call waits for the device. Not differentiable.
 
     Args:
         k: bfloat16 or float16 [batch, tokens, heads, width], or [batch, heads, width] for one token each.
-        v: The same; its heads may have a width of their own.
-        k_cache: [pages, page size, heads, width] with a page_table or slots, else [batch, length, heads, width]; of k's
+        v: Like k; its heads may have a different width.
+        k_cache: [pages, page size, heads, width] with a page_table or slots, else [batch, length, heads, width]; in k's
             dtype, float8_e4m3fn or int8. Overwritten.
         v_cache: The same for v. Overwritten.
-        seqlens: int32 [batch]: keys that a sequence has already; its tokens follow them.
-        page_table: int32 [batch, pages]: where the pages of a sequence are.
-        slots: int32 [batch, tokens] in place of seqlens: ``page * page size + place``, below 0 for tokens to leave out.
-        positions: int32 [batch, tokens]: positions for the rotation, if not those that follow from seqlens.
-        cos: [positions, angles], float: rotates the first ``2 * angles`` elements of each key.
-        sin: The same.
-        interleaved: Pairs are neighbours, ``(0, 1), (2, 3)``; else ``(i, i + angles)``.
-        k_scale: float32 () or [heads], for caches of codes: codes times it are the keys.
+        seqlens: int32 [batch]: number of keys that each sequence already has; the new tokens follow them.
+        page_table: int32 [batch, pages]: the pages of each sequence.
+        slots: int32 [batch, tokens] instead of seqlens: ``page * page size + index in the page``; negative for tokens
+            to skip.
+        positions: int32 [batch, tokens]: positions for the rotation. Default: those that follow from seqlens.
+        cos: [positions, angles], any floating-point dtype: rotates the first ``2 * angles`` elements of each key.
+        sin: Like cos.
+        interleaved: Pairs are neighbours, ``(0, 1), (2, 3)``; otherwise ``(i, i + angles)``.
+        k_scale: float32 () or [heads], for an 8-bit cache: keys are the codes times this scale.
         v_scale: The same for values.
 
     Returns:

@@ -216,39 +216,41 @@ def attention(
     bias: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None,
     return_lse: bool = False, out: Tensor | None = None, layout: str = "blhd", backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``softmax(scale * q @ k^T) @ v`` for every head, without the matrix of scores ever being in memory.
+    """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores.
 
     Differentiable in q, k, v, sinks and bias, also through lse; the backward pass is deterministic. Sums are in fp32. A
-    query that sees no key gives 0, and ``-inf`` as its lse.
+    query that attends to no key gives 0, and ``-inf`` as its lse.
 
     Args:
-        q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with
-            neighbouring elements of a head: slices of a packed qkv or of a cache are used where they lie (a copy is
-            made if strides or addresses are not multiples of 16 bytes).
-        k: The same with keys in place of queries. Its heads divide those of q: query head h uses head
+        q: bfloat16 or float16 [batch, queries, heads, width]. Width: a multiple of 8 up to 256. Any strides with unit
+            stride within a head: slices of a packed qkv or of a cache are used in place (copied if strides or addresses
+            are not multiples of 16 bytes).
+        k: Like q, with keys instead of queries. The number of its heads divides that of q: query head h uses head
             ``h // (heads of q // heads of k)``.
-        v: As k; its heads may have a width of their own.
-        scale: Factor of the products, positive; ``1 / sqrt(width)`` if None.
-        causal: Query i sees keys up to ``i + keys - queries``: the last query sees all of them.
-        window: How many keys before its own (the last one that it sees if causal) a query sees; a pair
-            ``(left, right)`` limits both sides, None or -1 in it neither.
-        softcap: ``softcap * tanh(scores / softcap)`` replaces scores where this is not 0.
-        sinks: [heads of q], any float type: a score per head that takes part in the softmax and has no value. lse
-            counts it.
-        bias: Added to scores (behind softcap): any shape that broadcasts to [batch, heads of q, queries, keys], of q's
-            dtype or float32; ``-inf`` masks. Its gradient is summed over what it is broadcast over, in a fixed order;
-            over queries or keys, that takes memory for a matrix of each sequence and head that do not share it.
-        kv_limit: int32 [queries] or [batch, queries], or a list: query i sees keys below its limit only.
-        seqused_k: int32 [batch] on the device: how many keys of each sequence count. Those behind may be anything;
-            causal and window count from them. Results for other values of it come from the same captured graph.
-        return_lse: Return lse as well.
-        out: Where the result goes, of its shape and dtype; may be q. Not differentiable then.
+        v: Like k; its heads may have a different width.
+        scale: Factor of the scores, positive. Default: ``1 / sqrt(width)``.
+        causal: Query i attends to keys up to ``i + keys - queries``, so the last query attends to all keys.
+        window: Number of keys before its own position that a query attends to; its own position is the last key it
+            attends to under `causal`. A pair ``(left, right)`` limits both sides; None or -1 does not limit a side.
+        softcap: If not 0, scores are replaced by ``softcap * tanh(scores / softcap)``.
+        sinks: [heads of q], any floating-point dtype: an extra score per head that takes part in the softmax but has no
+            value. lse includes it.
+        bias: Added to scores after softcap: any shape that broadcasts to [batch, heads of q, queries, keys], in q's
+            dtype or float32; ``-inf`` masks. Its gradient is summed over the broadcast dimensions in a fixed order. If
+            queries or keys are broadcast, the sum needs a temporary [queries, keys] matrix per sequence and head that
+            do not share the bias.
+        kv_limit: int32 [queries] or [batch, queries], or a list: query i attends only to keys below its limit.
+        seqused_k: int32 [batch] on the device: the number of valid keys of each sequence. Later keys may be
+            uninitialised; causal and window are relative to the valid keys. A captured graph can be replayed with other
+            values.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensor to write the result to, of its shape and dtype; may be q. Not with gradients.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
         backend: "auto"; "sm90" or "mma" for one of these. ``rtkernels.explain`` tells what "auto" takes.
 
     Returns:
-        [batch, queries, heads, width of v] in `layout`, dense, of q's dtype; with return_lse a pair of it and the
-        logarithm of the sum of exponentials of scores, float32 [batch, heads, queries].
+        [batch, queries, heads, width of v] in `layout`, contiguous, in q's dtype. With return_lse a pair of it and the
+        log-sum-exp of the scores, float32 [batch, heads, queries].
     """
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -295,28 +297,28 @@ def attention_varlen(
     softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None, return_lse: bool = False,
     out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention of sequences that are packed one behind the other, each within itself.
+    """Return the attention of packed sequences; each sequence attends only to itself.
 
-    As ``attention``, which explains the options, for every sequence. Rows behind the last sequence (padding) give 0,
-    and so do their gradients.
+    Works like ``attention`` for every sequence; options are explained there. Rows after the last sequence (padding) are
+    0 in the result and in the gradients.
 
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.
         k: [tokens of keys, heads, width].
-        v: As k, with a width of its own.
+        v: Like k; its width may differ.
         cu_seqlens_q: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens_q[b]`` to ``[b + 1]`` of q.
         cu_seqlens_k: The same for k and v.
         max_seqlen_q: The largest number of queries in a sequence (or more).
         max_seqlen_k: The largest number of keys in a sequence (or more).
-        scale: Factor of the products.
-        causal: The last query of a sequence sees all its keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
-        softcap: 0, or what limits scores.
-        sinks: [heads of q], a score per head without a value.
-        seqused_k: int32 [sequences]: how many keys of each sequence count.
-        return_lse: Return lse as well.
-        out: Where the result goes. Not differentiable then.
-        backend: "auto", or the name of one.
+        scale: Factor of the scores.
+        causal: Causal mask aligned to the last query of each sequence, which attends to all its keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
+        softcap: Limit of the scores as in ``attention``; 0 for none.
+        sinks: [heads of q], an extra score per head without a value.
+        seqused_k: int32 [sequences]: the number of valid keys of each sequence.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensor to write the result to. Not with gradients.
+        backend: "auto", or the name of a backend.
 
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].

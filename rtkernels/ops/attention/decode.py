@@ -155,35 +155,34 @@ def attention_decode(
     return_lse: bool = False,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention of new queries over a cache, whose lengths and pages are known on the device only.
+    """Return the attention of new queries over a cache whose lengths and pages are read on the device only.
 
-    Nothing depends on the values of `seqlens` and `page_table` but the results: one captured graph serves all lengths.
-    Keys are split over blocks by shapes alone, and parts are merged in a fixed order. Not differentiable.
+    The launch does not depend on the values of `seqlens` and `page_table`, so one captured graph works for all lengths.
+    Keys are split over blocks by shapes alone, and partial results are merged in a fixed order. Not differentiable.
 
     Args:
         q: bfloat16 or float16 [batch, heads, width] for one new token per sequence, or [batch, tokens, heads, width].
-            Query heads that share a head of keys share a read of the cache.
+            Query heads that share a key head read the cache once.
         k_cache: [pages, page size, heads, width] with a page_table, else [batch, length, heads, width]; q's dtype,
-            float8_e4m3fn or int8. Neighbouring elements of a head; other strides multiples of 16 bytes. Width up to
-            256.
-        v_cache: The same; its heads may have a width of their own.
-        seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
-            the cache, and waits for the device.
-        page_table: int32 [batch, pages]: where the pages of a sequence are in the cache. Entries behind the last page
-            that `seqlens` needs are not read.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
-        causal: The last token sees all keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
-        softcap: 0, or what limits scores.
-        sinks: [heads of q], a score per head without a value.
-        k_scale: Of an 8-bit cache: float32 () or [heads], by which codes of keys are multiplied.
+            float8_e4m3fn or int8. Unit stride within a head; other strides are multiples of 16 bytes. Width up to 256.
+        v_cache: Like k_cache; its heads may have a different width.
+        seqlens: int32 [batch]: number of keys of each sequence, including new tokens. ``RTKERNELS_DEBUG=1`` checks them
+            against the cache, and waits for the device.
+        page_table: int32 [batch, pages]: the pages of each sequence in the cache. Entries after the last page that
+            `seqlens` needs are not read.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
+        causal: Causal mask aligned to the last token, which attends to all keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
+        softcap: Limit of the scores as in ``attention``; 0 for none.
+        sinks: [heads of q], an extra score per head without a value.
+        k_scale: For an 8-bit cache: float32 () or [heads], the scale of the codes of keys.
         v_scale: The same for values.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        Of q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
+        q's shape with the width of v_cache; with return_lse a pair of it and lse, float32 [batch, heads, tokens]
         ([batch, heads] if q has no tokens).
     """
     single = q.dim() == 3

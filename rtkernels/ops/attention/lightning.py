@@ -206,33 +206,34 @@ def lightning_attention(
     cu_seqlens: Tensor | None = None, return_state: bool = False,
     out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return linear attention with an exponential decay per head, causal.
+    """Return causal linear attention with an exponential decay per head.
 
-    ``out[t] = scale * sum over s <= t of exp(-decay * (t - s)) (q[t] . k[s]) v[s]``, in chunks, so that time is linear
-    in the length. Differentiable in q, k, v and initial_state, also through the final state; deterministic. Sums are
-    in fp32.
+    ``out[t] = scale * sum over s <= t of exp(-decay * (t - s)) (q[t] . k[s]) v[s]``, computed in chunks, so that the
+    time is linear in the length. Differentiable in q, k, v and initial_state, also through the final state;
+    deterministic. Sums are in fp32.
 
     Args:
         q: bfloat16 or float16 [batch, length, heads, width], or [tokens, heads, width] of packed sequences. Width: a
-            multiple of 8 up to 128. Any strides with neighbouring elements of a head, as for ``attention``.
-        k: As q.
-        v: The same with a width of its own.
-        decay: [heads], not negative, any float type: a row counts ``exp(-decay)`` times as much for each later one.
-        scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
-        initial_state: [batch or sequences, heads, width of k, width of v], any float type: the state that a call for
-            the rows before returned; zeros if None.
+            multiple of 8 up to 128. Any strides with unit stride within a head, as for ``attention``.
+        k: Like q.
+        v: Like q; its width may differ.
+        decay: [heads], not negative, any floating-point dtype: the weight of a key falls by ``exp(-decay)`` per
+            position.
+        scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
+        initial_state: [batch or sequences, heads, width of k, width of v], any floating-point dtype: the state returned
+            by the call for the preceding rows. Default: zeros.
         cu_seqlens: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens[b]`` to ``[b + 1]``. Rows
-            behind the last one give 0.
-        return_state: Return the state behind the last row as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
-        group: A process group of ``torch.distributed`` over whose members a sequence is split, in the order of their
-            ranks, in parts of equal length. Each member works out the state of its part, these are gathered, and it
-            begins with what those before it leave behind: two passes over k and v. Not with initial_state or
-            cu_seqlens.
+            after the last sequence give 0.
+        return_state: Also return the state after the last row.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
+        group: A ``torch.distributed`` process group over which each sequence is split into parts of equal length, in
+            the order of ranks. Each member computes the state of its part, the states are gathered, and each member
+            starts from the combined state of the parts before its own. This takes two passes over k and v. Not with
+            initial_state or cu_seqlens.
 
     Returns:
-        [batch, length, heads, width of v] (packed as q is) of q's dtype; with return_state a pair of it and
+        [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
     for name, t in (("k", k), ("v", v), ("decay", decay)):
@@ -287,17 +288,17 @@ def lightning_attention_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``lightning_attention`` of one more token for each sequence, and bring their states up to date.
+    """Return ``lightning_attention`` for one more token per sequence, and update the states.
 
     Args:
         q: bfloat16 or float16 [batch, heads, width].
-        k: As q.
-        v: The same with a width of its own.
-        decay: [heads], any float type.
-        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state behind the
-            token. By way of a copy if its address is no multiple of 16 bytes.
-        scale: Factor of the result; ``1 / sqrt(width of q)`` if None.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        k: Like q.
+        v: Like q; its width may differ.
+        decay: [heads], any floating-point dtype.
+        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state after the token.
+            Copied if its address is not a multiple of 16 bytes.
+        scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         [batch, heads, width of v]. Not differentiable.

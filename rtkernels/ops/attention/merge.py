@@ -127,22 +127,22 @@ def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd",
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention over all keys from attentions over parts of them, given their log-sum-exps.
+    """Merge attentions over parts of the keys into the attention over all keys, using their log-sum-exps.
 
-    Merges from left to right, in fp32 between. Differentiable in all parts. A part that saw nothing (lse ``-inf``) does
-    not count. With sinks, give them to one part only.
+    Merges from left to right in fp32. Differentiable in all parts. A part without keys (lse ``-inf``) is ignored. Pass
+    sinks to one part only.
 
     Args:
         outs: Results of ``attention(..., return_lse=True)`` for the same queries: bfloat16, float16 or float32, in
-            `layout` or, of packed sequences, [tokens, heads, width].
-        lses: As many, float32 [batch, heads, queries] or [heads, tokens].
-        out_dtype: Of the result: that of the first part if None, or float32, for parts to come.
-        layout: "blhd" or "bhld", that of all parts.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+            `layout`, or [tokens, heads, width] for packed sequences.
+        lses: One per part, float32 [batch, heads, queries] or [heads, tokens].
+        out_dtype: Dtype of the result: float32, for further merges, or by default that of the first part.
+        layout: Layout of all parts: "blhd" or "bhld".
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        The merged output and its lse, like the first of each.
+        The merged output and its lse, with the shapes of the first part.
     """
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")

@@ -21,31 +21,32 @@ def mla_attention(
     clip_value: float | None = None, return_lse: bool = False, layout: str = "blhd", backend: str = "auto",
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return multi-head latent attention of keys and values that were expanded from the latent: the form for training.
+    """Return multi-head latent attention with keys and values expanded from the latent, the form used in training.
 
-    As ``attention`` and ``attention_varlen``, whose kernels run: differentiable, deterministic, any heads of k that
-    divide those of q, widths of their own (DeepSeek's are 192 and 128). Decoding from the latent: ``mla_decode``.
+    Runs the kernels of ``attention`` and ``attention_varlen``: differentiable and deterministic, the heads of k divide
+    those of q, and k and v may have different widths (192 and 128 for DeepSeek). Use ``mla_decode`` to decode from the
+    latent.
 
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width], or [tokens, heads, width] of packed sequences.
         k: [batch, keys, heads, width], or [tokens of keys, heads, width].
-        v: As k, with a width of its own.
-        cu_seqlens_q: int32 [sequences + 1] on the device where sequences are packed.
-        cu_seqlens_k: The same for k and v; `cu_seqlens_q` if None.
-        max_seqlen_q: The largest number of queries in a packed sequence, or more; all tokens if None.
-        max_seqlen_k: The same for keys; `max_seqlen_q` if None and `cu_seqlens_k` is None.
-        scale: Factor of the products; ``1 / sqrt(width of q)`` if None.
-        causal: The last query sees all keys, the one before one less.
-        clip_value: Products of q and k count as at most this number (before `scale`), a positive one; None for no
-            limit. Gradients are those without the limit.
-        return_lse: Return lse as well.
-        layout: "blhd" or "bhld", of q, k, v and the result; packed sequences have one order only.
-        backend: "auto", or the name of one.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        v: Like k; its width may differ.
+        cu_seqlens_q: int32 [sequences + 1] on the device, for packed sequences.
+        cu_seqlens_k: The same for k and v. Default: `cu_seqlens_q`.
+        max_seqlen_q: An upper bound of the queries in a packed sequence. Default: all tokens.
+        max_seqlen_k: The same for keys. Default: `max_seqlen_q` if `cu_seqlens_k` is None.
+        scale: Factor of the scores. Default: ``1 / sqrt(width of q)``.
+        causal: Causal mask aligned to the last query, which attends to all keys.
+        clip_value: Positive upper limit of the products of q and k, before `scale`. Default: no limit. Gradients ignore
+            the limit.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        layout: "blhd" or "bhld", the layout of q, k, v and the result; ignored for packed sequences.
+        backend: "auto", or the name of a backend.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        As ``attention`` or ``attention_varlen``.
+        The result of ``attention`` or ``attention_varlen``.
     """
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")

@@ -61,7 +61,7 @@ _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
-    """Return how many rows of a tile the copy engine gets at a time, 0 where pages do not hold whole boxes."""
+    """Return how many rows of a tile TMA gets at a time, 0 where pages do not hold whole boxes."""
     if page_table is None:
         return _SM90_KEYS
     rows = math.gcd(cache.shape[1], _SM90_KEYS)
@@ -117,7 +117,7 @@ def _plan(
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
     row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
-    # Registers are for one block a multiprocessor.
+    # Registers are for one block an SM.
     if box_rows:
         splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
     else:
@@ -176,27 +176,28 @@ def mla_decode(
     scale: float | None = None, causal: bool = True, return_lse: bool = False,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention of new tokens over a cache of latents, each the key and the value of all heads.
+    """Return the attention of new tokens over a cache of latents, which are the keys and values of all heads.
 
-    The absorbed form of multi-head latent attention: q has been multiplied by the expansion of keys, the result is to
-    be multiplied by that of values. As ``attention_decode``: lengths and pages are read on the device, one captured
-    graph serves all of them, splits follow from shapes and are merged in a fixed order. Not differentiable.
+    The absorbed form of multi-head latent attention: q is already multiplied by the expansion matrix of keys, and the
+    caller multiplies the result by that of values. As in ``attention_decode``, lengths and pages are read on the
+    device, one captured graph works for all of them, and splits depend on shapes only and are merged in a fixed order.
+    Not differentiable.
 
     Args:
-        q: bfloat16 or float16 [batch, heads, width] for one token per sequence, or [batch, tokens, heads, width];
-            width up to 576, a multiple of 8: the latent's 512 and the 64 of the rotated part in DeepSeek's models.
-        kv_cache: [pages, page size, width] with a page_table, else [batch, length, width], of q's dtype; a dimension of
+        q: bfloat16 or float16 [batch, heads, width] for one token per sequence, or [batch, tokens, heads, width]; width
+            up to 576, a multiple of 8 (in DeepSeek's models 512 for the latent and 64 for the rotated part).
+        kv_cache: [pages, page size, width] with a page_table, else [batch, length, width], in q's dtype; a dimension of
             one head before the last is accepted.
-        seqlens: int32 [batch]: keys of each sequence, new tokens included. ``RTKERNELS_DEBUG=1`` compares them with
-            the cache, and waits for the device.
-        page_table: int32 [batch, pages]; entries behind the last page that `seqlens` needs are not read.
-        value_width: How many of the first elements of a latent are the value, up to 512.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None. Models want that of the expanded heads instead,
-            ``1 / sqrt(192)`` for DeepSeek's.
-        causal: The last token sees all keys, the one before one less.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        seqlens: int32 [batch]: number of keys of each sequence, including new tokens. ``RTKERNELS_DEBUG=1`` checks them
+            against the cache, and waits for the device.
+        page_table: int32 [batch, pages]; entries after the last page that `seqlens` needs are not read.
+        value_width: The first so many elements of a latent are the value; up to 512.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``. Models usually need the scale of the expanded heads
+            instead, ``1 / sqrt(192)`` for DeepSeek.
+        causal: Causal mask aligned to the last token, which attends to all keys.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         [batch, tokens, heads, value_width] ([batch, heads, value_width] if q has no tokens); with return_lse a pair of

@@ -236,33 +236,33 @@ def qkv_split(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, k_cache: Tensor | None = None,
     v_cache: Tensor | None = None, pos: Tensor | int | None = None, out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Split a fused projection into heads of q, k and v; normalise, rotate and write them into a cache on the way.
+    """Split a fused projection into heads of q, k and v; optionally normalise, rotate and write them into a cache.
 
-    Of each head of q and k: ``x / sqrt(mean(x^2) + eps) * norm``, then the rotation of its pairs. Computed in fp32 and
-    rounded once, in one launch. Differentiable once in qkv and the norms, without caches.
+    Each head of q and k is normalised, ``x / sqrt(mean(x^2) + eps) * norm``, and then rotated. Computed in fp32 and
+    rounded once, in one launch. Differentiable once in qkv and the norms, if there are no caches.
 
     Args:
         qkv: ``[tokens, columns]`` or ``[batch, tokens, columns]``: all heads of q, then of k, then of v. bfloat16,
-            float16 or float32; any strides (a copy is made unless rows are unit-stride and evenly spaced).
-        num_heads: Of q.
-        num_kv_heads: Of k, and of v.
-        rope: ``(cos, sin)``, each ``[positions, pairs]`` (:func:`rope_table`), any float and any strides; fewer pairs
-            than half a head leave the rest of it as it is. With ``[positions, head_dim]`` each pair has two entries, of
-            which the first is read.
-        style: Pairs are elements ``"half"`` a rotated part apart, or neighbours, ``"interleaved"``.
-        q_norm: ``[head_dim]``, of qkv's dtype or float32; None for no norm.
-        k_norm: Likewise.
+            float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced).
+        num_heads: Number of heads of q.
+        num_kv_heads: Number of heads of k, and of v.
+        rope: ``(cos, sin)``, each ``[positions, pairs]`` (:func:`rope_table`), any floating-point dtype and any
+            strides. With fewer pairs than half a head, the rest of the head is not rotated. With
+            ``[positions, head_dim]`` each pair has two entries, and the first one is used.
+        style: ``"half"``: elements i and i + half of the rotated part are a pair. ``"interleaved"``: neighbours are.
+        q_norm: ``[head_dim]``, in qkv's dtype or float32. Default: no norm.
+        k_norm: The same for k.
         eps: Added to the mean square.
-        k_cache: ``[capacity, kv heads, head_dim]``, or ``[batch, capacity, ...]``, of qkv's dtype, any strides but in
-            the last dimension: takes k at each token's position. Returned instead of k. Overwritten in part.
-        v_cache: Likewise for v.
-        pos: Position of the first token: a number, or int32 on the device, one or ``[batch]``, which the host never
-            reads. None for 0. Tokens beyond a cache are left out; those beyond the tables become NaN. With
-            ``RTKERNELS_DEBUG=1`` tokens beyond a cache are an error, for which each call waits for the device.
-        out: ``(q, k, v)``, contiguous, to take the results; None for those that are new. With caches ``(q,)``.
+        k_cache: ``[capacity, kv heads, head_dim]``, or ``[batch, capacity, ...]``, in qkv's dtype, unit stride in the
+            last dimension: k is written at each token's position, and the cache is returned instead of k.
+        v_cache: The same for v.
+        pos: Position of the first token: a number, or int32 on the device (one element or ``[batch]``), which the host
+            never reads. Default: 0. Tokens beyond a cache are skipped; those beyond the tables become NaN. With
+            ``RTKERNELS_DEBUG=1``, tokens beyond a cache raise an error, and each call waits for the device.
+        out: Contiguous tensors ``(q, k, v)`` for the results, or with caches ``(q,)``; None entries are allocated.
 
     Returns:
-        ``(q, k, v)``: ``[..., heads, head_dim]``, dense; with caches ``(q, k_cache, v_cache)``.
+        ``(q, k, v)``: ``[..., heads, head_dim]``, contiguous; with caches ``(q, k_cache, v_cache)``.
     """
     if not isinstance(qkv, Tensor):
         raise ArgumentError(f"qkv is a {type(qkv).__name__}; expected a torch.Tensor")

@@ -125,19 +125,19 @@ def quantize_qk(
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width]; width a multiple of 16 up to 128. Strides as for
             ``attention``.
-        k: The same with keys in place of queries; its heads divide those of q.
-        dtype: int8 (a scale is amax / 127) or float8_e4m3fn (amax / 448).
-        granularity: "token" for a scale of each row of a head, "block" for one of each 64 rows.
-        smooth_k: Take the mean over all keys from each key, whose products with a query are the same for all keys: what
-            a softmax does not see. Outliers that all keys share are gone then.
-        scale: Factor of the products that the attention will have; ``1 / sqrt(width)`` if None. Only the last result
-            depends on it.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        k: Like q, with keys instead of queries; the number of its heads divides that of q.
+        dtype: int8 (scale = amax / 127) or float8_e4m3fn (scale = amax / 448).
+        granularity: "token" for one scale per row of a head, "block" for one per 64 rows.
+        smooth_k: Subtract the mean of all keys from each key. This shifts all scores of a query by the same amount, so
+            the softmax does not change, and it removes outliers that all keys share.
+        scale: Factor of the scores in the attention call. Default: ``1 / sqrt(width)``. Only the last result depends on
+            it.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and what smooth_k
-        takes from scores, float32 [batch, heads, queries]: lse of the codes plus this is that of q and k.
+        Codes of q, its scales (float32 [batch, heads, queries or blocks]), codes of k, its scales, and the score shift
+        of smooth_k, float32 [batch, heads, queries]: add it to the lse of the codes to get the lse of q and k.
     """
     _check_code_dtype(dtype)
     if granularity not in GRANULARITIES:
@@ -156,11 +156,11 @@ def quantize_v(
     Args:
         v: bfloat16 or float16 [batch, keys, heads, width]; width a multiple of 8 up to 128.
         dtype: int8 or float8_e4m3fn.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros behind the last key, and a scale of each
+        Codes [batch, heads, width, keys rounded up to a multiple of 16], zeros after the last key, and one scale per
         column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
     """
     _check_code_dtype(dtype)

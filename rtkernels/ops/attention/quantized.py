@@ -176,39 +176,41 @@ def attention_quantized(
     out_dtype: torch.dtype = torch.bfloat16, return_lse: bool = False,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention of 8-bit queries and keys, with values of 16 or 8 bits.
+    """Return the attention of 8-bit queries and keys, with 16-bit or 8-bit values.
 
-    Scores are ``scale * scale_q * scale_k * (q . k)``; products are made of the codes. Powers of scores are rounded to
-    the 16-bit type of v, or, where v has codes, to 8-bit codes themselves. Masks, grouped heads and queries that see
-    nothing are as in ``attention``. float8_e4m3fn needs sm_89 or later. Not differentiable: see ``sage_attention``.
+    Scores are ``scale * scale_q * scale_k * (q . k)``; the products are computed from the codes. The softmax
+    probabilities are rounded to the 16-bit dtype of v or, if v is given as codes, to 8-bit codes. Masks, grouped heads
+    and queries without keys are handled as in ``attention``. float8_e4m3fn needs sm_89 or later. Not differentiable:
+    see ``sage_attention``.
 
     Args:
         q: int8 or float8_e4m3fn [batch, queries, heads, width], or [tokens, heads, width] of packed sequences; width a
             multiple of 16 up to 128. Strides as for ``attention``.
-        k: The same with keys.
-        v: bfloat16 or float16, as k with a width of its own; or codes, transposed: int8 (q and k are then int8, too) or
-            float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes behind the last key are finite.
-        scale_q: float32 [batch, heads, queries], not negative; with a `block_q`, one for each so many queries. Packed:
-            [heads, tokens].
+        k: Like q, with keys instead of queries.
+        v: bfloat16 or float16, like k with any width; or transposed codes: int8 (q and k must then be int8, too) or
+            float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes after the last key must be
+            finite.
+        scale_q: float32 [batch, heads, queries], not negative; with `block_q`, one per so many queries. [heads, tokens]
+            for packed sequences.
         scale_k: The same for k.
-        scale_v: Of codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width].
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
-        causal: The last query sees all keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
+        scale_v: If v is codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width].
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
+        causal: Causal mask aligned to the last query, which attends to all keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
         block_q: Queries that share a scale, a power of two.
         block_k: The same for keys.
-        seqused_k: int32 [batch] on the device: how many keys of each sequence count.
-        cu_seqlens_q: int32 [sequences + 1] on the device where sequences are packed; v has 16 bits then.
+        seqused_k: int32 [batch] on the device: the number of valid keys of each sequence.
+        cu_seqlens_q: int32 [sequences + 1] on the device, for packed sequences; v must then have 16 bits.
         cu_seqlens_k: The same for k and v.
-        max_seqlen_q: The largest number of queries in a packed sequence, or more.
+        max_seqlen_q: An upper bound of the queries in a packed sequence.
         max_seqlen_k: The same for keys.
-        out_dtype: bfloat16 or float16 for values with codes; otherwise the result has v's dtype.
-        return_lse: Return lse as well.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out_dtype: Dtype of the result if v is codes: bfloat16 or float16. Otherwise the result has v's dtype.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        [batch, queries, heads, width of v] (packed as q is); with return_lse a pair of it and lse, float32 [batch,
+        [batch, queries, heads, width of v] (packed like q); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
     if out_dtype not in HALVES:

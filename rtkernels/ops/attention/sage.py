@@ -64,26 +64,26 @@ def sage_attention(
     granularity: str = "token", smooth_k: bool = True, return_lse: bool = False, layout: str = "blhd",
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return attention with q and k (and v) quantised to 8 bits on the way.
+    """Return attention computed with 8-bit q and k, and optionally 8-bit v.
 
     ``quantize_qk``, ``quantize_v`` and ``attention_quantized`` in one call. Differentiable: the gradients are those of
-    ``attention`` of q, k and v as they are, whose forward pass is made anew for them.
+    ``attention`` for the original q, k and v, whose forward pass is recomputed in the backward pass.
 
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width]; width a multiple of 16 up to 128.
-        k: The same with keys in place of queries; its heads divide those of q.
-        v: As k; its heads may have a width of their own, a multiple of 8 up to 128.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
-        causal: The last query sees all keys, the one before one less.
-        window: Keys that a query sees to its left, or ``(left, right)``.
-        qk: What q and k become: "int8" or "fp8" (float8_e4m3fn, from sm_89 on).
-        pv: What powers of scores and v become: "16" as they are, "int8" (with qk "int8") or "fp8".
-        granularity: A scale of q and k for each "token", or "block" of 64.
-        smooth_k: Take the mean over all keys from each key first; the result is the same but for rounding.
-        return_lse: Return lse as well.
+        k: Like q, with keys instead of queries; the number of its heads divides that of q.
+        v: Like k; its heads may have a different width, a multiple of 8 up to 128.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
+        causal: Causal mask aligned to the last query, which attends to all keys.
+        window: Number of keys to the left that a query attends to, or ``(left, right)``.
+        qk: Format of q and k: "int8" or "fp8" (float8_e4m3fn, sm_89 or newer).
+        pv: Format of the softmax probabilities and v: "16" for 16 bits, "int8" (with qk "int8") or "fp8".
+        granularity: One scale of q and k per "token", or per "block" of 64 tokens.
+        smooth_k: Subtract the mean of all keys from each key first; this changes only the rounding of the result.
+        return_lse: Also return the log-sum-exp (lse) of the scores.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width].
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,

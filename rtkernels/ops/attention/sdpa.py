@@ -17,29 +17,28 @@ def sdpa(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what ``F.scaled_dot_product_attention`` returns for the same arguments, by our kernels.
+    """Compute ``F.scaled_dot_product_attention`` with our kernels; same arguments and result.
 
-    Takes its place at call sites: ``F.scaled_dot_product_attention = rtkernels.sdpa``. Differentiable in query, key and
-    value. Where ``attention`` differs from torch, this follows torch: `is_causal` is aligned to the first query and
-    key.
+    It can replace torch's function: ``F.scaled_dot_product_attention = rtkernels.sdpa``. Differentiable in query, key
+    and value. Unlike in ``attention``, `is_causal` is aligned to the first query and key, as in torch.
 
     Args:
-        query: bfloat16 or float16 [..., heads, queries, width] (any number of dimensions in front, or none).
+        query: bfloat16 or float16 [..., heads, queries, width] (any number of leading dimensions).
         key: [..., heads, keys, width].
         value: [..., heads, keys, width of value].
-        attn_mask: Broadcasts to [..., heads, queries, keys]: bool (True: takes part), or a float that is added to
-            scores; it must not require a gradient.
-        dropout_p: 0.
-        is_causal: Query i sees keys up to i.
-        scale: Factor of the products; ``1 / sqrt(width)`` if None.
+        attn_mask: Broadcasts to [..., heads, queries, keys]: bool (True: attend), or floating-point, added to scores.
+            Must not require a gradient.
+        dropout_p: Must be 0.
+        is_causal: Query i attends to keys up to i.
+        scale: Factor of the scores. Default: ``1 / sqrt(width)``.
         enable_gqa: key and value may have fewer heads than query.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         [..., heads, queries, width of value], of query's dtype; 0 for queries whose keys are all masked.
 
     Raises:
-        ArgumentError: dropout_p is not 0 (attention here has no dropout), or the arguments do not fit together.
+        ArgumentError: dropout_p is not 0 (there is no dropout), or the arguments do not match.
     """
     if dropout_p != 0.0:
         raise ArgumentError(

@@ -197,7 +197,7 @@ def check_pair(a: str, b: str) -> None:
         return
     if (a in FLOAT16 and b not in _UNSCALED) or (a in FP8 and b == "e2m1"):
         return
-    raise ArgumentError(f"b has elements of {b}; expected ones that go with {a}, those of a")
+    raise ArgumentError(f"b has elements of {b}; expected elements that match {a}, those of a")
 
 
 # ---- the rest of a product ------------------------------------------------------------------------------------------

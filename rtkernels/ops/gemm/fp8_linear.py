@@ -159,20 +159,20 @@ def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
 def fp8_weight(
     weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
-    """Quantise a weight for several calls of :func:`fp8_linear`, which quantises it in every call otherwise.
+    """Quantise a weight once for several calls of :func:`fp8_linear`, which otherwise quantises it in every call.
 
-    For micro-batches between two steps of an optimizer, and for inference. Not differentiable: fp8_linear takes the
-    weight, too, which gets the gradient.
+    For micro-batches between two optimizer steps, and for inference. Not differentiable: fp8_linear takes the weight as
+    well, and the weight gets the gradient.
 
     Args:
         weight: ``[out features, in features]``, bfloat16, float16 or float32.
         recipe: As for fp8_linear; not "smooth".
         pow2_scale: As for fp8_linear.
         rotation: As for fp8_linear.
-        transposed: Make the transposed codes, which the gradient of x takes.
+        transposed: Also compute transposed codes, which the gradient of x needs.
 
     Returns:
-        A named tuple for the argument `weight_codes`. What it holds depends on the recipe.
+        A named tuple for the argument `weight_codes`; its content depends on the recipe.
     """
     _recipe(recipe, tuple(RECIPES))
     an_integer("rotation", rotation)
@@ -192,12 +192,12 @@ def fp8_linear(
     rotation: int = 64, smooth: Tensor | None = None, scale_layout: str = "row", weight_codes: Fp8Weight | None = None,
     save_weight: bool = False, wgrad: str = "fp8", backend: str = "auto", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``x @ weight.T + bias``, computed from fp8 codes; so are both gradients.
+    """Return ``x @ weight.T + bias`` computed from fp8 codes, as are both gradients.
 
-    Codes are made from x, weight and the incoming gradient dy in their own dtypes, as :func:`quantize_fp8` makes them;
-    products add in fp32 and round one time. Nothing is quantised twice: x and dy are read one time for the codes of
-    both products that take them, and what is saved for the backward pass is the transposed codes of x (1.03 bytes per
-    element) and of the weight, not x. Values that share a scale:
+    x, weight and the incoming gradient dy are quantised from their own dtypes, as :func:`quantize_fp8` does; products
+    accumulate in fp32 and round once. Nothing is quantised twice: x and dy are read once for the codes of both products
+    that use them. The transposed codes of x (1.03 bytes per element) and of the weight are saved for the backward pass
+    instead of x. Values that share a scale:
 
     ==========  =====================================  ==========================  =====================================
     recipe      forward (x ; weight)                   gradient of x (dy ; weight) gradient of the weight (dy ; x)
@@ -205,41 +205,43 @@ def fp8_linear(
     "block"     128 of a row ; 128 x 128               the same                    128 of a column ; 128 of a column
     "row"       a token ; an output feature            a token ; an input feature  an output feature ; an input feature
     "tensor"    all ; all                              all (e5m2) ; all            all (e5m2) ; all
-    "hadamard"  as "row", of matrices whose stretches of `rotation` along the summed dimension are multiplied by an
-                orthonormal Hadamard matrix, which spreads outliers and leaves products as they are
-    "smooth"    as "row", with ``x * smooth`` and ``weight / smooth``; the same codes, transposed, serve the gradients:
-                the weight's scales and x's are put into dy before it is quantised
+    "hadamard"  as "row", after multiplying each `rotation` elements along the summed dimension by an orthonormal
+                Hadamard matrix, which spreads outliers and does not change products
+    "smooth"    as "row", with ``x * smooth`` and ``weight / smooth``; the same codes, transposed, are used for the
+                gradients: dy is multiplied by the scales of weight and x before it is quantised
     ==========  =====================================  ==========================  =====================================
 
-    Differentiable once in x, weight and bias; only the gradients that are needed are computed. Same bits at every call.
-    NaN in x gives NaN in its row of the result.
+    Differentiable once in x, weight and bias; only the needed gradients are computed. Deterministic. NaN in x gives NaN
+    in its row of the result.
 
     Args:
-        x: ``[..., in features]``, bfloat16, float16 or float32, any strides; or, for recipe "block", codes: the result
-            of rms_norm_fp8, glu_fp8 or quantize_fp8, an object with ``q`` and ``scale``, with ``q_t`` and ``scale_t``
-            if the weight wants a gradient, and with ``y`` if x does: y, of which only shape, dtype and place in the
-            graph matter, gets the gradient. May be any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[..., in features]``, bfloat16, float16 or float32, any strides; or, for recipe "block", codes: an object
+            with ``q`` and ``scale``, such as the result of rms_norm_fp8, glu_fp8 or quantize_fp8. It needs ``q_t`` and
+            ``scale_t`` if the weight needs a gradient, and ``y`` if x does: y stands for x in the graph and gets the
+            gradient; its values are not read. Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         weight: ``[out features, in features]``, bfloat16, float16 or float32; its gradient has its dtype.
         bias: ``[out features]``, bfloat16, float16 or float32; added in fp32.
         recipe: See above.
         main_grad: float32, contiguous, of weight's shape. The backward pass then *adds* weight's gradient to it in
-            place, in fp32, and gives weight no gradient of its own.
-        out_dtype: bfloat16, float16 or float32; x's if None (bfloat16 for codes without y).
-        grad_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for codes of dy; None for what the table says.
+            place, in fp32, and ``weight.grad`` does not change.
+        out_dtype: bfloat16, float16 or float32. Default: x's dtype (bfloat16 for codes without y).
+        grad_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, the dtype of the codes of dy. Default: as in the
+            table.
         pow2_scale: Round scales up to powers of two.
         rotation: 32, 64, 128 or 256, for recipe "hadamard"; both features are multiples of it.
         smooth: float32 ``[in features]``, for recipe "smooth": see :func:`smooth_factors`.
-        scale_layout: Of an x of codes: "row" or "column", as given to what made them.
-        weight_codes: From :func:`fp8_weight` with the same options: the weight is then not read.
-        save_weight: Save the weight, not its codes, and make them anew in the backward pass: for weights whose memory
-            is taken away in between (FSDP with ``reshard_after_forward``).
-        wgrad: "bf16" for a gradient of the weight from dy and x themselves (float32 ones rounded to bfloat16), which
-            saves x in place of its codes.
-        backend: Of the products, as for :func:`scaled_mm`.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        scale_layout: If x is codes: "row" or "column", as given to the function that computed them.
+        weight_codes: The result of :func:`fp8_weight` with the same options; the weight is then not read.
+        save_weight: Save the weight instead of its codes and quantise it again in the backward pass: for weights whose
+            memory is released in between (FSDP with ``reshard_after_forward``).
+        wgrad: "bf16" computes the weight gradient from dy and x in 16 bits (float32 is rounded to bfloat16); x is then
+            saved instead of its codes.
+        backend: Backend of the products, as for :func:`scaled_mm`.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense ``[..., out features]``.
+        A contiguous tensor ``[..., out features]``.
     """
     _recipe(recipe)
     an_integer("rotation", rotation)
@@ -273,7 +275,7 @@ def fp8_linear(
     dtype = x.dtype if out_dtype is None else out_dtype
     if recipe == "smooth":
         if weight_codes is not None or save_weight or wgrad != "fp8":
-            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' do not go with recipe 'smooth'")
+            raise ArgumentError("weight_codes, save_weight and wgrad='bf16' cannot be combined with recipe 'smooth'")
         return smoothed.linear(x, weight, bias, main_grad, smooth, grad_dtype, dtype, pow2_scale, False, backend)[0]
     if recipe == "hadamard":
         check_rotation(weight, rotation)

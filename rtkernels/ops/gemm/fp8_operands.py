@@ -2,7 +2,7 @@
 
 8-bit tensor cores take both operands with the summed dimension unit-stride, so a matrix that is summed over its columns
 in one product and over its rows in another is needed both ways: ``y = x w^T`` and ``dx = dy w`` take x, w, dy by rows
-and w transposed, ``dw = dy^T x`` takes dy and x transposed. Pitches are multiples of 16 bytes, as the copy engine
+and w transposed, ``dw = dy^T x`` takes dy and x transposed. Pitches are multiples of 16 bytes, as TMA
 demands: matrices of other sizes are copied with zeros at their ends, which add nothing to a sum.
 """
 

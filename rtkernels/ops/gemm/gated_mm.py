@@ -42,32 +42,32 @@ def gated_mm(
     global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
     backend: str = "auto", out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, in fp32 and rounded once.
+    """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, computed in fp32 and rounded once.
 
-    Operands, recipes and scales are those of :func:`scaled_mm`, for all rows of b. Gradients: of float operands without
-    scales and of bias; differentiable once (the product then goes through memory, in fp32).
+    Operands, recipes and scales are those of :func:`scaled_mm`, for all rows of b. Differentiable once in
+    floating-point operands without scales and in bias; the product is then stored in fp32.
 
     Args:
-        a: ``[..., m, k]``. May be any object with ``__dlpack__``; the result is then of its kind.
+        a: ``[..., m, k]``. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[2 n, k]``, the rows of the gate first; or ``[k, 2 n]``, as for scaled_mm.
         scale_a: As for scaled_mm.
         scale_b: As for scaled_mm.
         act: "silu", "gelu_tanh", "gelu" or "relu".
         recipe: As for scaled_mm.
-        bias: ``[2 n]``, a float.
+        bias: ``[2 n]``, floating-point.
         out_dtype: As for scaled_mm.
         acc: As for scaled_mm.
         packed: As for scaled_mm.
         nibble: As for scaled_mm.
-        global_scale: One float32 that multiplies the sums, or two: of the gate, of the other half.
+        global_scale: One float32 factor of the sums, or two: for the gate and for up.
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
-        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
-        out: Take the results, in their order, instead of new memory (None: made anew): shape, dtype and strides are
-            those of the results. Not with gradients.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``[..., m, n]``, dense; with `quant_out` ``(codes, scales)``.
+        ``[..., m, n]``, contiguous; with `quant_out` ``(codes, scales)``.
     """
     if act not in checks.ACTIVATIONS:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(checks.ACTIVATIONS)}")

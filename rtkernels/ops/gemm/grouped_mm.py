@@ -76,32 +76,33 @@ def grouped_mm(
     """Return the product of each row with the matrix of its group: ``out[i] = a[i] @ b[group of i].T``.
 
     Operands, recipes and scales are those of :func:`scaled_mm`; scales of b have the groups as their first dimension
-    (``[g]`` for one number each). Gradients: of float operands without scales, with `offs`; differentiable once.
+    (``[g]`` for one number each). Differentiable once in floating-point operands without scales, with `offs`.
 
     Args:
-        a: ``[rows, k]``: the rows of the first group, then those of the second, and so on. May be any object with
-            ``__dlpack__``; the result is then of its kind.
-        b: ``[groups, n, k]``, or ``[groups, k, n]``: where k has the unit stride says which (see b_layout). Up to 512.
-        scale_a: Of a, by its rows.
-        scale_b: Of b, for each group.
-        offs: int32 ``[groups]``: the row behind the last one of each group, as torch takes it. Groups may be empty.
-            Rows behind the last group are left alone.
-        m_indices: int32 ``[rows]``, instead of `offs`: the group of each row, -1 for one that is left alone. Groups
-            follow each other, each beginning at a multiple of `align`.
-        align: Every group begins at a multiple of so many rows; 128 lets tiles be of one group. Not checked.
+        a: ``[rows, k]``: the rows of the first group, then those of the second, and so on. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
+        b: ``[groups, n, k]``, or ``[groups, k, n]``: the dimension with unit stride is k (see b_layout). Up to 512
+            groups.
+        scale_a: Scales of the rows of a.
+        scale_b: Scales of b, for each group.
+        offs: int32 ``[groups]``: the row after the last one of each group, as in torch. Groups may be empty. Rows after
+            the last group are not computed.
+        m_indices: int32 ``[rows]``, instead of `offs`: the group of each row, -1 for rows that are not computed. Groups
+            are consecutive, and each begins at a multiple of `align`.
+        align: Every group begins at a multiple of this many rows; with 128, no tile contains two groups. Not checked.
         recipe: As for scaled_mm.
         act: None, "relu", "silu", "gelu_tanh" or "gelu".
         out_dtype: As for scaled_mm.
-        out: ``[rows, n]``: where to write the result.
-        accumulate: Add the result to `out` (a float), in fp32.
-        zero_padding: Rows that are left alone are 0 in a new result; else they hold anything.
+        out: ``[rows, n]``, the tensor to write the result to.
+        accumulate: Add the result to `out` (floating-point), in fp32.
+        zero_padding: Set rows that are not computed to 0 in a new result; otherwise they are uninitialised.
         acc: As for scaled_mm.
         packed: As for scaled_mm.
-        b_layout: "nk" or "kn" says what the matrices of b are, whatever their strides are.
-        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
+        b_layout: "nk" or "kn" states the layout of b's matrices, regardless of their strides.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
 
     Returns:
-        ``[rows, n]``, dense, or `out`.
+        ``[rows, n]``, contiguous, or `out`.
     """
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
@@ -130,30 +131,30 @@ def grouped_mm_masked(
     out: Tensor | None = None, acc: str = "auto", packed: str | tuple[str | None, str | None] | None = None,
     b_layout: str = "auto", backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group: the other rows of the result hold anything.
+    """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group; the other rows of the result are uninitialised.
 
-    For decoding, where groups have room for `m` rows each and a CUDA graph fixes that. Operands, recipes and scales are
-    those of :func:`scaled_mm` with the groups as first dimension. No gradient.
+    For decoding in a CUDA graph, where every group has a fixed capacity of `m` rows. Operands, recipes and scales are
+    those of :func:`scaled_mm` with the groups as first dimension. Not differentiable.
 
     Args:
-        a: ``[groups, m, k]``. May be any object with ``__dlpack__``; the result is then of its kind.
+        a: ``[groups, m, k]``. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[groups, n, k]``, or ``[groups, k, n]``, as for grouped_mm.
-        scale_a: Of a, for each group.
-        scale_b: Of b, for each group.
-        masked_m: int32 ``[groups]``: how many rows of each group count.
-        expected_m: How many that is likely to be, 0 if nobody knows. It chooses the tile (up to 64 rows want a small
-            one) and whether 4-bit operands are unpacked; ``explain`` shows what it does.
+        scale_a: Scales of a, for each group.
+        scale_b: Scales of b, for each group.
+        masked_m: int32 ``[groups]``: the number of valid rows of each group.
+        expected_m: The expected number of valid rows, 0 if unknown. It selects the tile (a small one for up to 64 rows)
+            and whether 4-bit operands are unpacked; ``explain`` shows the effect.
         recipe: As for scaled_mm.
         act: None, "relu", "silu", "gelu_tanh" or "gelu".
         out_dtype: As for scaled_mm.
-        out: ``[groups, m, n]``: where to write the result. Its other rows are left alone.
+        out: ``[groups, m, n]``, the tensor to write the result to. Its other rows do not change.
         acc: As for scaled_mm.
         packed: As for scaled_mm.
         b_layout: As for grouped_mm.
         backend: As for grouped_mm.
 
     Returns:
-        ``[groups, m, n]``, dense, or `out`.
+        ``[groups, m, n]``, contiguous, or `out`.
     """
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
@@ -173,22 +174,23 @@ def grouped_wgrad(
     out: Tensor | None = None, accumulate: bool = True, align: int | None = None,
     out_dtype: torch.dtype = torch.float32, recipe: str = "auto", acc: str = "auto", backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Return the gradients of the matrices of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
+    """Return the weight gradients of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g.
 
     Args:
-        dy: bfloat16 or float16 ``[rows, n]`` as it is; fp8 transposed, ``[n, rows]``. May be any object with
-            ``__dlpack__``; the result is then of its kind.
-        x: bfloat16 or float16 ``[rows, k]``, of dy's dtype; fp8 transposed, ``[k, rows]``.
-        scale_dy: Of fp8: float32 ``[n, rows / 128]``, ``quantize_fp8(dy, granularity="group_t")[1].t()``, or ``[n]``.
-        scale_x: Of fp8: ``[k, rows / 128]`` or ``[k]``.
-        offs: int32 ``[groups]``: the row behind the last one of each group; groups may be empty.
-        out: ``[groups, n, k]``, a float. None: a new one.
+        dy: bfloat16 or float16 ``[rows, n]``, or transposed fp8 ``[n, rows]``. Any object with ``__dlpack__`` is
+            accepted; results are then of the same kind.
+        x: bfloat16 or float16 ``[rows, k]`` in dy's dtype, or transposed fp8 ``[k, rows]``.
+        scale_dy: For fp8: float32 ``[n, rows / 128]``, ``quantize_fp8(dy, granularity="group_t")[1].t()``, or ``[n]``.
+        scale_x: For fp8: ``[k, rows / 128]`` or ``[k]``.
+        offs: int32 ``[groups]``: the row after the last one of each group; groups may be empty.
+        out: ``[groups, n, k]``, floating-point. Default: a new tensor.
         accumulate: Add to `out`, in fp32; False overwrites it (with 0 for a group without rows).
-        align: Every group begins at a multiple of so many rows, 128 for scales of 128 rows. None: 128 for fp8, else 1.
-        out_dtype: Of a new result.
+        align: Every group begins at a multiple of this many rows; must be 128 for scales of 128 rows. Default: 128 for
+            fp8, else 1.
+        out_dtype: Dtype of a new result.
         recipe: As for scaled_mm.
         acc: As for scaled_mm.
-        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
 
     Returns:
         `out`, or a new tensor.

@@ -45,7 +45,7 @@ def kinds_of(recipe: str, scale_a: Meta | None, scale_b: Meta | None) -> tuple[s
         if kind == "auto":
             kind = None if meta is None else _BY_DTYPE.get(meta.dtype, "auto")
             if meta is not None and meta.dtype == torch.uint8:
-                raise ArgumentError(f"{name} has dtype uint8, which may be e8m0 or e4m3; say recipe 'mx32' or 'nvfp4'")
+                raise ArgumentError(f"{name} has dtype uint8, which may be e8m0 or e4m3; pass recipe 'mx32' or 'nvfp4'")
         kinds.append(kind)
     return tuple(kinds)
 
@@ -109,9 +109,7 @@ def _grid(
     both = [(shape[0], stride[0]), (shape[1], stride[1])]
     if kind in ("row", "auto") and sorted(shape) == sorted((1, rows)) and rows != 1:  # [rows, 1] or [1, rows]
         if kind == "auto" and rows == -(-k // 128) and flipped == (shape[1] == 1):
-            raise ArgumentError(
-                f"{name} has shape {shape}: scales of rows, or of blocks of 128; say which recipe it is"
-            )
+            raise ArgumentError(f"{name} has shape {shape}: scales of rows or of blocks of 128; pass the recipe")
         return group_pitch, *(both if shape[1] == 1 else both[::-1])
     if flipped:
         both.reverse()

@@ -123,17 +123,17 @@ def scaled_mm(
     global_scale: Tensor | float | None = None, quant_out: str | None = None, b_layout: str = "auto",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``act(a @ b.T * scales + bias + add)``: sums, scales and what follows in fp32, rounded once.
+    """Return ``act(a @ b.T * scales + bias + add)``, computed in fp32 after the products and rounded once.
 
     ====================================  ==========================================================================
-    operands                              what they are
+    operands                              combinations
     ====================================  ==========================================================================
     bfloat16, float16 (also float32)      both the same, without scales
     float8_e4m3fn, float8_e5m2            any two
     int8, uint8                           any two; sums are exact
     int4, uint4 (``packed=``)             two codes in a byte; also int8 with int4
     e2m1 (float4_e2m1fn_x2, or uint8)     two codes in a byte
-    bfloat16 or float16, and one of 8/4   weights of few bits: `b` is converted, `a` has no scales
+    bfloat16/float16 with 8 or 4 bits     low-bit weights: `b` is converted, `a` has no scales
     ====================================  ==========================================================================
 
     =========================  ==========================  ===========================================================
@@ -150,41 +150,44 @@ def scaled_mm(
     ``nvfp4``                  e4m3 ``[m, k/16]``          e4m3 ``[n, k/16]``
     =========================  ==========================  ===========================================================
 
-    Divisions round up: the last scale may cover less (not for ``tile``). Scales are float32 of any strides (the fastest
-    for 1x128 are ``quantize_fp8(..., scale_layout="column")[1].t()``), those of block formats one byte, in rows or, as
-    one dimension, in blocks of 128 x 4. ``auto`` goes by dtype and shape, for each operand on its own: 128 where a
-    count could mean that. Gradients: of float operands without scales, of bias and add; differentiable once.
+    Divisions round up: the last scale may cover fewer elements (not for ``tile``). Scales are float32 with any strides;
+    the fastest for 1x128 are ``quantize_fp8(..., scale_layout="column")[1].t()``. Scales of ``mx32`` and ``nvfp4`` are
+    bytes, in rows or, with one dimension, in blocks of 128 x 4. ``auto`` chooses by dtype and shape, for each operand
+    separately, and prefers 128 if several recipes fit. Differentiable once in floating-point operands without scales,
+    and in bias and add.
 
     Args:
-        a: ``[..., m, k]``; leading dimensions are rows. Any strides (a copy is made unless k or m has unit stride);
-            operands of 8 and 4 bits must be contiguous along k. May be any object with ``__dlpack__``; the result is
-            then of its kind.
-        b: ``[n, k]``, or ``[k, n]`` as torch.mm takes it: where k has the unit stride says which (see b_layout). Scales
-            of a b ``[k, n]`` are transposed as well.
-        scale_a: See above. A number is sent to the device.
+        a: ``[..., m, k]``; leading dimensions are rows. Any strides (copied unless k or m has unit stride); 8-bit and
+            4-bit operands must be contiguous along k. Any object with ``__dlpack__`` is accepted; results are then of
+            the same kind.
+        b: ``[n, k]``, or ``[k, n]`` as in torch.mm: the dimension with unit stride is k (see b_layout). The scales of a
+            ``[k, n]`` b are transposed as well.
+        scale_a: See above. A number is copied to the device.
         scale_b: See above.
         recipe: See above.
-        bias: ``[n]``, a float.
-        add: Of the result's shape, a float.
+        bias: ``[n]``, floating-point.
+        add: Floating-point tensor of the result's shape.
         act: None, "relu", "silu", "gelu_tanh" or "gelu".
-        out_dtype: bfloat16, float16, float32, or int32 for integers without scales. None: a's if that is a float, int32
-            for integers without scales, else bfloat16.
-        out: Where to write the result: rows of unit stride.
-        accumulate: Add the result to `out` (a float), in fp32.
-        acc: How products are summed: "fp32" (fp8 sums go to fp32 registers every 128 of k), "fast" (tensor cores add
-            over all of k; fp8 loses bits), "fp16" (fp16 and fp8), "int32". "auto": fp32, or int32 for integers.
-        packed: What int8 and uint8 operands hold: "int4", "uint4" or "e2m1", two in a byte; a pair for a and b, None
-            for one that is not packed.
-        nibble: Which half of a byte has the first of two codes. "high" only where both operands are packed.
-        global_scale: One float32 that multiplies the sums, as NVFP4 has it (the product of both tensors' scales).
-        quant_out: Return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous along m), "row" (float8,
-            ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), by the rules of quantize_fp8.
-        b_layout: "nk" or "kn" says what b is, whatever its strides are: float operands may have unit stride along n.
-        backend: "auto" or "rtkernels"; "sm90", "skinny", "unpack" or "mma" for one of these; "torch" for torch.mm,
-            torch._scaled_mm or torch._int_mm, where they can. ``rtkernels.explain`` tells what "auto" takes.
+        out_dtype: bfloat16, float16, float32, or int32 for integers without scales. Default: a's dtype if it is
+            floating-point with at least 16 bits, int32 for integers without scales, else bfloat16.
+        out: Tensor to write the result to, with unit-stride rows.
+        accumulate: Add the result to `out` (floating-point), in fp32.
+        acc: Accumulation: "fp32" (fp8 sums are moved to fp32 registers every 128 of k), "fast" (tensor cores accumulate
+            over all of k; fp8 loses bits), "fp16" (for fp16 and fp8), "int32". "auto" is fp32, or int32 for integers.
+        packed: Content of int8 and uint8 operands: "int4", "uint4" or "e2m1", two codes in a byte. A pair gives it for
+            a and b separately, with None for one that is not packed.
+        nibble: Which half of a byte has the first of two codes: "low", or "high" if both operands are packed.
+        global_scale: One float32 factor of the sums, as in NVFP4 (the product of both tensors' scales).
+        quant_out: Quantise the result and return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous
+            along m), "row" (float8, ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), with the rules
+            of quantize_fp8.
+        b_layout: "nk" or "kn" states the layout of b regardless of its strides; floating-point operands may have unit
+            stride along n.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "mma", or "torch" for torch.mm,
+            torch._scaled_mm or torch._int_mm if they support the call. ``rtkernels.explain`` shows what "auto" selects.
 
     Returns:
-        ``[..., m, n]``, dense, or `out`; with `quant_out` ``(codes, scales)``.
+        ``[..., m, n]``, contiguous, or `out`; with `quant_out` ``(codes, scales)``.
     """
     if scale_a is not None or scale_b is not None or global_scale is not None:
         scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))

@@ -58,25 +58,25 @@ def tile_count(tile: Tile, m: int, n: int) -> int:
     return -(-m // tile.rows) * -(-n // tile.cols)
 
 
-def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, multiprocessors: int) -> float | None:
+def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> float | None:
     """Return what tiles cost that blocks share along k, in tiles of the busiest block; None if that gains nothing.
 
     One to eight blocks have a tile; what they write for each other takes time as well.
     """
-    whole, rest = divmod(tile_count(tile, m, n), multiprocessors)
-    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < multiprocessors or k >= 1 << 23:
+    whole, rest = divmod(tile_count(tile, m, n), sms)
+    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < sms or k >= 1 << 23:
         return None
-    cost = whole + rest / multiprocessors + _SHARING_STEPS / max(k // ROW, 1)
+    cost = whole + rest / sms + _SHARING_STEPS / max(k // ROW, 1)
     return cost if cost < whole + 1 else None
 
 
-def shares_tiles(tile: Tile, m: int, n: int, k: int, scales: int, multiprocessors: int) -> bool:
-    """Return True if blocks share the tiles of the last round along k, in which multiprocessors would have no work."""
-    return _shared_waves(tile, m, n, k, scales, multiprocessors) is not None
+def shares_tiles(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> bool:
+    """Return True if blocks share the tiles of the last round along k, in which SMs would have no work."""
+    return _shared_waves(tile, m, n, k, scales, sms) is not None
 
 
-def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: int, groups: bool = False) -> Tile:
-    """Return the tile for a product: a large one, unless it leaves multiprocessors without work.
+def choose(m: int, n: int, k: int, scales: int, finish: int, sms: int, groups: bool = False) -> Tile:
+    """Return the tile for a product: a large one, unless it leaves SMs without work.
 
     ``m`` is the number of rows of one group, or what is known of it.
     """
@@ -84,10 +84,10 @@ def choose(m: int, n: int, k: int, scales: int, finish: int, multiprocessors: in
         return LARGE
 
     def cost(tile: Tile) -> float:
-        """Work of the multiprocessor that has most of it, and how much slower a small tile is made than a large one."""
-        waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, multiprocessors)
+        """Work of the SM that has most of it, and how much slower a small tile is made than a large one."""
+        waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, sms)
         if waves is None:
-            waves = -(-tile_count(tile, m, n) // multiprocessors)
+            waves = -(-tile_count(tile, m, n) // sms)
         return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
 
     return min(TILES[scales], key=cost)

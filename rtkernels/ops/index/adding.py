@@ -23,7 +23,7 @@ _THREADS = 256
 _WARPS = 8  # of a block
 _MAX_ROWS = 128  # of a block
 _NONE = -(1 << 63)
-_BLOCKS = 3  # of a multiprocessor, in one wave
+_BLOCKS = 3  # of an SM, in one wave
 _ADD = Kernel(
     "index/add_rows.cu", "add_rows", template="T VEC", max_registers=80, tier="aten",
     variants=[(t, v) for t, n in (("bf16", 8), ("fp16", 8), ("fp32", 4)) for v in (n, 1)],

@@ -149,27 +149,26 @@ def embedding(
 ) -> Tensor:  # fmt: skip
     """Return ``weight[ids - vocab_start]``: one row of the table for each token.
 
-    Ids outside of the table (negative ones too) give zeros and get no gradient, without an error: with a vocabulary
-    split over processes the sum over all of them is the whole look-up. The gradient is deterministic: a row's tokens
-    are added in fp32 in a fixed order and rounded once, without atomics, however many they are. Differentiable once in
-    weight.
+    Ids outside the table, including negative ones, give zeros and no gradient, and are not an error: if the vocabulary
+    is split over processes, the sum over all processes is the whole look-up. The gradient is deterministic: the tokens
+    of a row are summed in fp32 in a fixed order without atomics, and rounded once. Differentiable once in weight.
 
     Args:
-        ids: int32 or int64, any shape. May be any object with ``__dlpack__``; the result is then of its kind.
-        weight: [rows, columns], bfloat16, float16 or float32; a copy is made unless its rows are unit-stride.
-        padding_idx: This id gets no gradient; its row is looked up like any other, as in torch. Counts as `ids` do;
-            negative from the end of a whole vocabulary.
-        vocab_start: The id of weight's first row: the table holds ids vocab_start to vocab_start + rows - 1.
-        main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows. Backward then *adds* to it in place
-            (in fp32, one rounding) and gives weight no gradient of its own: ``weight.grad`` stays as it is.
-        group: A process group over which the vocabulary is split: every member has the rows from its vocab_start on,
-            and gets the whole look-up of its ids, by one exchange through ``torch.distributed``.
-        same_ids: All members of the group have the same ids (tensor parallelism). False: each has its own, equally
-            many (sequence parallelism); ids are gathered, looked up and the sums scattered.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        ids: int32 or int64, any shape. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: [rows, columns], bfloat16, float16 or float32; copied unless rows are unit-stride.
+        padding_idx: This id gets no gradient; its row is looked up like any other, as in torch. Numbered like `ids`;
+            negative numbers count from the end of a whole vocabulary.
+        vocab_start: The id of weight's first row: the table has ids vocab_start to vocab_start + rows - 1.
+        main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows. The backward pass then *adds* the
+            gradient to it in place (in fp32, one rounding), and ``weight.grad`` does not change.
+        group: A process group over which the vocabulary is split: every member has the rows from its vocab_start on and
+            gets the whole look-up of its ids, with one ``torch.distributed`` collective.
+        same_ids: True if all members of the group have the same ids (tensor parallelism). False if each has its own
+            ids, the same number (sequence parallelism); ids are then gathered, looked up, and the sums scattered.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense ``[*ids.shape, columns]`` of weight's dtype.
+        A contiguous tensor ``[*ids.shape, columns]`` in weight's dtype.
     """
     if group is not None:
         local = functools.partial(
@@ -196,16 +195,16 @@ def embedding_grad_(
 ) -> Tensor:
     """Add the gradient of an embedding to an existing one, in place: ``main_grad[id] += dy`` for every token.
 
-    Deterministic, in fp32 with one rounding per row. Rows without tokens are neither read nor written. Not
+    Deterministic; computed in fp32 with one rounding per row. Rows without tokens are neither read nor written. Not
     differentiable: a main_grad that requires grad is refused unless under ``torch.no_grad()``.
 
     Args:
         main_grad: [rows, columns], bfloat16, float16 or float32, unit-stride rows.
         ids: int32 or int64, any shape.
-        dy: [*ids.shape, columns], bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride
-            and evenly spaced).
-        padding_idx: Tokens with this id are left out.
-        vocab_start: The id of main_grad's first row; ids outside of it are left out.
+        dy: [*ids.shape, columns], bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and
+            evenly spaced).
+        padding_idx: Tokens with this id are skipped.
+        vocab_start: The id of main_grad's first row; other ids are skipped.
 
     Returns:
         main_grad.

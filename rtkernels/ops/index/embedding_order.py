@@ -15,7 +15,7 @@ _THREADS = 512
 _WARPS = 16
 MAX_DIGIT_BITS = 9
 MIN_TOKENS = 512  # of a chunk
-MANY_TOKENS = 2**20  # from here on, multiprocessors have two chunks each
+MANY_TOKENS = 2**20  # from here on, SMs have two chunks each
 _FILL_BYTES = _THREADS * 16 * 16  # zeros one block writes
 
 _COUNT = Kernel(

@@ -35,7 +35,7 @@ _STAGED = Kernel(
     "vector_divisor:i64 x_row:i64",
 )  # fmt: skip
 _STAGED_BYTES = 32768  # of short rows in a block
-_LONG_BYTES = 65536  # of a row, whose block has a multiprocessor of its own and 1024 threads instead of 512
+_LONG_BYTES = 65536  # of a row, whose block has an SM of its own and 1024 threads instead of 512
 _MAX_STAGED = 160 * 1024  # of one row
 _FEW_ROWS_INDICES = 2048
 
@@ -91,7 +91,7 @@ def _staged_step(x: Meta, index: Meta, dim: int, device: int) -> Step | None:
     if per_row % 4 or index.misaligned or row_bytes > limit or per_row * 16 < row_bytes:
         return None
     if x.rows < device_info(device).sm_count and per_row > _FEW_ROWS_INDICES:
-        return None  # a block for each row would leave multiprocessors idle
+        return None  # a block for each row would leave SMs idle
     if vector_bytes(x.misaligned, row_bytes, step) != 16 or per_row >= 2**28:
         return None
     per_block = max(1, _STAGED_BYTES // row_bytes)

@@ -63,14 +63,14 @@ BOUNDS = Operator(
 
 @public
 def id_bounds(ids: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return where each stretch of equal ids begins in a sorted list, and its length after the last one.
+    """Return where each run of equal ids begins in a sorted list, followed by the length of the list.
 
-    ``bounds[i] .. bounds[i + 1]`` is the i-th stretch; entries behind the last stretch are ``len(ids)``, so that those
-    that are smaller count the different ids. The host waits for nothing.
+    ``bounds[i] .. bounds[i + 1]`` is the i-th run. Entries after the last run are ``len(ids)``, so the number of
+    smaller entries is the number of distinct ids. The call does not synchronise.
 
     Args:
         ids: int32 or int64, sorted; flattened.
-        out: Takes the result instead of new memory: its shape, dtype and strides.
+        out: Tensor to write the result to, with its shape, dtype and strides.
 
     Returns:
         int32 ``[ids.numel() + 1]``.

@@ -83,21 +83,23 @@ def index_select(
     x: Tensor, indices: Tensor, *, scale: Tensor | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the rows ``x[indices]``, and with them the scale of each.
+    """Return the rows ``x[indices]``, optionally with their scales.
 
-    An index that is no row of x (negative ones too, -1 above all) gives a row of zeros with scale 0. Bytes are moved as
-    they are. Differentiable once in x; the gradient is a deterministic :func:`scatter_add`.
+    An index that is not a row of x, such as -1, gives a row of zeros with scale 0. Bytes are copied unchanged.
+    Differentiable once in x; the gradient is a deterministic :func:`scatter_add`.
 
     Args:
-        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         indices: ``[n]``, int32 or int64.
-        scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
-        out: ``[n, columns]`` of x's dtype with unit-stride rows, to write to. Not with an x that requires grad. x is
-            copied if they share memory. With `scale` also a tuple of both results (None: made anew), dense.
+        scale: ``[rows]`` or ``[rows, any]``, float32: selected the same way.
+        out: ``[n, columns]`` in x's dtype with unit-stride rows, to write the result to. Not if x requires grad. x is
+            copied if they share memory. With `scale`, also a tuple of contiguous tensors for both results (None:
+            allocated).
 
     Returns:
-        ``[n, columns]`` of x's dtype, dense unless it is `out`; with `scale` a tuple of it and ``[n]`` or ``[n, any]``.
+        ``[n, columns]`` in x's dtype, contiguous unless it is `out`; with `scale` a tuple of it and ``[n]`` or
+        ``[n, any]``.
     """
     if isinstance(out, (tuple, list)):
         return with_out(index_select, {"x": x, "indices": indices, "scale": scale, "out": out}, ())
@@ -119,22 +121,22 @@ def scatter_add(
 ) -> Tensor:  # fmt: skip
     """Add every row of x to the row of the result that its index names: ``out[indices[r]] += weights[r] * x[r]``.
 
-    Deterministic: the rows that share an index are added in fp32 in a fixed order (ascending; many of them in parts
-    that are added in order) and rounded once, without atomics. Indices that are no row of the result (-1 above all) are
-    left out. Differentiable once in x and weights, unless `out` is given.
+    Deterministic: rows that share an index are summed in fp32 in a fixed order (ascending; many rows in parts that are
+    summed in order) and rounded once, without atomics. Indices that are not a row of the result, such as -1, are
+    skipped. Differentiable once in x and weights, unless `out` is given.
 
     Args:
-        x: ``[n, columns]``, bfloat16, float16 or float32; a copy is made unless rows are unit-stride. May be any object
-            with ``__dlpack__``; the result is then of its kind.
+        x: ``[n, columns]``, bfloat16, float16 or float32; copied unless rows are unit-stride. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         indices: ``[n]``, int32 or int64.
-        rows: Rows of the result. May be left out if `out` is given.
+        rows: Number of rows of the result. Optional if `out` is given.
         weights: ``[n]``, bfloat16, float16 or float32, multiplied in fp32.
         out: ``[rows, columns]``, bfloat16, float16 or float32 with unit-stride rows, to write the sums to. x is copied
             if they share memory.
-        accumulate: Add to what `out` holds, in fp32 before the rounding. Without it, what `out` holds is discarded.
+        accumulate: Add to the values of `out`, in fp32 before the rounding. Otherwise they are overwritten.
 
     Returns:
-        `out`, or a dense ``[rows, columns]`` of x's dtype.
+        `out`, or a contiguous ``[rows, columns]`` in x's dtype.
     """
     gradient = is_grad_enabled() and needs_grad(x, weights)
     if out is None:
@@ -157,24 +159,25 @@ def sort_chunks(
     x: Tensor, counts: Tensor, order: Tensor, *, scale: Tensor | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Cut the rows of x into chunks and put these into another order: what follows an all-to-all between experts.
+    """Split the rows of x into chunks and reorder the chunks, as needed after an all-to-all between experts.
 
-    Chunk c has ``counts[c]`` rows, and the result begins with chunk ``order[0]``. The host reads neither, so nothing
-    waits for the device and the call can be captured in a CUDA graph. Differentiable once in x; the gradient is put
-    into the old order.
+    Chunk c has ``counts[c]`` rows, and the result begins with chunk ``order[0]``. The host reads neither, so the call
+    does not synchronise and can be captured in a CUDA graph. Differentiable once in x; the gradient is in the original
+    order.
 
     Args:
-        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the result is then of its kind.
+        x: ``[rows, columns]`` of any dtype of 1, 2, 4 or 8 bytes (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         counts: Rows of each chunk, ``[n]`` int32 or int64, up to 65536 of them. Negative ones count as 0. Rows past the
-            sum are in no chunk; a sum above the rows of x is cut off there.
-        order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is no chunk, or that repeats an
-            earlier one, is left out, and the rows of chunks that it does not name are not in the result.
-        scale: ``[rows]`` or ``[rows, any]``, float32: moved the same way.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+            sum are in no chunk; counts beyond the rows of x are clamped.
+        order: ``[n]`` int32 or int64, a permutation of the chunks. An entry that is not a chunk, or that repeats an
+            earlier one, is skipped; chunks that are not named are not in the result.
+        scale: ``[rows]`` or ``[rows, any]``, float32: reordered the same way.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A dense tensor like x, in which rows that no chunk fills (at its end) are 0; with `scale` a tuple of both.
+        A contiguous tensor like x; rows at its end that no chunk fills are 0. With `scale` a tuple of both.
     """
     if is_grad_enabled() and needs_grad(x):
         y, moved = _sort_chunks(x, counts, order, scale)

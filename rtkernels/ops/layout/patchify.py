@@ -57,20 +57,20 @@ def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cut images into patches, one row each: what a convolution with stride = kernel size reads.
+    """Split images into patches, one row per patch, as a convolution with stride = kernel size reads them.
 
-    Differentiable once in img. Pixels beyond the last whole patch are left out.
+    Differentiable once in img. Pixels beyond the last whole patch are dropped.
 
     Args:
         img: ``[n, h, w, c]`` or ``[n, c, h, w]``; bfloat16, float16 or float32, any strides; or uint8 with `lut`.
         patch: Height and width of a patch, or one number for both.
         img_layout: ``"nhwc"`` or ``"nchw"``.
-        order: How the elements of a patch lie in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
-        lut: ``[256]``, what the bytes of a uint8 image stand for; the result has its dtype.
-        out: Takes the result. Not with gradients.
+        order: Order of the elements of a patch in a row: ``"hwc"`` (row, column, channel) or ``"chw"``.
+        lut: ``[256]``, the values of the bytes of a uint8 image; the result has its dtype.
+        out: Tensor to write the result to. Not with gradients.
 
     Returns:
-        ``[n, h // ph * (w // pw), ph * pw * c]``, patches by rows of the image.
+        ``[n, h // ph * (w // pw), ph * pw * c]``, patches in row-major order of the image.
     """
     if img.dim() != 4:
         raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
@@ -131,15 +131,15 @@ def _repeat(x: Tensor, n: int) -> Tensor:
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
-    Differentiable once; the gradient of a head is the sum of those of its copies, in fp32 and in order.
+    Differentiable once; the gradient of a head is the sum of the gradients of its copies, in fp32 in a fixed order.
 
     Args:
         x: ``[..., heads, head_dim]``, bfloat16, float16 or float32, any strides.
-        n: How often.
-        out: Takes the result, ``[..., heads * n, head_dim]``. Not with gradients.
+        n: Number of repetitions.
+        out: Tensor to write the result to, ``[..., heads * n, head_dim]``. Not with gradients.
 
     Returns:
-        ``[..., heads * n, head_dim]``, dense, of x's dtype.
+        ``[..., heads * n, head_dim]``, contiguous, in x's dtype.
     """
     token("x", x.dtype)
     if x.dim() < 2:

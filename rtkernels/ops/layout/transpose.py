@@ -115,26 +115,25 @@ def transpose(
     x: Tensor | Sequence[Tensor], dim0: int = -2, dim1: int = -1, *, pad_to: int = 1,
     out: Tensor | Sequence[Tensor | None] | None = None,
 ) -> Tensor | list[Tensor]:  # fmt: skip
-    """Return a dense copy of a tensor with two dimensions swapped.
+    """Return a contiguous copy of a tensor with two dimensions swapped.
 
-    The bits of ``x.transpose(dim0, dim1).contiguous()``. With `pad_to` the last dimension of the result is rounded up
-    to a multiple, and what is added is zeros: a matrix ``[m, n]`` becomes ``[n, ceil(m / pad_to) * pad_to]``.
+    Equal to ``x.transpose(dim0, dim1).contiguous()``. With `pad_to`, the last dimension of the result is padded with
+    zeros to a multiple: a matrix ``[m, n]`` becomes ``[n, ceil(m / pad_to) * pad_to]``.
 
-    Differentiable (any number of times).
+    Differentiable any number of times.
 
     Args:
         x: Two to four dimensions, elements of 1, 2 or 4 bytes: floating point (fp8 too), integer or bool. Any strides
-            (a copy is made unless the last dimension has unit stride). May be any object with ``__dlpack__``; the
-            result is then of its kind. Or a list of tensors; those that are slices of one tensor at equal distances
-            (weights of experts) are transposed in one launch, and so are dense matrices of one shape without out.
+            (copied unless the last dimension has unit stride). Any object with ``__dlpack__`` is accepted; results are
+            then of the same kind. Or a list of tensors: equally spaced slices of one tensor (weights of experts) are
+            transposed in one launch, and so are contiguous matrices of one shape if `out` is not given.
         dim0: A dimension; negative ones count from the end.
         dim1: Another one.
-        pad_to: 1 to 65536; more than 1 only if the last dimension is one of the two.
-        out: Takes the result instead of new memory: its shape, dtype and strides; a list for a list. Not with
-            gradients.
+        pad_to: Multiple to pad to, 1 to 65536; more than 1 only if the last dimension is one of the two.
+        out: Tensor to write the result to, with its shape, dtype and strides; a list for a list. Not with gradients.
 
     Returns:
-        Dense, of x's dtype; a list for a list.
+        A contiguous tensor in x's dtype; a list for a list.
     """
     if isinstance(x, (list, tuple)):
         return _transposed_list(x, dim0, dim1, pad_to)
@@ -145,24 +144,25 @@ def transpose(
 
 @public
 def transpose_experts(x: Tensor, counts: Tensor, *, pad_to: int = 1, out: Tensor | None = None) -> Tensor:
-    """Transpose the rows of each expert by themselves: matrices ``[c, n]`` to ``[n, p]``, one after the other.
+    """Transpose the rows of each expert separately: matrices ``[c, n]`` to ``[n, p]``, one after the other.
 
-    ``p`` is c rounded up to a multiple of `pad_to`; what is added is zeros. With ``o`` the sum of p over the experts
-    before, an expert's matrix is ``result[o * n : (o + p) * n].view(n, p)``. The host never reads `counts`, so nothing
-    waits for the device and the call can be captured in a CUDA graph.
+    ``p`` is c padded with zeros to a multiple of `pad_to`. With ``o`` the sum of p over the preceding experts, an
+    expert's matrix is ``result[o * n : (o + p) * n].view(n, p)``. The host never reads `counts`, so the call does not
+    synchronise and can be captured in a CUDA graph.
 
     Not differentiable: the result never requires grad.
 
     Args:
-        x: ``[t, n]``, rows sorted by expert; elements of 1, 2 or 4 bytes. Any strides (a copy is made unless rows are
-            unit-stride). May be any object with ``__dlpack__``; the result is then of its kind.
-        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
-            taken as 0 and rows are never read past the end.
-        pad_to: 1 to 65536.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        x: ``[t, n]``, rows sorted by expert; elements of 1, 2 or 4 bytes. Any strides (copied unless rows are
+            unit-stride). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; may be 0. Negative counts are taken as
+            0, and rows are never read past the end.
+        pad_to: Multiple to pad to, 1 to 65536.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        ``[(t + (pad_to - 1) * min(experts, t)) * n]``, enough for any counts; zeros after the last expert's matrix.
+        ``[(t + (pad_to - 1) * min(experts, t)) * n]``, which is enough for any counts; zeros follow the last expert's
+        matrix.
     """
     if x.requires_grad:
         x = x.detach()

@@ -106,44 +106,47 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the cross entropy of logits and labels, in fp32.
 
-    With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e the smoothing and t the
-    label, the loss of a row is ``(1 - e) * (lse - z[t]) + e * (lse - mean(z)) + z_loss * lse^2``. Computed in fp32; the
-    gradient is rounded once. NaN and infinities propagate as in torch, except that rows with ``ignore_index`` are not
-    looked at: their loss and gradient are 0. If no row counts, the mean is 0 (torch gives NaN). Differentiable once in
-    logits.
+    With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = log(sum(exp(z)))``, e = `label_smoothing` and
+    t the label, the loss of a row is ``(1 - e) * (lse - z[t]) + e * (lse - mean(z)) + z_loss * lse^2``. Computed in
+    fp32; the gradient is rounded once. NaN and infinities propagate as in torch, except in rows with ``ignore_index``,
+    which are not read: their loss and gradient are 0. If all rows are ignored, the mean is 0 (torch gives NaN).
+    Differentiable once in logits.
 
-    A label outside the vocabulary is an error without a synchronisation: on the CPU at once; on a GPU the row's loss is
-    NaN (and its gradient 0), and the next call on that device after the kernel has ended, forward or backward, or
-    ``check_labels()``, raises an ArgumentError that names label and row.
+    A label outside the vocabulary raises an ArgumentError that names label and row: on the CPU immediately; on a GPU,
+    without synchronisation, in the next forward or backward call on that device after the kernel has ended, or in
+    ``check_labels()``. Until then the row's loss is NaN and its gradient 0.
 
     Args:
-        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are then of its kind. A
-            DTensor may be sharded by rows, and over one dimension of its mesh by columns; results are DTensors.
+        logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and
+            evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind. A DTensor may
+            be sharded by rows, and over one mesh dimension by columns; results are DTensors.
         labels: ``[...]``, int32 or int64.
-        ignore_index: Rows with this label do not count.
-        label_smoothing: 0 to 1: the part of the label's weight that goes to all columns evenly.
+        ignore_index: Rows with this label are ignored.
+        label_smoothing: 0 to 1: the fraction of the label's weight that is spread evenly over all columns.
         z_loss: Factor of the squared log-sum-exp.
         softcap: Positive limit of the logits, or None.
-        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``.
-        return_lse: Also return the log-sum-exp of each row (0 where ignored), without gradient.
-        return_accuracy: Also return how often the label is the first largest logit: 0 or 1 per row, reduced as the
-            loss is. A row with NaN counts as wrong.
-        one_pass: Write the gradient during the forward pass: logits are read once instead of twice. The backward pass
-            multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it finds
-            out on the device. Only one backward pass is possible. Nothing changes where no gradient is needed.
-        in_place: The gradient takes the place of the logits (which must not be a leaf): in the backward pass, or at
-            once with `one_pass`. Nothing else may need the logits afterwards; autograd notices. Ignored under
-            torch.compile.
-        group: A torch.distributed process group that shares the vocabulary: every process passes its columns, and gets
-            the same loss and the gradient of its columns. One all-gather of 20 bytes per row. Not with `one_pass`.
-        vocab_start: With `group`, the first column of this process, if the parts are not equal, in the order of ranks.
-        vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``.
+        return_lse: Also return the log-sum-exp of each row (0 if ignored); it has no gradient.
+        return_accuracy: Also return the accuracy: 1 for a row whose label is the first largest logit, else 0, reduced
+            like the loss. A row with NaN counts as wrong.
+        one_pass: Compute the gradient in the forward pass, so that logits are read once instead of twice. The backward
+            pass multiplies it by the incoming gradient if that is not 1 (with a second rounding); this is checked on
+            the device. Only one backward pass is possible. Has no effect if no gradient is needed.
+        in_place: Overwrite the logits, which must not be a leaf, with the gradient: in the backward pass, or with
+            `one_pass` in the forward pass. Nothing else may use the logits afterwards; autograd detects that. Ignored
+            under torch.compile.
+        group: A torch.distributed process group over which the vocabulary is split: every process passes its columns
+            and gets the same loss and the gradient of its columns. Costs one all-gather of 20 bytes per row. Not with
+            `one_pass`.
+        vocab_start: With `group`: the first column of this process. Needed unless the parts are equal and in the order
+            of ranks.
+        vocab_size: With `vocab_start`: the size of the whole vocabulary.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        The loss, float32: a number, or of labels' shape for ``reduction="none"``. A tuple if more is asked for:
-        ``(loss, lse, accuracy)`` without those not asked for.
+        The loss, float32: a scalar, or labels' shape for ``reduction="none"``. A tuple if more is requested:
+        ``(loss, lse, accuracy)`` without those not requested.
     """
     check_names(reduction, softcap)
     if is_sharded(logits):
@@ -180,16 +183,16 @@ def cross_entropy(
 
 @public(recent=False)
 def check_labels(device: torch.device | int | str | None = None) -> None:
-    """Wait for the GPU and raise if any finished ``cross_entropy`` had a label outside the vocabulary.
+    """Wait for the GPU and raise an error if a ``cross_entropy`` call had a label outside the vocabulary.
 
     Args:
-        device: A CUDA device; None waits for the current one and looks at all of them.
+        device: A CUDA device. Default: waits for the current one and checks all of them.
 
     Returns:
         Nothing.
 
     Raises:
-        ArgumentError: Names the label and the row. Reported once.
+        ArgumentError: There was such a label; the message names it and its row. Each is reported once.
     """
     number = None
     if device is not None:

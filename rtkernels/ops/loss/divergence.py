@@ -123,32 +123,34 @@ def kl_div(
     one_pass: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, as torch's ``kl_div``.
+    """Return the divergence ``sum(P * (log P - log Q))`` of predictions Q from a target P, like torch's ``kl_div``.
 
-    Computed in fp32. Classes with P = 0 count as 0, even where log Q is -inf (torch gives NaN). Differentiable once in
-    input, and in target with `log_target` or `from_logits`; a target of probabilities that requires grad is an error.
+    Computed in fp32. Classes with P = 0 contribute 0, even if log Q is -inf (torch gives NaN). Differentiable once in
+    input, and in target with `log_target` or `from_logits`; a target given as probabilities must not require grad.
 
     Args:
-        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
-        target: P, or log P with `log_target`; of input's shape and dtype.
-        log_target: The target is given as logarithms.
+        input: log Q, ``[..., classes]``; bfloat16, float16 or float32, any strides (copied unless rows are unit-stride
+            and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        target: P, or log P with `log_target`; in input's shape and dtype.
+        log_target: Whether the target is given as logarithms.
         reduction: "batchmean" (the sum divided by the size of the first dimension), "mean" (by the number of elements),
-            "sum", or "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
-        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as
-            0 and have no gradient. "batchmean" then divides by the number of the other rows, "mean" by their elements.
+            "sum", or "none" (every term, in input's dtype). Mean and batchmean of empty inputs are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` contribute
+            0 and have no gradient. "batchmean" then divides by the number of other rows, "mean" by the number of their
+            elements.
         ignore_index: See `labels`.
-        from_logits: Both arguments are logits: ``log_softmax(logits / temperature)`` of each is taken first, rounded to
-            their dtype, and the loss is multiplied by ``temperature ** 2``, which keeps the size of the gradients.
+        from_logits: Both arguments are logits. ``log_softmax(logits / temperature)`` of each is computed first and
+            rounded to their dtype, and the loss is multiplied by ``temperature ** 2``, which keeps the magnitude of the
+            gradients.
         temperature: Positive; other than 1 only with `from_logits`.
-        one_pass: Write the gradient in input during the forward pass, so that both tensors are read once. The backward
-            pass multiplies it by the incoming gradient, only if that is not 1 (then with a second rounding), which it
-            finds out on the device. Only one backward pass is possible. Nothing changes for "none", or where target
-            requires grad or nothing does.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        one_pass: Compute the gradient of input in the forward pass, so that both tensors are read once. The backward
+            pass multiplies it by the incoming gradient if that is not 1 (with a second rounding); this is checked on
+            the device. Only one backward pass is possible. Has no effect for "none", if target requires grad, or if no
+            gradient is needed.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+        A float32 scalar, or with "none" a contiguous tensor in input's shape and dtype.
     """
     _check_temperature(temperature, from_logits)
     if from_logits:
@@ -166,25 +168,25 @@ def jsd(
     """Return the generalised Jensen-Shannon divergence of predictions Q and a target P.
 
     ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; by convention KL(P || Q) for
-    beta = 0 and KL(Q || P) for beta = 1. Computed in fp32; classes with probability 0 count as 0. Differentiable once
+    beta = 0 and KL(Q || P) for beta = 1. Computed in fp32; classes with probability 0 contribute 0. Differentiable once
     in both.
 
     Args:
         input: log Q, ``[..., classes]``; as for ``kl_div``.
         target: log P, of input's shape and dtype.
-        beta: 0 to 1.
+        beta: Weight of P in the mixture M, 0 to 1.
         reduction: "batchmean" (the sum divided by the number of rows), "mean" (by the number of elements), "sum", or
-            "none" (every term, in input's dtype). Mean and batchmean over nothing are 0.
-        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` count as 0,
-            have no gradient, and are not in the number of rows.
+            "none" (every term, in input's dtype). Mean and batchmean of empty inputs are 0.
+        labels: int32 or int64, input's shape without the last dimension: rows whose label is `ignore_index` contribute
+            0, have no gradient, and are not counted as rows.
         ignore_index: See `labels`.
         from_logits: Both arguments are logits, as for ``kl_div``.
         temperature: Positive; other than 1 only with `from_logits`.
         one_pass: As for ``kl_div``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        A float32 scalar, or with "none" a dense tensor of input's shape and dtype.
+        A float32 scalar, or with "none" a contiguous tensor of input's shape and dtype.
     """
     _check_temperature(temperature, from_logits)
     if not 0.0 <= a_number("beta", beta) <= 1.0:

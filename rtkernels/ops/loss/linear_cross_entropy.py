@@ -61,45 +61,48 @@ def linear_cross_entropy(
     fp32_weight_grad: bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, with both gradients, in little memory.
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits.
 
-    Torch's GEMMs around the kernels of ``cross_entropy``, which write the gradient of logits in their place. All sums
-    are in fp32 and every gradient is rounded once:
+    Uses torch's GEMMs and the kernels of ``cross_entropy``, which overwrite logits with their gradient. All sums are in
+    fp32 and every gradient is rounded once. The memory depends on the number of rows:
 
-    - up to ``2 * hidden size`` rows, logits exist in slabs of the vocabulary, and a slab that was used leaves its
-      memory to the weight's gradient: 1.6 times the weight's memory in all; up to 30 % of the logits are made twice;
-    - with more rows, chunks of ``hidden size`` rows are added to an fp32 gradient of the weight, which is rounded at
-      the end: three times the weight's memory in all;
-    - with `chunk_rows`, the weight's memory and one chunk of logits, for a sum that is rounded after every chunk.
+    - up to ``2 * hidden size`` rows, logits are computed in slabs of the vocabulary, and the weight's gradient reuses
+      the memory of finished slabs: 1.6 times the weight's memory in total; up to 30 % of the logits are computed twice;
+    - with more rows, chunks of ``hidden size`` rows are accumulated in an fp32 gradient of the weight, which is rounded
+      at the end: three times the weight's memory in total;
+    - with `chunk_rows`, the weight's memory and one chunk of logits; the sum is rounded after every chunk.
 
     With ``"mean"`` and ``"sum"`` the forward pass computes the gradients, and the backward pass multiplies them by the
-    incoming gradient only if that is not 1, which it finds out on the device; only one backward pass is possible. With
+    incoming gradient if that is not 1, which is checked on the device; only one backward pass is possible. With
     ``"none"`` the backward pass computes the logits again. Logits and their gradient are rounded to hidden's dtype.
     Differentiable once in hidden, weight and bias.
 
     Args:
         hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
-        weight: ``[vocabulary, hidden size]``, of the same dtype (under autocast both are cast).
-            DTensors: hidden may be sharded by rows, weight and bias by the vocabulary; results are DTensors.
+        weight: ``[vocabulary, hidden size]``, in the same dtype (under autocast both are cast). For DTensors, hidden
+            may be sharded by rows, and weight and bias by the vocabulary; results are DTensors.
         labels: ``[...]``, int32 or int64; a label outside the vocabulary is reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
         ignore_index: As in ``cross_entropy``.
         label_smoothing: As in ``cross_entropy``.
         z_loss: As in ``cross_entropy``.
         softcap: As in ``cross_entropy``.
-        reduction: As in ``cross_entropy``; the mean is 0 if no row counts.
+        reduction: As in ``cross_entropy``; the mean is 0 if all rows are ignored.
         return_lse: As in ``cross_entropy``.
         return_accuracy: As in ``cross_entropy``.
-        chunk_rows: Rows of logits at a time, for the least memory; None for the rule above. More is faster, needs more
-            memory and rounds the gradient of a 16-bit weight less often.
-        fp32_weight_grad: With `chunk_rows`, sum up the gradient of a 16-bit weight in fp32 (three times its memory)
-            instead of rounding the sum after every chunk. Without, and with `group`, it always is.
-        group: A torch.distributed process group that shares the vocabulary: every process passes its rows of weight and
-            bias, and all hidden states and labels. Each gets the same loss, the complete gradient of hidden states, and
-            the gradients of its own rows. One all-gather of 20 bytes per row of hidden, one all-reduce of its gradient.
-        vocab_start: With `group`, the first row of this process, if the parts are not equal, in the order of ranks.
-        vocab_size: With `vocab_start`, the size of the whole vocabulary.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        chunk_rows: Number of rows of logits at a time, for the least memory. Default: the rule above. A larger number
+            is faster, needs more memory and rounds the gradient of a 16-bit weight less often.
+        fp32_weight_grad: With `chunk_rows`, accumulate the gradient of a 16-bit weight in fp32 (three times its memory)
+            instead of rounding the sum after every chunk. Without `chunk_rows`, and with `group`, it always is.
+        group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
+            weight and bias, and all hidden states and labels. Each gets the same loss, the complete gradient of hidden
+            states, and the gradients of its own rows. Costs one all-gather of 20 bytes per row of hidden and one
+            all-reduce of its gradient.
+        vocab_start: With `group`: the first row of this process. Needed unless the parts are equal and in the order of
+            ranks.
+        vocab_size: With `vocab_start`: the size of the whole vocabulary.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         As in ``cross_entropy``.

@@ -21,13 +21,13 @@ from rtkernels.ops.loss.cross_entropy_plan import MEAN
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import nothing
 
-_TILE = 128  # columns of a slab for each multiprocessor
+_TILE = 128  # columns of a slab for each SM
 _CPU_COLUMNS = 8192  # of a slab
 _KEPT_SIXTEENTHS = 9  # of the weight's gradient: memory for logits that do not fit into it
 
 
 def slab_columns(device: int) -> int:
-    """Return the columns of a slab: a tile for each multiprocessor, so that no product ends with a round half empty."""
+    """Return the columns of a slab: a tile for each SM, so that no product ends with a round half empty."""
     return _TILE * device_info(device).sm_count if device >= 0 else _CPU_COLUMNS
 
 

@@ -70,14 +70,14 @@ ROW_ID_MAP = Operator(
 
 @public(recent=False)
 def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) -> int:
-    """Return the most rows, pad rows included, that routed tokens can need, however they are routed.
+    """Return the largest number of rows, including pad rows, that any routing of the tokens can need.
 
-    That is how many rows :func:`moe_index` makes room for by default, and what buffers of fixed size (in a CUDA graph,
-    say) have to hold. Callers that know a smaller number, exact or a limit, pass it as `rows` instead.
+    This is the default number of rows of :func:`moe_index`, and the size that fixed buffers (for a CUDA graph, for
+    example) need. Callers that know a smaller number or limit pass it as `rows` instead.
 
     Args:
         tokens: Number of tokens.
-        top_k: The most experts of a token.
+        top_k: Largest number of experts of a token.
         num_experts: Number of experts.
         multiple_of: Every expert's rows are padded to a multiple of this.
 
@@ -95,28 +95,29 @@ def moe_index(
     routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,
 ) -> MoeIndex:  # fmt: skip
-    """Give every choice of an expert its row: sorted by expert, inside an expert by token.
+    """Assign a row to every choice of an expert, sorted by expert and within an expert by token.
 
-    Runs as two kernels, without waiting for the device: the call can be captured in a CUDA graph. The same routing
-    always gives the same index. Choices are dropped where there is no room (``rows``), where the expert does not exist,
-    and where a token of a routing map has more than `top_k` experts; how many is in the result, and their rows are -1.
-    -1 is a choice not made: it has no row and counts nowhere. An expert that a token names twice gets two rows.
+    Runs as two kernels without synchronisation, so it can be captured in a CUDA graph. The same routing always gives
+    the same index. A choice is dropped if there are not enough rows (`rows`), if the expert does not exist, or if a
+    token of a routing map has more than `top_k` experts. Dropped choices have row -1, and the result has their number.
+    A choice of -1 means no expert: it has no row and is not counted as dropped. If a token names an expert twice, it
+    gets two rows.
 
     Not differentiable: it moves no data.
 
     Args:
         routing: Experts of each token, ``[tokens, top_k]`` int32 or int64; or a routing map ``[tokens, experts]``, bool
-            or uint8 (anything but 0 is set), where choice j is the token's j-th expert. May be any object with
-            ``__dlpack__``; the parts of the result are then of its kind.
-        num_experts: Number of experts, 1 to 4096. May be left out with a routing map.
-        top_k: The most experts a token of a routing map may have; all by default. Smaller is faster, and the index
-            smaller.
+            or uint8 (nonzero means set), where choice j is the token's j-th expert. Any object with ``__dlpack__`` is
+            accepted; results are then of the same kind.
+        num_experts: Number of experts, 1 to 4096. Optional with a routing map.
+        top_k: Largest number of experts of a token in a routing map. Default: all. A smaller number is faster and makes
+            the index smaller.
         multiple_of: Every expert's rows are padded to a multiple of this.
-        rows: Number of rows to make room for: an exact number or a limit that the caller knows. By default what
-            :func:`moe_rows` gives, and nothing is dropped for want of rows.
+        rows: Number of rows: an exact number or an upper limit. Default: the result of :func:`moe_rows`, with which no
+            choice is dropped for lack of rows.
 
     Returns:
-        A :class:`MoeIndex`. Pad rows, those past the last expert's included, have slot -1.
+        A :class:`MoeIndex`. Pad rows, including those after the last expert, have slot -1.
     """
     tokens, width = routing.shape if routing.dim() == 2 else (0, 0)
     an_integer("multiple_of", multiple_of)
@@ -139,22 +140,23 @@ def moe_index(
 def moe_row_id_map(
     routing_map: Tensor, multiple_of: int = 1, rows: int | None = None, *, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every routed (token, expert) pair its row, as a dense map: sorted by expert, inside an expert by token.
+    """Assign a row to every routed (token, expert) pair, as a dense map; sorted by expert, then by token.
 
-    The form that permutations driven by a mask take; :func:`moe_index` gives the same rows as a compact list. Runs as
-    two kernels, without waiting for the device.
+    Mask-driven permutations take this form; :func:`moe_index` returns the same rows as a compact list. Runs as two
+    kernels without synchronisation.
 
     Args:
-        routing_map: ``[tokens, experts]``, bool or uint8; anything but 0 is set. Up to 4096 experts. May be any object
-            with ``__dlpack__``; the results are then of its kind.
+        routing_map: ``[tokens, experts]``, bool or uint8; nonzero means set. Up to 4096 experts. Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         multiple_of: Every expert's rows are padded to a multiple of this.
-        rows: Pairs whose row would not be below this get none. By default all have one.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        rows: Number of rows; pairs that do not fit get no row. Default: all pairs have one.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 where there is no row; tokens of
-        each expert that have a row ``[experts]``; the first row of each expert ``[experts + 1]``, of which the last
-        entry is the number of rows in use.
+        ``(map, counts, offsets)``, all int32: the map ``[tokens, experts]`` with -1 for pairs without a row; the number
+        of tokens of each expert that have a row, ``[experts]``; the first row of each expert, ``[experts + 1]``, with
+        the number of used rows as last entry.
     """
     an_integer("multiple_of", multiple_of)
     if routing_map.dim() != 2:

@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class MoeIndex(NamedTuple):
-    """The rows of T tokens with up to k experts each, sorted by expert and inside an expert by token.
+    """The rows of T tokens with up to k experts each, sorted by expert and within an expert by token.
 
     Every expert's rows start at a multiple of the padding; the rows between an expert's last token and the next
     expert's first row, and the rows after the last expert, are pad rows.
 
     Attributes:
-        rows: ``[T, k]`` int32, the row of each choice, -1 where the choice was dropped.
-        experts: ``[T, k]`` int32, the expert of each choice, -1 where the choice was dropped.
+        rows: ``[T, k]`` int32, the row of each choice, -1 if the choice was dropped.
+        experts: ``[T, k]`` int32, the expert of each choice, -1 if the choice was dropped.
         slots: ``[R]`` int32, the choice ``t * k + j`` that fills each row, -1 in pad rows.
-        counts: ``[E]`` int32, tokens of each expert that have a row.
-        offsets: ``[E + 1]`` int32, the first row of each expert; the last entry is the number of rows in use. Padded
-            counts are its differences; ``offsets[1:]`` is what ``torch._grouped_mm`` takes.
-        dropped: ``[]`` int32, choices that were dropped for want of rows or because their expert does not exist
-            (-1 is a choice not made and not counted).
+        counts: ``[E]`` int32, the number of tokens of each expert that have a row.
+        offsets: ``[E + 1]`` int32, the first row of each expert; the last entry is the number of used rows. Its
+            differences are the padded counts; ``torch._grouped_mm`` takes ``offsets[1:]``.
+        dropped: ``[]`` int32, the number of choices that were dropped for lack of rows or because their expert does not
+            exist. Choices of -1 are not counted.
     """
 
     rows: Tensor

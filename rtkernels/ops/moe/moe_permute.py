@@ -170,29 +170,30 @@ def moe_permute(
     dense_probs: bool | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | MoePermuted:  # fmt: skip
-    """Copy the rows of tokens to where their experts expect them: ``y[index.rows[t, j]] = x[t]``.
+    """Copy the rows of tokens to the rows of their experts: ``y[index.rows[t, j]] = x[t]``.
 
     One launch. Rows that no choice fills (padding, and the rows after the last expert) are zeros, and so are their
-    probabilities and scales: a code times its scale is 0 there. Everything is read from the index on the device; the
-    host waits for nothing, and a graph can be replayed with another index of the same sizes. Entries of ``index.rows``
-    outside of y are dropped choices.
+    probabilities and scales. The index is read on the device only: the call does not synchronise, and a graph can be
+    replayed with another index of the same sizes. Entries of ``index.rows`` outside y are dropped choices.
 
     Differentiable in x and probs: ``dx[t]`` is the sum of dy over the rows of t, in fp32 and in the order of the
-    choices, rounded once; ``dprobs`` is 0 where a choice was dropped. fp8 codes and scales have no gradient.
+    choices, rounded once; ``dprobs`` is 0 for dropped choices. fp8 codes and scales have no gradient.
 
     Args:
-        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
-            are unit-stride). May be any object with ``__dlpack__``; index and results are then of its kind.
+        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (copied unless rows are
+            unit-stride). Any object with ``__dlpack__`` is accepted; the index must be, and results are, of the same
+            kind.
         index: From ``moe_index``, for these T tokens. y has as many rows as ``index.slots`` has entries.
-        probs: Numbers to carry along: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert; float32,
-            bfloat16 or float16.
-        scale: float32 ``[T]`` or ``[T, s]``: scales of x's rows, to carry along.
+        probs: Probabilities to permute as well: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert;
+            float32, bfloat16 or float16.
+        scale: float32 ``[T]`` or ``[T, s]``: scales of x's rows, to permute as well.
         dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        y ``[R, H]`` of x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, probs being ``[R]`` and
-        scale ``[R]`` or ``[R, s]``, and None for what was not given.
+        y ``[R, H]`` in x's dtype. With probs or scale a named tuple ``(y, probs, scale)``, where probs is ``[R]`` and
+        scale ``[R]`` or ``[R, s]``; None if not given.
     """
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)
@@ -210,25 +211,26 @@ def moe_unpermute(
     y: Tensor, index: MoeIndex, *, probs: Tensor | None = None, dense_probs: bool | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add up the rows of each token: ``out[t] = sum over j of probs[t, j] * y[index.rows[t, j]]``.
+    """Sum the rows of each token: ``out[t] = sum over j of probs[t, j] * y[index.rows[t, j]]``.
 
-    Sums in fp32, in the order of the choices, rounded once. Without probs the weights are 1. Entries of ``index.rows``
-    outside of y are dropped choices and add nothing. Everything is read from the index on the device.
+    Sums are in fp32 in the order of the choices, and rounded once. Without probs the weights are 1. Entries of
+    ``index.rows`` outside y are dropped choices and contribute nothing. The index is read on the device only.
 
     Differentiable in y and probs: ``dy[row] = probs[t, j] * dout[t]``, zeros in rows that no choice fills;
-    ``dprobs[t, j]`` is the dot product of ``dout[t]`` and the row in fp32, 0 where a choice was dropped. (The gradient
-    of y as fp8, without weights, is :func:`moe_permute_fp8` of dout.)
+    ``dprobs[t, j]`` is the dot product of ``dout[t]`` and the row in fp32, 0 for dropped choices. (Without probs,
+    ``moe_permute_fp8(dout, index)`` is the gradient of y as fp8 codes.)
 
     Args:
-        y: ``[R, H]``, R being the number of ``index.slots``; bfloat16, float16 or float32. Any strides (a copy is made
-            unless rows are unit-stride). May be any object with ``__dlpack__``; index and result are then of its kind.
+        y: ``[R, H]``, where R is the length of ``index.slots``; bfloat16, float16 or float32. Any strides (copied
+            unless rows are unit-stride). Any object with ``__dlpack__`` is accepted; the index must be, and results
+            are, of the same kind.
         index: As given to :func:`moe_permute`.
         probs: Weights: ``[T, k]``, one per choice, or ``[T, experts]``, one per expert; float32, bfloat16 or float16.
         dense_probs: Whether probs has a column per expert. Needed only if there are as many choices as experts.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense ``[T, H]`` of y's dtype.
+        A contiguous tensor ``[T, H]`` in y's dtype.
     """
     index = as_index(index)
     experts = experts_if_dense(probs, index, dense_probs)

@@ -101,34 +101,36 @@ def moe_permute_fp8(
     pow2_scale: bool = False, probs: Tensor | None = None, dense_probs: bool | None = None, output: str | None = None,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> MoePermutedFp8:  # fmt: skip
-    """Copy the rows of tokens to where their experts expect them, as fp8 codes with block scales, in one pass.
+    """Copy the rows of tokens to the rows of their experts as fp8 codes with block scales, in one pass.
 
-    To the bit what ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())`` gives: an expert's pad rows
-    count as its rows (their codes are 0), groups of 128 rows start anew with each expert, and codes, scales and
-    probabilities of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows
-    of whole 16 bytes take one launch, codes by rows alone two, others two or more. Nothing is read by the host.
+    Bitwise equal to ``quantize_fp8_experts(moe_permute(x, index), index.offsets.diff())``: an expert's pad rows count
+    as its rows (their codes are 0), groups of 128 rows start over with each expert, and codes, scales and probabilities
+    of the rows after the last expert are 0. The permuted rows themselves are never written. bfloat16 rows that are a
+    multiple of 16 bytes take one launch (two for layout "row"), others two or more. The host reads nothing from the
+    device.
 
     **Gradients.** Codes and scales are not differentiable; probs is. The result's ``y``, which has no memory and no
-    values, takes the gradient of the permuted rows: an ``autograd.Function`` that multiplies the codes takes it as one
-    more input and returns that gradient there. dx is then what :func:`moe_permute` has.
+    values, stands for the permuted rows in the graph: an ``autograd.Function`` that multiplies the codes takes y as an
+    additional input and returns the gradient for it. dx is then the same as for :func:`moe_permute`.
 
     **Gradients as fp8.** The gradient of :func:`moe_unpermute` without weights is ``moe_permute(dout, index)``; so
     ``moe_permute_fp8(dout, index)`` is that gradient as codes, for the backward GEMMs of the experts.
 
     Args:
-        x: ``[T, H]``, bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; index and results are then of its kind.
+        x: ``[T, H]``, bfloat16, float16 or float32. Any strides (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; the index must be, and results are, of the same kind.
         index: From ``moe_index``, for these T tokens.
         layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        probs: Numbers to carry along, as for :func:`moe_permute`.
+        probs: Probabilities to permute as well, as for :func:`moe_permute`.
         dense_probs: As for :func:`moe_permute`.
-        output: Another name of `layout`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        output: Alias for `layout`.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A :class:`MoePermutedFp8`; everything in it but y is dense.
+        A :class:`MoePermutedFp8`; all its tensors except y are contiguous.
     """
     layout = layout if output is None else output
     index = as_index(index)

@@ -145,25 +145,28 @@ def moe_permute_smooth(
 ) -> MoePermutedSmooth:  # fmt: skip
     """Copy the rows of tokens to their experts, times the expert's factors, as fp8 codes with one scale per row.
 
-    ``z[r] = x[t] * scale[t] * smooth[e]`` for the row r that token t has with expert e, in fp32 and each product
-    rounded; then as :func:`quantize_fp8` with granularity "row". Rows that no choice fills are quantised zeros: codes
-    0, scale 1e-30 (2^-99 with pow2_scale). Everything is read from the index on the device. Not differentiable.
+    ``z[r] = x[t] * scale[t] * smooth[e]`` for the row r of token t and expert e, in fp32 with each product rounded;
+    then quantised as by :func:`quantize_fp8` with granularity "row". Rows that no choice fills are quantised zeros:
+    codes 0, scale 1e-30 (2^-99 with pow2_scale). The index is read on the device only. Not differentiable.
 
-    e4m3 codes of rows of whole 16 bytes that fit the registers of a block take one launch; everything else is put
-    together from several of torch's own kernels.
+    e4m3 codes of rows that are a multiple of 16 bytes and fit in the registers of a block take one launch; other cases
+    use several of torch's kernels.
 
     Args:
-        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
-            are unit-stride). May be any object with ``__dlpack__``; everything else is then of its kind.
+        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (copied unless rows are
+            unit-stride). Any object with ``__dlpack__`` is accepted; other arguments must be, and results are, of the
+            same kind.
         index: From ``moe_index``, for these T tokens.
         smooth: Factors of the columns of each expert, float32 ``[experts, H]``.
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
         scale: Scales of x, float32 ``[T]``, or ``[T, s]`` with one for each ``H / s`` columns.
-        tokens: ``[R, H]``, bfloat16, float16 or float32, to give the dot products of its rows with ``x[t] * scale[t]``:
-            the gradient of the weights of :func:`moe_unpermute`, if x is that of its result.
+        tokens: ``[R, H]``, bfloat16, float16 or float32, to compute the dot products of its rows with
+            ``x[t] * scale[t]``. If x is the gradient of the result of :func:`moe_unpermute`, these are the gradients of
+            its probs.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A named tuple ``(q, scale, dot)``: codes ``[R, H]``, float32 scales ``[R]``, and float32 dot products ``[R]``

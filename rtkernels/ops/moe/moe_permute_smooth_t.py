@@ -131,26 +131,28 @@ def moe_permute_smooth_t(
 ) -> MoePermutedChannel:  # fmt: skip
     """Copy the rows of tokens to their experts, times factors, as transposed fp8 codes with one scale per column.
 
-    ``z[r] = x[t] * smooth * (scale[t] * row_factor[r])`` for row r of token t, in fp32 and each product rounded. An
-    expert's rows, pad rows (zeros) included, are quantised as :func:`quantize_fp8_smooth` does with granularity
+    ``z[r] = x[t] * smooth * (scale[t] * row_factor[r])`` for row r of token t, in fp32 with each product rounded. An
+    expert's rows, including pad rows (zeros), are quantised as by :func:`quantize_fp8_smooth` with granularity
     "channel". For codes padded to 32 rows, build the index with ``multiple_of=32``. Not differentiable.
 
-    bfloat16 and fp8 rows take two launches; float16 and float32 are put together from several of torch's own kernels.
+    bfloat16 and fp8 rows take two launches; float16 and float32 use several of torch's kernels.
 
     Args:
-        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (a copy is made unless rows
-            are unit-stride and of whole 16 bytes). May be any object with ``__dlpack__``; all others are then of its
-            kind.
+        x: ``[T, H]``; bfloat16, float16, float32, float8_e4m3fn or float8_e5m2. Any strides (copied unless rows are
+            unit-stride and a multiple of 16 bytes). Any object with ``__dlpack__`` is accepted; other arguments must
+            be, and results are, of the same kind.
         index: From ``moe_index``, for these T tokens.
         row_factor: Factors of the permuted rows, float32 ``[R]``.
         scale: Scales of x's rows, float32 ``[T]``.
         smooth: Factors of the columns, float32 ``[H]``.
         pow2_scale: Round scales up to a power of two.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A named tuple ``(q_t, scale)``: float8_e4m3fn ``[R * H]``, of which ``[s * H : (s + c) * H]`` is the matrix
-        ``[H, c]`` of the expert with rows s to s + c - 1, and zeros after the last one; float32 ``[experts, H]``.
+        A named tuple ``(q_t, scale)``: codes float8_e4m3fn ``[R * H]``, where ``[s * H : (s + c) * H]`` is the matrix
+        ``[H, c]`` of the expert with rows s to s + c - 1, with zeros after the last expert; scales float32
+        ``[experts, H]``.
     """
     index = as_index(index)
     x, row, scale, smooth = detached(x, row_factor, scale, smooth)

@@ -17,12 +17,12 @@ from rtkernels.runtime.torch_private import refuse_lazy
 def multi_clip_(tensors: Tensors, limit: float) -> None:
     """Clamp every element of all tensors to ``-limit .. limit``, in place; NaN stays NaN.
 
-    For limiting the norm there is ``multi_clip_norm_``. Not differentiable: tensors that require grad are refused
-    unless under ``torch.no_grad()``. The elements are clamped by torch, one launch for many tensors.
+    To limit the norm, use ``multi_clip_norm_``. Not differentiable: tensors that require grad are refused unless under
+    ``torch.no_grad()``. Uses torch's kernels, with one launch for many tensors.
 
     Args:
         tensors: As for ``multi_norm``; no two of them may overlap.
-        limit: At least 0.
+        limit: Largest magnitude, at least 0.
 
     Returns:
         Nothing.

@@ -16,7 +16,7 @@ from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT
 from rtkernels.runtime.operator.plan import StepPlan
 
 THREADS = 256
-_RESIDENT = 8  # blocks of a multiprocessor, about
+_RESIDENT = 8  # blocks of an SM, about
 _ROUNDS = 4
 _HEADER = 3  # words of a record before its addresses; cuda_src/multi/list.cuh
 _ALIGNED = 1 << 32

@@ -109,12 +109,12 @@ Tensors = Sequence[Tensor] | Iterable[Tensor]
 
 @public(recent=False)
 def tensor_list(tensors: Tensors) -> TensorList:
-    """Return a list of tensors whose table of addresses is made once and never looked up again.
+    """Return a list of tensors with an address table that is built once and needs no look-up afterwards.
 
-    Every function here takes it in place of a list. With a plain list each call compares the addresses, dtypes and
-    shapes of all tensors with those of the last one (about 0.1 µs a tensor); with this it does not. Do not change the
-    memory, shape or dtype of its tensors afterwards (``t.data = ...``, ``set_``, ``resize_``), nor whether they require
-    a gradient: that goes unnoticed.
+    Every ``multi_`` function takes it instead of a list. With a plain list, each call compares the addresses, dtypes
+    and shapes of all tensors with those of the last call (about 0.1 µs per tensor); with this list it does not. Do not
+    change the memory, shape, dtype (``t.data = ...``, ``set_``, ``resize_``) or ``requires_grad`` of its tensors
+    afterwards: such changes are not detected.
 
     Args:
         tensors: bfloat16, float16 or float32, on one device, each contiguous or a permutation of a contiguous tensor.
@@ -134,20 +134,21 @@ def multi_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the norm of all elements of all tensors together: l2, l1 or the largest magnitude.
 
-    Elements are squared and added in fp64, so the result is exact to fp32 rounding for any magnitudes and sizes; it is
-    the same bits every time. NaN propagates. Records no gradient.
+    Elements are squared and added in fp64, so the result is exact to fp32 rounding for any magnitudes and sizes.
+    Deterministic. NaN propagates. Not differentiable.
 
     Args:
-        tensors: A list of bfloat16, float16 and float32 tensors, mixed as they come, on one device; any shapes, sizes
-            from 0; each contiguous or a permutation of a contiguous tensor. Or a ``tensor_list``. Or arrays with
-            ``__dlpack__`` (results are tensors).
-        ord: 2, 1 or ``math.inf``.
-        per_tensor: Return the norm of each tensor, too.
+        tensors: A list of bfloat16, float16 and float32 tensors, also mixed, on one device; any shapes, also empty;
+            each contiguous or a permutation of a contiguous tensor. Or a ``tensor_list``. Or arrays with ``__dlpack__``
+            (results are tensors).
+        ord: Order of the norm: 2, 1 or ``math.inf``.
+        per_tensor: Also return the norm of each tensor.
         group: A process group over which tensors are sharded (``torch.distributed.group.WORLD`` for all): the result is
-            the norm over all its members, by one all-reduce of fp64 sums. With per_tensor, every member must have
-            equally many tensors; those at the same place count as shards of one.
-        root: False leaves out the square root of ord 2: the sum of squares.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+            the norm over all its members, with one all-reduce of fp64 sums. With per_tensor, every member must have the
+            same number of tensors; tensors at the same index are shards of one tensor.
+        root: If False, return the sum of squares for ord 2, without the square root.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         0-d fp32 (without a group, on the CPU for an empty list), or a pair of that and fp32 ``[len(tensors)]``.
@@ -168,13 +169,14 @@ def multi_count_zeros(
     tensors: Tensors, *, per_tensor: bool = False, group: Any = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return how many elements of all tensors together are zero (of either sign; NaN and subnormals are not).
+    """Return the number of zeros in all tensors together (of either sign; NaN and subnormals do not count).
 
     Args:
         tensors: As for ``multi_norm``.
-        per_tensor: Return the number for each tensor, too.
+        per_tensor: Also return the number for each tensor.
         group: As for ``multi_norm``: the numbers of all members of a process group are added.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         0-d int64 (on the CPU for an empty list), or a pair of that and int64 ``[len(tensors)]``.
@@ -194,8 +196,8 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
 
     Args:
         tensors: As for ``multi_norm``; no two of them may overlap.
-        scale: A number, or a single fp32 number on the device of the tensors (read by the kernel, without a sync). A
-            tensor that holds inf or NaN keeps them under a scale of 0, as NaN.
+        scale: A number, or one fp32 element on the device of the tensors, read by the kernel without synchronisation.
+            With a scale of 0, inf and NaN become NaN.
 
     Returns:
         Nothing.
@@ -214,8 +216,8 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
 
     Args:
         outputs: As for ``multi_norm``; overwritten. No two of them may overlap.
-        inputs: As many tensors, of the same shapes and the same order of dimensions in memory, of any of the three
-            dtypes each; they may be the outputs themselves, but may not overlap others.
+        inputs: The same number of tensors, with the same shapes and the same order of dimensions in memory, each in any
+            of the three dtypes. They may be the outputs themselves, but must not overlap other outputs.
         scale: As for ``multi_scale_``.
 
     Returns:
@@ -233,16 +235,16 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
 
 @public(recent=False)
 def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, group: Any = None) -> Tensor:
-    """Scale all tensors in place so that their norm together is at most `max_norm`, without waiting for the device.
+    """Scale all tensors in place so that their total norm is at most `max_norm`, without synchronisation.
 
-    They are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1, as in ``torch.nn.utils.clip_grad_norm_``;
+    They are multiplied by ``max_norm / (norm + 1e-6)`` if that is below 1, as in ``torch.nn.utils.clip_grad_norm_``;
     otherwise they are read once and not written. A norm that is not finite makes them 0 or NaN, as in torch. Not
     differentiable: tensors that require grad are refused unless under ``torch.no_grad()``.
 
     Args:
         tensors: As for ``multi_norm``; no two of them may overlap.
-        max_norm: At least 0.
-        ord: 2, 1 or ``math.inf``.
+        max_norm: The largest allowed norm, at least 0.
+        ord: Order of the norm: 2, 1 or ``math.inf``.
         group: As for ``multi_norm``: the norm is that over all members of a process group; each scales its own tensors.
 
     Returns:

@@ -108,21 +108,21 @@ def group_rms_norm_gate(
     Differentiable once in x, gate and weight.
 
     Args:
-        x: ``[..., channels]``, or ``[..., heads, head_dim]`` with as many channels in all; bfloat16, float16 or
-            float32. Any strides, also those of a transposed ``[batch, heads, sequence, head_dim]`` if there are as
-            many groups as heads (a copy is made unless channels are unit-stride and tokens evenly spaced in two
-            levels). May be any object with ``__dlpack__``; the result is then of its kind.
-        gate: One number for each channel, of x's dtype: ``[..., channels]`` with the leading dimensions of x in
-            the order that `layout` says; its strides may differ.
-        weight: ``[channels]``, or ``[channels / groups]`` shared by the groups, of x's dtype or float32; None for ones.
-        groups: How many groups of neighbouring channels there are; any divisor of channels.
-        eps: Added to the mean square; None for 1e-6.
+        x: ``[..., channels]``, or ``[..., heads, head_dim]`` with the same number of channels in total; bfloat16,
+            float16 or float32. Any strides, including those of a transposed ``[batch, heads, sequence, head_dim]`` if
+            there are as many groups as heads (copied unless channels are unit-stride and tokens are evenly spaced along
+            at most two dimensions). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        gate: One value per channel, in x's dtype: ``[..., channels]`` with the leading dimensions of x in the order
+            given by `layout`; its strides may differ.
+        weight: ``[channels]``, or ``[channels / groups]`` shared by the groups, in x's dtype or float32. Default: 1.
+        groups: Number of groups of consecutive channels; any divisor of the number of channels.
+        eps: Added to the mean square. Default: 1e-6.
         layout: ``"same"``, or ``"sequence_first"``: x is ``[batch, sequence, ...]``, gate and the result are
             ``[sequence, batch, channels]``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        ``y``, dense, of gate's shape and x's dtype.
+        ``y``, contiguous, in gate's shape and x's dtype.
     """
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6

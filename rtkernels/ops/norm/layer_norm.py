@@ -70,42 +70,43 @@ def layer_norm(
     """Normalise the last dimension to mean 0 and variance 1.
 
     ``y = (h - mean(h)) / sqrt(var(h) + eps) * (offset + weight) + bias`` with ``h = x``, or ``h = x + residual``
-    rounded to the dtype of x. Computed in fp32 and rounded once; the variance is that of the differences from the mean,
-    so a mean far from zero costs no digits. Differentiable once in x, weight, bias and residual.
+    rounded to the dtype of x. Computed in fp32 and rounded once; the variance is computed from the differences to the
+    mean, so a large mean costs no precision. Differentiable once in x, weight, bias and residual.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
-        weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
-        bias: ``[n]`` of x's dtype or float32, the same as the weight's; None for zeros.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: ``[n]`` in x's dtype or float32. Default: ones (`offset` is then not used).
+        bias: ``[n]`` in the weight's dtype. Default: zeros.
         eps: Added to the variance.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
-        residual: Same shape and dtype as x.
-        rstd: As for :func:`rms_norm`, with the variance of x in the place of its mean square; with `mean`.
-        mean: float32, as rstd: ``mean(x)``.
-        return_statistics: Return rstd and mean too (last); they have no gradient.
+        residual: Added to x first; same shape and dtype as x.
+        rstd: As for :func:`rms_norm`, with the variance of x instead of its mean square. Requires `mean`.
+        mean: float32, shape as rstd: ``mean(x)``.
+        return_statistics: Also return rstd and mean, as the last results; they have no gradient.
         out: As for :func:`rms_norm`. Not with given or returned statistics.
         reuse: As for :func:`rms_norm`. Not with statistics or out.
-        gate: As for :func:`rms_norm`. From here on: the options of inference, whose order is described there.
-        x_bias: ``[n]``, added to x first; what :func:`rms_norm` calls bias.
+        gate: As for :func:`rms_norm`. This and all following options are inference-only; their order of application is
+            described there.
+        x_bias: ``[n]``, added to x first; the `bias` of :func:`rms_norm`.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
-        shift: Added after that; likewise.
+        shift: Added after that; shape and dtype as for gate.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
-        channel_scale: ``[n]``, multiplies the result.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        residual_out: Takes the sum; may be residual or x.
-        scale_out: Takes the scales that are made.
+        channel_scale: ``[n]``, factor of the result.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        residual_out: Tensor to write the sum to; may be residual or x.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
-        ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_statistics
-        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With options of inference as :func:`rms_norm`.
+        ``y``, contiguous unless it is `out`, in x's shape and dtype; with a residual ``(y, h)``; with return_statistics
+        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With inference-only options, as for :func:`rms_norm`.
     """
     # One comparison: are they all None?
     plain = gate is x_bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
         if rstd is not None or mean is not None or return_statistics or reuse is not None:
-            raise ArgumentError("rstd, mean, return_statistics and reuse go without the options of inference")
+            raise ArgumentError("rstd, mean, return_statistics and reuse exclude the inference-only options")
         return normalize(
             x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
@@ -114,7 +115,7 @@ def layer_norm(
     overwrites = False
     if reuse is not None:
         if rstd is not None or mean is not None or return_statistics:
-            raise ArgumentError("reuse goes without rstd, mean and return_statistics")
+            raise ArgumentError("reuse cannot be combined with rstd, mean or return_statistics")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight, bias))
     if rstd is not None or mean is not None or return_statistics:

@@ -128,10 +128,10 @@ def _plain_count(options: _Options) -> int:
 def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> NormFp8:
     if smooth is None:
         if options.calibrate:
-            raise ArgumentError("calibrate goes with smooth: it is for choosing the next smoothing vector")
+            raise ArgumentError("calibrate requires smooth: it is for computing the next smoothing vector")
     else:
         if options.layout != "row" or options.scale_layout != "row" or rstd is not None or mean is not None:
-            raise ArgumentError("smooth goes with layout 'row', scale_layout 'row' and without given statistics")
+            raise ArgumentError("smooth requires layout 'row' and scale_layout 'row', and excludes given statistics")
     if options.layout == "none":
         check_options("", options.scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)) and rstd is None:
@@ -153,39 +153,42 @@ def rms_norm_fp8(
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3).
 
     ``v = h / sqrt(mean(h^2) + eps) * (offset + weight)`` with ``h = x``, or ``h = x + residual`` rounded to the dtype
-    of x. v stays in fp32 and is quantised as :func:`rtkernels.quantize_fp8` does it with granularity "group" (codes
-    of x's shape) and "group_t" (transposed codes): ``scale = max(amax / 448, 1e-30)``, ``q = fp8(v * (1 / scale))``.
+    of x. v is fp32 and is quantised as by :func:`rtkernels.quantize_fp8` with granularity "group" (codes of x's shape)
+    and "group_t" (transposed codes): ``scale = max(amax / 448, 1e-30)``, ``q = fp8(v * (1 / scale))``.
 
-    **Gradients.** Codes, scales, statistics and maxima are not differentiable. The result's ``y`` is, in x, weight and
-    residual, as the result of :func:`rtkernels.rms_norm` is; so is ``sum``. An ``autograd.Function`` that multiplies
-    the codes takes ``y`` as one more input and returns the gradient of what it multiplied there; without ``keep`` y has
-    no memory and no values (NaN), only that place in the graph. Of the forward only h and weight are kept.
+    **Gradients.** Codes, scales, statistics and maxima are not differentiable. The result's ``y`` and ``sum`` are
+    differentiable in x, weight and residual, like the results of :func:`rtkernels.rms_norm`. An ``autograd.Function``
+    that multiplies the codes takes ``y`` as an additional input and returns the gradient for it. Without ``keep``, y is
+    only a node of the graph: it has no memory, and its values are NaN. Only h and weight are saved for the backward
+    pass.
 
-    **Recomputing.** Given ``rstd`` of an earlier call nothing is summed over rows: the transposed codes (or any others)
-    are made when the backward pass needs them, from x (the sum, where there was a residual). Not differentiable.
+    **Recomputing.** With ``rstd`` of an earlier call, the statistics are not computed again. This is for computing
+    transposed codes (or others) in the backward pass, from x, or from the sum if there was a residual. Not
+    differentiable.
 
-    **Smoothing.** With ``smooth`` every column is divided by a number first, ``z = v / max(smooth, 1e-30)``, and a row
-    shares one scale. ``calibrate`` gives the largest magnitudes of the columns of v, from which the next smoothing
-    vector is chosen; keep running maxima with ``torch.maximum``. Gradients are those of v.
+    **Smoothing.** With ``smooth``, every column is divided by a factor first, ``z = v / max(smooth, 1e-30)``, and each
+    row has one scale. ``calibrate`` returns the largest magnitudes of the columns of v, from which the next smoothing
+    vector is computed; keep running maxima with ``torch.maximum``. Gradients are those of v.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
-        weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
-        eps: Added to the mean square; None for 1e-6.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: ``[n]`` in x's dtype or float32. Default: ones (`offset` is then not used).
+        eps: Added to the mean square. Default: 1e-6.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
-        residual: Same shape and dtype as x.
+        residual: Added to x first; same shape and dtype as x.
         layout: "row" for codes of x's shape, "transposed" for codes ``[n, m]``, "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", for the scales of rows.
+        scale_layout: Layout of the scales of rows: "row" or "column".
         rstd: float32, x's shape without the last dimension. Not with a residual.
-        keep: Return y too, rounded once from fp32. Not with layout "transposed".
+        keep: Also return the values of y, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
-        calibrate: Return amax too. With `smooth`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        calibrate: Also return amax. Requires `smooth`.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A :class:`NormFp8`; every tensor in it is dense.
+        A :class:`NormFp8`; all its tensors are contiguous.
     """
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
@@ -208,25 +211,26 @@ def layer_norm_fp8(
     (from rstd and mean), smoothing.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
-        weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
-        bias: ``[n]`` of x's dtype or float32, the same as the weight's; None for zeros.
-        eps: Added to the variance; None for 1e-5.
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: ``[n]`` in x's dtype or float32. Default: ones (`offset` is then not used).
+        bias: ``[n]`` in the weight's dtype. Default: zeros.
+        eps: Added to the variance. Default: 1e-5.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
-        residual: Same shape and dtype as x.
+        residual: Added to x first; same shape and dtype as x.
         layout: "row" for codes of x's shape, "transposed" for codes ``[n, m]``, "both".
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column", for the scales of rows.
-        rstd: float32, x's shape without the last dimension, with `mean`. Not with a residual.
-        mean: float32, as rstd.
-        keep: Return y too, rounded once from fp32. Not with layout "transposed".
+        scale_layout: Layout of the scales of rows: "row" or "column".
+        rstd: float32, x's shape without the last dimension. Requires `mean`. Not with a residual.
+        mean: float32, shape as rstd.
+        keep: Also return the values of y, rounded once from fp32. Not with layout "transposed".
         smooth: float32 ``[n]``, for layout "row".
-        calibrate: Return amax too. With `smooth`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        calibrate: Also return amax. Requires `smooth`.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A :class:`NormFp8`; every tensor in it is dense.
+        A :class:`NormFp8`; all its tensors are contiguous.
     """
     if eps is None:
         eps = 1e-5

@@ -39,11 +39,11 @@ def check(
         token(name, meta.dtype, (torch.float32,))
         check_shape(name, meta.shape, x.shape[:-1], "one per row of x")
         if residual is not None:
-            raise ArgumentError(f"{name} goes without residual: give the sum that was normalised as x")
+            raise ArgumentError(f"{name} cannot be combined with residual: pass the sum that was normalised as x")
     if centred and (rstd is None) != (mean is None):
-        raise ArgumentError("mean and rstd come together: both from an earlier call, or neither")
+        raise ArgumentError("mean and rstd must be given together: both from an earlier call, or neither")
     if keep and layout == "transposed":
-        raise ArgumentError("keep goes with layout 'row' or 'both', not 'transposed'")
+        raise ArgumentError("keep requires layout 'row' or 'both', not 'transposed'")
 
 
 def outputs(x, residual, rstd, layout, scale_layout, keep, centred):

@@ -21,15 +21,15 @@ from rtkernels.runtime.operator.registry import Op
 
 
 class NormOut(NamedTuple):
-    """Results of a normalisation; None for what was not asked for.
+    """Results of a normalisation; None for results that were not requested.
 
     Attributes:
         out: The normalised rows, or their codes.
         residual: ``residual + gate * (x + bias)``, rounded.
         gate: The third part of `style`, a view of it.
-        kept: What the codes stand for, before it was quantised, in x's dtype.
-        scale: The scales of the codes: those made, or what was given.
-        global_scale: Of "nvfp4": the scale of the whole tensor.
+        kept: The values before quantisation, in x's dtype.
+        scale: The scales of the codes, computed or given.
+        global_scale: For "nvfp4": the scale of the whole tensor.
     """
 
     out: Tensor
@@ -101,7 +101,7 @@ def normalize(
     if scales is not None:
         made_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
     elif scale_out is not None:
-        raise ArgumentError("scale_out is given; expected None where no scale is made")
+        raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
         made_global = torch.empty((), dtype=torch.float32, device=x.device)
     kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None

@@ -70,47 +70,49 @@ def rms_norm(
     of x. Computed in fp32 and rounded once. Differentiable once in x, weight and residual.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and
-            evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
-        weight: ``[n]`` of x's dtype or float32; None for ones (then `offset` is not used).
+        x: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: ``[n]`` in x's dtype or float32. Default: ones (`offset` is then not used).
         eps: Added to the mean square.
         offset: Added to the weight; 1.0 for models that store ``weight - 1``.
-        residual: Same shape and dtype as x.
-        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(x^2) + eps)`` of an earlier call, which is
-            not worked out again. Not with a residual (give the sum as x). Gradients are those of the whole
-            normalisation, as if it had been worked out.
-        return_rstd: Return rstd too (last); it has no gradient.
-        out: Takes y: of its shape, dtype and device. May be x or residual itself, must not overlap an input otherwise.
-            Not with gradients.
-        reuse: ``"inputs"``: the backward pass writes the gradient over what it has saved, x or with a residual the sum
-            that was returned, which then holds it, instead of taking new memory. The rules are those of :func:`glu`.
-            Not with rstd or return_rstd.
+        residual: Added to x first; same shape and dtype as x.
+        rstd: float32, x's shape without the last dimension: ``1 / sqrt(mean(x^2) + eps)`` from an earlier call, which
+            is then not computed again. Not with a residual (pass the sum as x). Gradients are those of the whole
+            normalisation, as if rstd had been computed.
+        return_rstd: Also return rstd, as the last result; it has no gradient.
+        out: Tensor to write y to, of its shape, dtype and device. May be x or residual itself; must not overlap an input
+            otherwise. Not with gradients.
+        reuse: ``"inputs"`` lets the backward pass overwrite the saved tensor (x, or with a residual the returned sum)
+            with the gradient instead of allocating memory. The rules are those of :func:`glu`. Not with rstd or
+            return_rstd.
         gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
-            to that of x; of x's dtype or float32, any row stride. From here on: the options of inference, see below.
+            to that of x; in x's dtype or float32, any row stride. This and all following options are inference-only,
+            see below.
         bias: ``[n]``, added to x first.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
-        shift: Added after that; likewise.
+        shift: Added after that; shape and dtype as for gate.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
-        channel_scale: ``[n]``, multiplies the result.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" stands for ``Quant(dtype)``.
-        keep: Return what is quantised, too, in x's dtype.
-        residual_out: Takes the sum; may be residual or x.
-        scale_out: Takes the scales that are made.
+        channel_scale: ``[n]``, factor of the result.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
+        keep: Also return the values before quantisation, in x's dtype.
+        residual_out: Tensor to write the sum to; may be residual or x.
+        scale_out: Tensor to write the computed scales to.
 
     Returns:
-        ``y``, dense unless it is `out`, of x's shape and dtype; with a residual ``(y, h)``; with return_rstd
+        ``y``, contiguous unless it is `out`, in x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
 
-    With an option of inference the call is one launch (two, if the scale of a whole tensor comes from the data), in
-    this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the rounded h; the weight;
-    ``* (1 + scale) + shift``; ``* channel_scale``; quantise. Then the result is a :class:`rtkernels.NormOut` if there
-    is more than one. Without quant and out, gradients are those of all tensors but channel_scale.
+    With an inference-only option, the call is one launch (two if the scale of a whole tensor is computed from the
+    data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the
+    rounded h; the weight; ``* (1 + scale) + shift``; ``* channel_scale``; quantisation. If there is more than one
+    result, they are returned as a :class:`rtkernels.NormOut`. Without quant and out, the call is differentiable in all
+    tensors but channel_scale.
     """
     # One comparison: are they all None?
     plain = gate is bias is scale is shift is style is channel_scale is quant is residual_out is scale_out is None
     if keep or not plain:
         if rstd is not None or return_rstd or reuse is not None:
-            raise ArgumentError("rstd, return_rstd and reuse go without the options of inference")
+            raise ArgumentError("rstd, return_rstd and reuse exclude the inference-only options")
         return normalize(
             x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,
@@ -119,7 +121,7 @@ def rms_norm(
     overwrites = False
     if reuse is not None:
         if rstd is not None or return_rstd:
-            raise ArgumentError("reuse goes without rstd and return_rstd")
+            raise ArgumentError("reuse cannot be combined with rstd or return_rstd")
         # With a residual, what is saved and overwritten is the sum made here.
         overwrites = autograd.may_overwrite(reuse, {"x": x} if residual is None else {}, (weight,))
     if rstd is not None or return_rstd:

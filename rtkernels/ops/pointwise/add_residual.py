@@ -69,19 +69,20 @@ def add_residual(
 ) -> Tensor:
     """Return ``residual + gate * (x + bias)``.
 
-    Computed in fp32 and rounded once. Differentiable once in all four.
+    Computed in fp32 and rounded once. Differentiable once in all four tensors.
 
     Args:
-        residual: ``[..., n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride
-            and evenly spaced). May be any object with ``__dlpack__``.
+        residual: ``[..., n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly
+            spaced). Any object with ``__dlpack__`` is accepted.
         x: Like residual.
-        gate: Of a shape that broadcasts to x's, with all its columns, as ``[n]`` or x's own, any row stride; x's dtype
-            or float32.
-        bias: ``[n]`` of x's dtype or float32.
-        out: Takes the result: of residual's shape and dtype. May be residual, or x. Not with gradients.
+        gate: A tensor that broadcasts to x's shape and has all its columns, such as ``[n]``; any row stride, x's dtype
+            or float32. Default: 1.
+        bias: ``[n]`` in x's dtype or float32. Default: 0.
+        out: Tensor to write the result to, of residual's shape and dtype. May be residual or x. Not with
+            gradients.
 
     Returns:
-        Of residual's shape and dtype, dense.
+        A contiguous tensor of residual's shape and dtype.
     """
     _check_pair("x", x, residual, "residual")
     if is_grad_enabled() and (needs_grad(residual, x) or needs_grad(x, gate, bias)):
@@ -140,11 +141,11 @@ def add_bias(
         x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
         bias: ``[n]`` of x's dtype or float32.
         pos: ``[positions, n]`` of x's dtype or float32.
-        period: How many rows of pos are used before they start over; all of them if None.
-        out: Takes the result: of x's shape and dtype. May be x. Not with gradients.
+        period: Number of rows of pos after which they repeat. Default: all of them.
+        out: Tensor to write the result to, of x's shape and dtype. May be x. Not with gradients.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     token("x", x.dtype)
     if not x.dim():
@@ -191,17 +192,17 @@ _multiplied_differentiable = applied(_ChannelMul)
 
 @public(over="x")
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``x * s``, a factor for each column.
+    """Return ``x * s``, with one factor per column.
 
     Computed in fp32 and rounded once. Differentiable once in both.
 
     Args:
         x: ``[..., n]``, bfloat16, float16 or float32; any strides, as for :func:`add_residual`.
         s: ``[n]`` of x's dtype or float32.
-        out: Takes the result: of x's shape and dtype. May be x. Not with gradients.
+        out: Tensor to write the result to, of x's shape and dtype. May be x. Not with gradients.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     token("x", x.dtype)
     if not x.dim() or not isinstance(s, Tensor) or tuple(s.shape) != (x.shape[-1],):

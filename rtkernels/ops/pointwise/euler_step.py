@@ -78,15 +78,14 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
     Computed in fp32 and rounded once. Differentiable once in x and v.
 
     Args:
-        x: Any shape; bfloat16, float16 or float32, any strides (a copy is made unless rows are unit-stride and evenly
-            spaced).
-        v: Of x's shape, and of its dtype or one of both float32. To leave out leading rows, slice it.
-        dt: A number, or one float32 element on the device, which the host never reads: a captured graph takes what it
-            holds at each replay. It gets no gradient.
-        out: Takes the result: of x's shape and dtype. May be x, or v. Not with gradients.
+        x: Any shape; bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and evenly spaced).
+        v: A tensor of x's shape, in x's dtype; alternatively one of the two is float32. To skip leading rows, slice it.
+        dt: A number, or one float32 element on the device, which the host never reads: a captured graph reads its
+            current value at each replay. It has no gradient.
+        out: Tensor to write the result to, of x's shape and dtype. May be x. Not with gradients.
 
     Returns:
-        Of x's shape and dtype, dense.
+        A contiguous tensor of x's shape and dtype.
     """
     _check("v", v, x, "x")
     factor, alpha = _factor("dt", dt)
@@ -136,13 +135,13 @@ def cfg_combine(
 
     Args:
         r: Any shape; bfloat16, float16 or float32, any strides, as for :func:`euler_step`.
-        v_cond: Of r's shape, and of its dtype or one of both float32.
-        v_uncond: Likewise.
-        beta: A number, or one float32 element on the device, which the host never reads. It gets no gradient.
-        out: Takes the result: of r's shape and dtype. May be r, v_cond or v_uncond. Not with gradients.
+        v_cond: A tensor of r's shape, in r's dtype; alternatively one of the two is float32.
+        v_uncond: Like v_cond.
+        beta: A number, or one float32 element on the device, which the host never reads. It has no gradient.
+        out: Tensor to write the result to, of r's shape and dtype. May be r. Not with gradients.
 
     Returns:
-        Of r's shape and dtype, dense.
+        A contiguous tensor of r's shape and dtype.
     """
     _check("v_cond", v_cond, r, "r")
     _check("v_uncond", v_uncond, r, "r")

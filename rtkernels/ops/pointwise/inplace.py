@@ -121,16 +121,16 @@ _differentiable_add = applied(_Add)
 
 @public(recent=False)
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """Set ``x = beta * x + alpha * y`` and return x: gradient accumulation, or with beta 0 a scaled copy with a cast.
+    """Set ``x = beta * x + alpha * y`` and return x, for gradient accumulation or, with beta 0, a scaled cast.
 
-    Computed in fp32 and rounded once. With beta 0, x is not read: what it holds, NaN included, does not matter.
-    Differentiable once, in x and y; x must not be a leaf that requires grad.
+    Computed in fp32 and rounded once. With beta 0, x is not read, so NaN in x does not matter. Differentiable once, in
+    x and y; x must not be a leaf that requires grad.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
-            are unit-stride and evenly spaced).
-        y: Of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x, or share memory with
-            it (then a copy is made).
+        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (copied unless rows are
+            unit-stride and evenly spaced).
+        y: A tensor of x's shape and dtype, or bfloat16 or float16 for a float32 x. Any strides. May be x or overlap it
+            (then it is copied).
         alpha: Factor of y.
         beta: Factor of x.
 
@@ -138,7 +138,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
         x.
     """
     if y is None:
-        raise ArgumentError("y is None; expected a tensor like x (scale_ goes without)")
+        raise ArgumentError("y is None; expected a tensor like x (scale_ takes none)")
     alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)
@@ -154,8 +154,8 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     Computed in fp32 and rounded once: NaN stays NaN, and an infinity times 0 is NaN. Not differentiable.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (a copy is made unless rows
-            are unit-stride and evenly spaced).
+        x: bfloat16, float16 or float32, any shape; overwritten. Any strides without overlap (copied unless rows are
+            unit-stride and evenly spaced).
         factor: A number, or one float32 element on x's device, which the host never reads.
 
     Returns:

@@ -123,19 +123,19 @@ def column_absmax(
     x: Tensor, *, row_factor: Tensor | None = None, column_factor: Tensor | None = None, floor: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the largest finite magnitude of each column, of ``x * column_factor * row_factor``.
+    """Return the largest finite magnitude of each column of ``x * column_factor * row_factor``.
 
-    NaN and infinities do not count, as in :func:`quantize_fp8`; a column without a finite value has 0. With factors,
-    fp8 codes can be looked at as the values they stand for. Not differentiable.
+    NaN and infinities are ignored, as in :func:`quantize_fp8`; a column without a finite value gives 0. For fp8 codes,
+    pass their scales as factors. Not differentiable.
 
     Args:
         x: ``[..., n]``, at least one dimension; bfloat16, float16 or float32, or float8_e4m3fn or float8_e5m2 (which
-            are converted first). Any strides (a copy is made unless rows are unit-stride and evenly spaced). May be any
-            object with ``__dlpack__``; the result is then of its kind.
+            are converted first). Any strides (copied unless rows are unit-stride and evenly spaced). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         row_factor: float32, one per row (leading dimensions flattened), or None.
         column_factor: float32 ``[n]``, or None.
-        floor: Results are no smaller than this.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        floor: Lower limit of the results.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         ``[n]``, float32.

@@ -149,23 +149,24 @@ _differentiable = applied(_Hadamard)
 
 @public
 def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """Multiply each block of neighbouring elements of a row by the orthonormal Hadamard matrix.
+    """Multiply each block of consecutive elements of a row by the orthonormal Hadamard matrix.
 
     ``y = x @ blockdiag(H, ..., H)`` with ``H[i, j] = (-1)^popcount(i & j) / sqrt(block)`` (Sylvester's order). H is
-    symmetric and its own inverse: the same call undoes it. fp32 additions, stage by stage (1, 2, 4, ... elements
-    apart), then one multiplication by ``1 / sqrt(block)`` and one rounding. A NaN or infinity spreads over its block.
+    symmetric and its own inverse, so the same call undoes it. Computed as fp32 additions in stages (1, 2, 4, ...
+    elements apart), one multiplication by ``1 / sqrt(block)`` and one rounding. A NaN or infinity spreads over its
+    block.
 
-    Differentiable (any number of times); the gradient is the transform of the gradient.
+    Differentiable any number of times; the gradient is the transform of the incoming gradient.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (a copy is made unless x
-            is dense). May be any object with ``__dlpack__``; the result is then of its kind.
-        block: 32, 64, 128 or 256.
-        dtype: Of the result: x's (None) or float32; any of the three for x of float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (copied unless x is
+            contiguous). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        block: Size of the Hadamard matrix: 32, 64, 128 or 256.
+        dtype: Dtype of the result: x's (default) or float32; any of the three if x is float32.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense, of x's shape.
+        A contiguous tensor of x's shape.
     """
     if is_grad_enabled() and needs_grad(x):
         return _differentiable(x, block, dtype or x.dtype)
@@ -180,19 +181,21 @@ def quantize_fp8_hadamard(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed.
 
-    The recipe is that of :func:`quantize_fp8`, granularity "row"; transformed values are fp32 and not rounded before.
+    The recipe is that of :func:`quantize_fp8` with granularity "row"; transformed values are fp32 and not rounded
+    before quantisation.
 
     Not differentiable: the results never require grad.
 
     Args:
-        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (a copy is made unless x
-            is dense). May be any object with ``__dlpack__``; the results are then of its kind.
-        block: 32, 64, 128 or 256.
+        x: ``[..., n]``, bfloat16, float16 or float32, n a multiple of the block. Any strides (copied unless x is
+            contiguous). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        block: Size of the Hadamard matrix: 32, 64, 128 or 256.
         transposed: Transform along the columns of a matrix ``[m, n]`` instead, ``blockdiag(H) @ x``, with one scale per
             column and codes ``[n, p]``; p is m rounded up to a multiple of the block (zeros are added to x).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
@@ -213,21 +216,21 @@ def dequantize_fp8_hadamard(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the values that :func:`quantize_fp8_hadamard` stored: ``q * scale`` transformed back.
+    """Undo :func:`quantize_fp8_hadamard`: return ``q * scale`` transformed back.
 
-    fp32 arithmetic, rounded once. Not differentiable.
+    Computed in fp32 and rounded once. Not differentiable.
 
     Args:
         q: Codes, as quantize_fp8_hadamard returned them.
         scale: Their scales.
         block: As given to quantize_fp8_hadamard.
         transposed: As given to quantize_fp8_hadamard.
-        rows: For transposed: how many rows x had, if that is no multiple of the block.
+        rows: With `transposed`: the number of rows of x, if it is not a multiple of the block.
         dtype: bfloat16, float16 or float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense, of q's shape; transposed: ``[rows, n]``.
+        A contiguous tensor of q's shape; with `transposed` ``[rows, n]``.
     """
     token("the result", dtype, FLOAT_DTYPES)
     if rows is not None:

@@ -28,24 +28,24 @@ def quantize_nvfp4(
     elem_rule: str = "rne", channel_scale: Tensor | None = None, out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Quantise to NVFP4: e2m1 codes, two in a byte, an e4m3 scale for 16 of them, and one float32 for all.
+    """Quantise to NVFP4: e2m1 codes, two in a byte, one e4m3 scale per 16 codes, and one float32 global scale.
 
-    With ``v = x * channel_scale`` in fp32: ``scale = e4m3(amax / (6 g))`` of 16 columns, codes are those of
-    ``v / (g scale)``, to nearest. A block whose scale is 0 has codes 0. NaN and infinities take no part in scales; they
-    become the largest code of their sign. The results go straight into ``scaled_mm`` (recipe "nvfp4").
+    With ``v = x * channel_scale`` in fp32: ``scale = e4m3(amax / (6 g))`` for each 16 columns, and the codes are
+    ``v / (g scale)`` rounded to nearest. A block whose scale is 0 has codes 0. NaN and infinities are ignored for
+    scales and become the largest code of their sign. ``scaled_mm`` takes the results directly (recipe "nvfp4").
 
     Args:
-        x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (a copy is
-            made unless rows are unit-stride and evenly spaced).
-        global_scale: g: a number, one float32 element, or None for ``amax(v) / 2688`` (1 if that is 0), which is found
-            by a launch of its own. 1.0 is the format without such a scale.
-        swizzled: Scales in blocks of 128 x 4 (:func:`nvfp4_swizzle`), zeros where there is no row or column.
-        scale_rule: ``"rne"`` (to nearest), ``"ceil"`` (up: no code beyond 6) or ``"mse"``: the one of nine multiples
-            of amax / 6, from 0.375 to 1.5, with the least squared error.
-        elem_rule: Where ties go: ``"rne"`` (even codes), ``"away"`` from zero, or towards ``"zero"``.
-        channel_scale: ``[k]`` of x's dtype or float32.
-        out: uint8 ``[..., k/2]``, contiguous, for the codes.
-        scale_out: float8_e4m3fn for the scales, contiguous.
+        x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (copied
+            unless rows are unit-stride and evenly spaced).
+        global_scale: g: a number or one float32 element. Default: ``amax(v) / 2688`` (1 if that is 0), which takes a
+            separate launch. 1.0 gives the format without a global scale.
+        swizzled: Store scales in blocks of 128 x 4 (:func:`nvfp4_swizzle`), padded with zeros.
+        scale_rule: Rounding of scales: ``"rne"`` (to nearest), ``"ceil"`` (up, so that no code exceeds 6), or
+            ``"mse"``: of nine multiples of amax / 6, from 0.375 to 1.5, the one with the least squared error.
+        elem_rule: Rounding of ties: ``"rne"`` (to even codes), ``"away"`` from zero, or towards ``"zero"``.
+        channel_scale: ``[k]`` in x's dtype or float32. Default: 1.
+        out: Contiguous uint8 tensor ``[..., k/2]`` to write the codes to.
+        scale_out: Contiguous float8_e4m3fn tensor to write the scales to.
 
     Returns:
         ``(codes, scales, g)``: uint8 ``[..., k/2]``, element 2i in the low half of byte i; float8_e4m3fn
@@ -75,29 +75,29 @@ def dequantize_nvfp4(
     packed: Tensor, scales: Tensor, global_scale: Tensor | float | None = None, *, swizzled: bool = False,
     dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``codes * scale * global_scale``; without a global scale exact in bfloat16 and float16.
+    """Return ``codes * scale * global_scale``; exact in bfloat16 and float16 if there is no global scale.
 
     Args:
         packed: uint8 (or float4_e2m1fn_x2) ``[..., k/2]``.
-        scales: float8_e4m3fn or uint8 ``[..., ceil(k/16)]``, or swizzled. Their sign is not looked at.
-        global_scale: A number, one float32 element, or None for 1.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        scales: float8_e4m3fn or uint8 ``[..., ceil(k/16)]``, or swizzled. Their sign is ignored.
+        global_scale: A number or one float32 element. Default: 1.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
-        ``[..., k]`` of `dtype`, dense.
+        ``[..., k]`` in `dtype`, contiguous.
     """
     return _dequantize(packed, scales, global_scale, "nvfp4", swizzled, dtype)
 
 
 @public(recent=False)
 def nvfp4_scale_bytes(rows: int, cols: int) -> int:
-    """Return how many bytes the swizzled scales of values take.
+    """Return the size in bytes of the swizzled scales of a matrix.
 
     Args:
-        rows: Of the values.
-        cols: Of the values, before they are packed.
+        rows: Rows of the matrix.
+        cols: Columns of the matrix, before packing.
 
     Returns:
         A multiple of 512.
@@ -107,17 +107,17 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
 
 @public
 def nvfp4_swizzle(scales: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return scales of one byte ``[rows, blocks]`` in blocks of 128 x 4, as block-scaled tensor cores read them.
+    """Return one-byte scales ``[rows, blocks]`` in blocks of 128 x 4, the layout of block-scaled tensor cores.
 
-    The byte of row r and block b is at ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 +
-    (r % 128) // 32 * 4 + b % 4``.
+    The byte of row r and block b is at
+    ``((r // 128) * ceil(blocks / 4) + b // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + b % 4``.
 
     Args:
-        scales: Any dtype of one byte.
-        out: Takes the result: one dimension of ``nvfp4_scale_bytes``, dtype of scales.
+        scales: ``[rows, blocks]`` in any one-byte dtype.
+        out: Tensor to write the result to: one dimension of ``nvfp4_scale_bytes`` elements, in the dtype of scales.
 
     Returns:
-        One dimension, of the dtype of scales, 0 where there is no row or block.
+        One dimension, in the dtype of scales, padded with zeros.
     """
     return SWIZZLE.call(scales)
 
@@ -127,10 +127,10 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
     """Undo ``nvfp4_swizzle``.
 
     Args:
-        scales: What it gave, one dimension.
-        rows: Of the values.
-        cols: Of the values, before they are packed.
-        out: Takes the result: ``[rows, ceil(cols / 16)]``, uint8, dense.
+        scales: The result of ``nvfp4_swizzle``, one dimension.
+        rows: Rows of the matrix.
+        cols: Columns of the matrix, before packing.
+        out: Tensor to write the result to: ``[rows, ceil(cols / 16)]``, uint8, contiguous.
 
     Returns:
         ``[rows, ceil(cols / 16)]``.
@@ -143,17 +143,17 @@ def quantize_mxfp8(
     x: Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, rule: str = "ocp", swizzled: bool = False,
     out: Tensor | None = None, scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantise to MXFP8: fp8 codes and, for 32 of them, a power of two.
+    """Quantise to MXFP8: fp8 codes with one power-of-two scale per 32 codes.
 
     Args:
         x: ``[..., k]``, bfloat16, float16 or float32 (k a multiple of 32 for products). Any strides, as for
             :func:`quantize_nvfp4`.
         dtype: float8_e4m3fn or float8_e5m2.
-        rule: ``"ocp"``: the exponent of amax less that of the largest code, values beyond it are cut; ``"nv"``: that
-            of ``amax / largest code``, rounded up, so that none is.
-        swizzled: Scales in blocks of 128 x 4.
-        out: Of `dtype`, contiguous ``[..., k]``, for the codes.
-        scale_out: float8_e8m0fnu for the scales, contiguous.
+        rule: Rule of the scales. ``"ocp"``: the exponent of amax minus that of the largest code; larger values are
+            clamped. ``"nv"``: the exponent of ``amax / largest code`` rounded up, so that nothing is clamped.
+        swizzled: Store scales in blocks of 128 x 4.
+        out: Contiguous tensor ``[..., k]`` in `dtype` to write the codes to.
+        scale_out: Contiguous float8_e8m0fnu tensor to write the scales to.
 
     Returns:
         ``(codes, scales)``: `dtype` ``[..., k]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
@@ -166,16 +166,16 @@ def quantize_mxfp8(
 def quantize_mxfp4(
     x: Tensor, *, rule: str = "ocp", swizzled: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise to MXFP4: e2m1 codes, two in a byte, and for 32 of them a power of two.
+    """Quantise to MXFP4: e2m1 codes, two in a byte, with one power-of-two scale per 32 codes.
 
-    Ties go to even codes.
+    Ties are rounded to even codes.
 
     Args:
         x: ``[..., k]``, k a multiple of 2, as for :func:`quantize_mxfp8`.
-        rule: As there.
-        swizzled: As there.
-        out: uint8 ``[..., k/2]``, contiguous, for the codes.
-        scale_out: float8_e8m0fnu for the scales, contiguous.
+        rule: As for :func:`quantize_mxfp8`.
+        swizzled: As for :func:`quantize_mxfp8`.
+        out: Contiguous uint8 tensor ``[..., k/2]`` to write the codes to.
+        scale_out: Contiguous float8_e8m0fnu tensor to write the scales to.
 
     Returns:
         ``(codes, scales)``: uint8 ``[..., k/2]``, float8_e8m0fnu ``[..., ceil(k/32)]``, or one dimension if swizzled.
@@ -188,17 +188,17 @@ def dequantize_mxfp8(
     codes: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``codes * scale`` of MXFP8.
+    """Dequantise MXFP8: return ``codes * scale``.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2 ``[..., k]``.
         scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
-        ``[..., k]`` of `dtype`, dense.
+        ``[..., k]`` in `dtype`, contiguous.
     """
     if codes.dtype not in CODES["mxfp8"]:
         raise ArgumentError(f"codes has dtype {codes.dtype}; expected float8_e4m3fn or float8_e5m2")
@@ -210,17 +210,17 @@ def dequantize_mxfp4(
     packed: Tensor, scales: Tensor, *, swizzled: bool = False, dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``codes * scale`` of MXFP4.
+    """Dequantise MXFP4: return ``codes * scale``.
 
     Args:
         packed: uint8 ``[..., k/2]``.
         scales: float8_e8m0fnu or uint8 ``[..., ceil(k/32)]``, or swizzled.
-        swizzled: How the scales lie.
-        dtype: Of the result: bfloat16, float16 or float32.
-        out: Takes the result: contiguous ``[..., k]``.
+        swizzled: Whether the scales are swizzled.
+        dtype: Dtype of the result: bfloat16, float16 or float32.
+        out: Tensor to write the result to: contiguous ``[..., k]``.
 
     Returns:
-        ``[..., k]`` of `dtype`, dense.
+        ``[..., k]`` in `dtype`, contiguous.
     """
     return _dequantize(packed, scales, None, "mxfp4", swizzled, dtype)
 

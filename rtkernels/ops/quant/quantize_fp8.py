@@ -42,14 +42,14 @@ def quantize_fp8(
     layout: str = "row", with_transposed: bool = False, group_size: int = 128,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
-    """Quantise a tensor to fp8 codes and the factors that give the values back.
+    """Quantise a tensor to fp8 codes and scales.
 
     For each set of values that share a scale: ``scale = max(amax / fp8_max, 1e-30)`` with ``fp8_max`` 448 (e4m3) or
-    57344 (e5m2), and ``q = fp8(x * (1 / scale))``; ``x ≈ q * scale``. Computed in fp32, rounded to nearest even, never
-    beyond ±fp8_max. ``amax`` is the largest *finite* magnitude: NaN becomes the code 0x7f and ±infinity ±fp8_max, and
-    neither changes the scale of its neighbours. All-zero sets have scale 1e-30 and codes 0.
+    57344 (e5m2), and ``q = fp8(x * (1 / scale))``; ``x ≈ q * scale``. Computed in fp32, rounded to nearest even and
+    clamped to ±fp8_max. ``amax`` is the largest *finite* magnitude: NaN becomes the code 0x7f and ±infinity ±fp8_max,
+    and neither affects the scale. Sets of zeros have scale 1e-30 and codes 0.
 
-    With ``[m, n]`` for x whose leading dimensions are flattened:
+    ``[m, n]`` is the shape of x with leading dimensions flattened:
 
     ============  ======================  ==========================  =========================================
     granularity   values per scale        shape of q                  shape of the scale (float32)
@@ -66,24 +66,25 @@ def quantize_fp8(
     Not differentiable: the results never require grad.
 
     Args:
-        x: At least one dimension, bfloat16, float16 or float32; any strides (a copy is made unless rows are
-            unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then of its kind.
-        scale: For granularity "tensor": the scale to use, one float32 on x's device (it is never read by the host), or
-            a number, which costs a launch that puts it there. Used as it is; 0 and non-finite values give what
-            ``x * (1 / scale)`` gives. None computes it.
+        x: At least one dimension, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and
+            evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        scale: For granularity "tensor": the scale to use, one float32 element on x's device (never read by the host),
+            or a number, which costs a launch to copy it there. It is used unchanged; 0 and non-finite values give
+            ``x * (1 / scale)`` as computed in fp32. Default: computed from x.
         granularity: Which values share a scale, see above. The last group of a row or column may be shorter.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round computed scales up to a power of two.
         scale_layout: "row" or "column", for granularity "group".
         layout: "row", or "both" for granularities "group" and "block": quantise along columns too, from the same read
             of x. (Along columns alone is granularity "group_t".)
-        with_transposed: Another way to say ``layout="both"``.
-        group_size: Another number of values than 128, for granularities "group" and "block" (its square): a divisor of
-            n, for "block" of m too. Scales lie by rows, and layout is "row".
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        with_transposed: Alias for ``layout="both"``.
+        group_size: A different number of values instead of 128, for granularities "group" and "block" (squared): a
+            divisor of n, for "block" also of m. Only with layout and scale_layout "row".
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``(q, scale)``, both dense; with layout "both" a :class:`QuantizedBoth`.
+        ``(q, scale)``, both contiguous; with layout "both" a :class:`QuantizedBoth`.
     """
     if group_size != 128:
         plain = scale is None and layout == "row" and not with_transposed
@@ -100,7 +101,7 @@ def quantize_fp8(
     if scale is None:
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:
-                raise ArgumentError("granularity 'channel' goes with scale_layout 'row' and layout 'row'")
+                raise ArgumentError("granularity 'channel' requires scale_layout 'row' and layout 'row'")
             return CHANNEL.call(x, None, None, dtype, pow2_scale, 1)
         if not with_transposed:
             return QUANTIZE.call(x, granularity, dtype, pow2_scale, scale_layout)
@@ -109,9 +110,9 @@ def quantize_fp8(
     if granularity != "tensor":
         raise ArgumentError(f"scale can be given for granularity 'tensor' only, not for {granularity!r}")
     if with_transposed:
-        raise ArgumentError("layout 'both' goes with computed scales of granularity 'group' and 'block'")
+        raise ArgumentError("layout 'both' requires computed scales of granularity 'group' or 'block'")
     if pow2_scale:
-        raise ArgumentError("pow2_scale rounds computed scales; a given scale is used as it is")
+        raise ArgumentError("pow2_scale rounds computed scales; a given scale is used unchanged")
     if isinstance(scale, Tensor) and scale.requires_grad:
         scale = scale.detach()
     return STATIC.call(x, scale, dtype), scale
@@ -123,23 +124,23 @@ def dequantize_fp8(
     scale_layout: str = "row", code_dtype: torch.dtype | None = None, group_size: int = 128,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``q * scale``: the values that :func:`quantize_fp8` stored.
+    """Undo :func:`quantize_fp8`: return ``q * scale``.
 
     One fp32 product per element, rounded once. Not differentiable.
 
     Args:
-        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". May
-            be any object with ``__dlpack__``; the result is then of its kind.
-        scale: float32, of the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
+        q: Codes, float8_e4m3fn or float8_e5m2; any strides. ``[n, m]`` for granularities "group_t" and "channel". Any
+            object with ``__dlpack__`` is accepted; results are then of the same kind.
+        scale: float32, with the shape that quantize_fp8 returns for `granularity` and `scale_layout`.
         granularity: As given to quantize_fp8.
         dtype: bfloat16, float16 or float32.
         scale_layout: As given to quantize_fp8.
-        code_dtype: The fp8 type of codes that come as uint8 (NumPy has no other way without ml_dtypes).
+        code_dtype: The fp8 dtype of codes given as uint8, as NumPy without ml_dtypes does.
         group_size: As given to quantize_fp8.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense, of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
+        A contiguous tensor of q's shape; ``[m, n]`` for granularities "group_t" and "channel".
     """
     if group_size != 128:
         one = functools.partial(dequantize_fp8, granularity="row", dtype=dtype, code_dtype=code_dtype)

@@ -25,7 +25,7 @@ from rtkernels.runtime.operator.registry import Op
 _STREAM_TYPES = (("bf16", "e4m3"), ("fp16", "e4m3"))
 _STREAM_SLOTS = 2
 _STREAM_STATIC_SHARED = 18560
-# Tiles per multiprocessor from which on the kernel that gets them by the copy engine is faster. Measured on the H200.
+# Tiles per SM from which on the kernel that gets them by TMA is faster. Measured on the H200.
 _STREAM_TILES = 5
 
 # ---- checks and plans -----------------------------------------------------------------------------------------------
@@ -126,26 +126,27 @@ def quantize_fp8_experts(
 ) -> QuantizedExperts:  # fmt: skip
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read.
 
-    Each expert's rows are quantised as :func:`quantize_fp8` quantises a matrix of them (granularities "group" and
-    "group_t"), and the results are put one after the other: see :class:`QuantizedExperts`. The host never reads
-    `counts`, so nothing waits for the device and the call can be captured in a CUDA graph.
+    The rows of each expert are quantised like a separate matrix by :func:`quantize_fp8` (granularities "group" and
+    "group_t"), and the results are concatenated: see :class:`QuantizedExperts`. The host never reads `counts`, so the
+    call does not synchronise and can be captured in a CUDA graph.
 
     Not differentiable: the results never require grad.
 
     Args:
-        x: ``[t, n]``, bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride). May be
-            any object with ``__dlpack__``; the results are then of its kind.
-        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; zeros are fine. Negative counts are
-            taken as 0 and rows are never read past the end. Should the sum be less than t, the rows left over (padding)
-            are not quantised, and what the results hold for them is unspecified.
+        x: ``[t, n]``, bfloat16, float16 or float32; any strides (copied unless rows are unit-stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
+        counts: Rows of each expert, ``[experts]``, int32 or int64 on x's device; may be 0. Negative counts are taken as
+            0, and rows are never read past the end. If their sum is less than t, the remaining rows (padding) are not
+            quantised, and their results are uninitialised.
         layout: "row" (q and scale), "transposed" (q_t and scale_t) or "both".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        output: Another name of `layout`.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        output: Alias for `layout`.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        A :class:`QuantizedExperts`, all of it dense.
+        A :class:`QuantizedExperts` of contiguous tensors.
     """
     layout = layout if output is None else output
     if x.requires_grad:

@@ -158,17 +158,17 @@ def quantize_fp8_smooth(
 ) -> SmoothQuantized:  # fmt: skip
     """Quantise ``z = x * smooth * row_factor`` to fp8 with one scale per row or per column.
 
-    The recipe is that of :func:`quantize_fp8`; z is fp32, not rounded before. Granularity "row" has one scale per row
-    of z (per token). Granularity "channel" has one per column, and transposed codes: ``q[j, i]`` is the code of
-    ``z[i, j]``.
+    The recipe is that of :func:`quantize_fp8`; z is fp32 and not rounded before quantisation. Granularity "row" has one
+    scale per row of z (per token). Granularity "channel" has one per column, and transposed codes: ``q[j, i]`` is the
+    code of ``z[i, j]``.
 
     Not differentiable: the results never require grad.
 
     Args:
         x: At least one dimension, leading ones are flattened to ``[m, n]``; bfloat16, float16 or float32, and for
-            "channel" also float8_e4m3fn (codes to be quantised anew: give their old scales as row_factor). Any strides
-            (a copy is made unless rows are unit-stride, evenly spaced and of whole 16 bytes). May be any object with
-            ``__dlpack__``; the results are then of its kind.
+            "channel" also float8_e4m3fn (codes to quantise again, with their old scales as row_factor). Any strides
+            (copied unless rows are unit-stride, evenly spaced and a multiple of 16 bytes). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
         smooth: Factors of the columns, float32 ``[n]``; with counts ``[experts, n]``. Optional for "channel".
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
         row_factor: Factors of the rows, float32 ``[m]``; for "channel" only.
@@ -177,11 +177,12 @@ def quantize_fp8_smooth(
         granularity: "row" or "channel".
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
-        with_amax: Give the largest magnitudes of x's columns too (calibration), with counts those of each expert's
-            rows; for "row".
-        pad_to: For "channel": round the length of q's rows up to a multiple; codes added are 0.
+        with_amax: Also return the largest magnitudes of x's columns for calibration, with counts per expert; for "row"
+            only.
+        pad_to: For "channel": pad the rows of q with zeros to a multiple of this.
         divide_rows: Multiply by ``1 / row_factor`` (rounded to float32) instead.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`SmoothQuantized`.
@@ -209,11 +210,11 @@ def _check_options(granularity, smooth, row_factor, counts, with_amax: bool, pad
         if smooth is None:
             raise ArgumentError("smooth is None; granularity 'row' needs the factors of the columns")
         if row_factor is not None:
-            raise ArgumentError("row_factor goes with granularity 'channel': here it would change the scale only")
+            raise ArgumentError("row_factor requires granularity 'channel': here it would change only the scale")
         if pad_to != 1:
             raise ArgumentError(f"pad_to is {pad_to}; expected 1 for granularity 'row'")
     elif counts is not None or with_amax:
-        raise ArgumentError("counts and with_amax go with granularity 'row'")
+        raise ArgumentError("counts and with_amax require granularity 'row'")
 
 
 def _amax_of_experts(x: Tensor, expert: Tensor, experts: int) -> Tensor:
@@ -242,9 +243,9 @@ def dequantize_fp8_smooth(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the values that :func:`quantize_fp8_smooth` stored: ``q * scale``, with the factors taken out again.
+    """Undo :func:`quantize_fp8_smooth`: return ``q * scale`` without the factors.
 
-    A few fp32 operations per element, rounded once. Not differentiable.
+    Computed in fp32 and rounded once. Not differentiable.
 
     Args:
         q: Codes, float8_e4m3fn or float8_e5m2; ``[n, p]`` for granularity "channel".
@@ -254,12 +255,12 @@ def dequantize_fp8_smooth(
         row_factor: As given to quantize_fp8_smooth.
         counts: As given to quantize_fp8_smooth.
         granularity: As given to quantize_fp8_smooth.
-        rows: For "channel": how many rows x had, if q is padded.
+        rows: For "channel": the number of rows of x, if q is padded.
         dtype: bfloat16, float16 or float32.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense, of q's shape; ``[rows, n]`` for "channel".
+        A contiguous tensor of q's shape; ``[rows, n]`` for "channel".
     """
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
     if counts is not None and smooth is None:
@@ -299,19 +300,19 @@ def smooth_factors(
 ) -> Tensor:  # fmt: skip
     """Return factors for :func:`quantize_fp8_smooth` from calibration maxima.
 
-    ``max(weight_amax, floor)^(1 - alpha) * max(amax, floor)^-alpha``, or without weight_amax the second factor alone.
-    Multiply the columns of activations by them and divide those of the weight. Not differentiable.
+    ``max(weight_amax, floor)^(1 - alpha) * max(amax, floor)^-alpha``, or without weight_amax only the second factor.
+    Multiply the columns of the activations by these factors and divide those of the weight. Not differentiable.
 
     Args:
         amax: Largest magnitudes of the columns of activations, float32: see :func:`column_absmax`, or with_amax.
-        weight_amax: Those of the weight, of the same shape, or None.
-        alpha: How much of the spread goes from the activations to the weight, 0 to 1.
-        floor: Smaller maxima are taken as this.
-        pow2: Round up to a power of two: scaling by it is exact.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        weight_amax: The same for the columns of the weight, or None.
+        alpha: Fraction of the spread that moves from the activations to the weight, 0 to 1.
+        floor: Lower limit of the maxima.
+        pow2: Round up to powers of two, so that scaling is exact.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        float32, of amax's shape.
+        float32, in amax's shape.
     """
     if not 0.0 <= a_number("alpha", alpha) <= 1.0:
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")

@@ -20,21 +20,21 @@ def quantize_fp8_shard_(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
     edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantise a flat piece of a matrix into its place among the codes, with one scale per row.
+    """Quantise a flat shard of a matrix into its position in the codes, with one scale per row.
 
-    Rows that lie in the shard whole are quantised as :func:`quantize_fp8_smooth` does (granularity "row"). Of a row
-    that begins before or ends after it, nobody knows all values: its scale is given, and codes saturate. Not
+    Rows that are completely in the shard are quantised as by :func:`quantize_fp8_smooth` (granularity "row"). The first
+    and last row may be incomplete: their scales are given by `edge_scales`, and their codes saturate. Not
     differentiable.
 
     Args:
-        q: ``[m, n]`` dense, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
-        scale: ``[m]`` dense float32; the scales of rows that the shard has a part of are overwritten. Neither it nor q
-            may share memory with another argument.
-        shard: One dimension, bfloat16, float16 or float32: elements offset, offset + 1, ... of the flat matrix.
-        offset: Of the shard's first element; the shard must end inside the matrix.
+        q: ``[m, n]`` contiguous, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
+        scale: ``[m]`` contiguous float32; the scales of the shard's rows are overwritten. Neither scale nor q may
+            overlap another argument.
+        shard: One dimension, bfloat16, float16 or float32: the elements of the flattened matrix from `offset` on.
+        offset: Index of the shard's first element in the flattened matrix; the shard must end inside the matrix.
         smooth: Factors of the columns, float32 ``[n]``, or None.
-        edge_scales: float32 ``[2]`` on the same device: the scales of the rows that the shard's first and last element
-            lie in. Needed if one of them is not whole.
+        edge_scales: float32 ``[2]`` on the same device: the scales of the rows of the shard's first and last element.
+            Needed if one of these rows is incomplete.
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
         pow2_scale: Round computed scales up to a power of two.
 
@@ -99,7 +99,7 @@ def _check(
     whole = q.shape[1] == 0 or (offset % q.shape[1] == 0 and shard.numel() % q.shape[1] == 0)
     if not whole and (edge_scales is None or edge_scales.shape != (2,) or edge_scales.dtype != torch.float32):
         raise ArgumentError(
-            "edge_scales: expected float32 [2], the scales of the first and last row, which are not whole"
+            "edge_scales: expected float32 [2], the scales of the first and last row, which are incomplete"
         )
     for name, tensor in (("scale", scale), ("shard", shard), ("smooth", smooth), ("edge_scales", edge_scales)):
         if tensor is not None:

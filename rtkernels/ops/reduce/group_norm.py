@@ -35,7 +35,7 @@ _BWD = Kernel(
 
 
 def _sliced(x: Meta, groups: int, starts: int, device: int) -> tuple[int, int, tuple[int, int, int]]:
-    """Return the grid, elements of a row, and how rows are cut: slices for four blocks on each multiprocessor."""
+    """Return the grid, elements of a row, and how rows are cut: slices for four blocks on each SM."""
     batch, channels, spatial = x.shape
     cols = channels // groups * spatial
     vector = 16 // x.dtype.itemsize

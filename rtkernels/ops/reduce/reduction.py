@@ -37,7 +37,7 @@ LIFT = {"value": 0, "abs": 1, "square": 2, "power": 3, "nonzero": 4, "flip": 8, 
 FINISH = {"value": 0, "divide": 1, "root": 2, "power": 3, "any": 4, "all": 5}
 
 _THREADS = 256
-_PER_SM = 1024  # threads on a multiprocessor, those of states of 4 bytes; others have half of them
+_PER_SM = 1024  # threads on an SM, those of states of 4 bytes; others have half of them
 _MAX_SLICE = 2**30  # elements, which kernels count in 32 bits
 _FLOAT_TOKENS = ("bf16", "fp16", "fp32")
 _INT_TOKENS = ("i64", "i32", "u8")
@@ -111,11 +111,11 @@ def row_shape(results: int, units: int, per_sm: int, sm_count: int) -> tuple[int
     Args:
         results: Rows.
         units: Accesses of a row.
-        per_sm: Threads that a multiprocessor has at a time.
-        sm_count: Multiprocessors.
+        per_sm: Threads that an SM has at a time.
+        sm_count: Number of SMs.
     """
     threads = min(power_of_two(-(-units // 4)), 32)
-    # As many as give all multiprocessors something to do, as long as a thread has several accesses.
+    # As many as give all SMs something to do, as long as a thread has several accesses.
     while threads >= 32 and threads < _THREADS and results * threads < 0.6 * per_sm * sm_count and units > 8 * threads:
         threads *= 2
     if threads < _THREADS:
@@ -130,10 +130,10 @@ def column_shape(vectors: int, others: int, count: int, per_sm: int, sm_count: i
         vectors: Accesses of a row.
         others: Entries of other kept dimensions.
         count: Elements of a column.
-        per_sm: Threads that a multiprocessor has at a time.
-        sm_count: Multiprocessors.
+        per_sm: Threads that an SM has at a time.
+        sm_count: Number of SMs.
     """
-    for across in (32, 16, 8, 4):  # without slices, if tiles of 64 bytes or more are enough for all multiprocessors
+    for across in (32, 16, 8, 4):  # without slices, if tiles of 64 bytes or more are enough for all SMs
         tiles = -(-vectors // across) * others
         for threads in (_THREADS, 2 * _THREADS, 4 * _THREADS):
             if threads <= per_sm and 0.8 * sm_count * (per_sm // threads) <= tiles and count * across >= 4 * threads:

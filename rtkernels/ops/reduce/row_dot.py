@@ -102,16 +102,16 @@ _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
 def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the sums of ``x * y`` over the last dimension.
 
-    Products and sums in fp32, in a fixed order; rounded once. Differentiable once.
+    Products and sums are in fp32, in a fixed order, and rounded once. Differentiable once.
 
     Args:
-        x: At least one dimension; bfloat16, float16 or float32. Any strides (a copy is made unless rows are unit-stride
-            and evenly spaced). May be any object with ``__dlpack__``; the result is then of its kind.
-        y: Of x's shape, and of its dtype or float8_e4m3fn (converted first, and without a gradient).
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        x: At least one dimension; bfloat16, float16 or float32. Any strides (copied unless rows are unit-stride and
+            evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind.
+        y: A tensor of x's shape, in x's dtype or float8_e4m3fn (which is converted first and has no gradient).
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense, x's shape without the last dimension, of x's dtype.
+        A contiguous tensor of x's shape without the last dimension, in x's dtype.
     """
     check_tensor("y", y)
     if y.dtype != x.dtype and x.dtype in FLOAT_DTYPES:

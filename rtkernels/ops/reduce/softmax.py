@@ -119,23 +119,23 @@ def softmax(
 ) -> Tensor:  # fmt: skip
     """Return ``exp(scale * x) / sum(exp(scale * x))`` over one dimension.
 
-    Computed in fp32 and rounded once; no intermediate overflows. A row that has nothing but -inf, or length 0, gives 0
-    (torch gives NaN), and so has gradient 0. A NaN or +inf makes its row NaN. Differentiable once in x.
+    Computed in fp32 and rounded once; no intermediate overflows. A row of only -inf, or of length 0, gives 0 (torch
+    gives NaN) and has gradient 0. A NaN or +inf makes its row NaN. Differentiable once in x.
 
     Args:
-        x: bfloat16, float16 or float32; any strides (a copy is made unless rows are unit-stride and evenly spaced). May
-            be any object with ``__dlpack__``; the result is then of its kind.
-        dim: The dimension the sum is over. Other than the last one is moved there first, by a copy; the result is then
-            a view with that dimension the fastest in memory.
-        scale: Any finite number. With 0 all scores but -inf count the same.
-        lengths: int32 or int64, the shape of x without `dim`: how many scores of each row count (values are clamped to
-            0 and the row's size). The others are not read, get probability 0 and gradient 0.
+        x: bfloat16, float16 or float32; any strides (copied unless rows are unit-stride and evenly spaced). Any object
+            with ``__dlpack__`` is accepted; results are then of the same kind.
+        dim: The dimension to sum over. If it is not the last, x is copied with that dimension last, and the result is a
+            view in which it has unit stride.
+        scale: Factor of the scores, any finite number. With 0, all scores except -inf have the same weight.
+        lengths: int32 or int64, the shape of x without `dim`: the number of valid scores of each row, clamped to 0 ..
+            row size. Other scores are not read and have probability 0 and gradient 0.
         in_place: Overwrite x and return it. With gradients, x must not be a leaf and nothing else may need its old
-            values. Makes a copy anyway where rows are not evenly spaced, for another dim, and under torch.compile.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+            values. Still copies if rows are not evenly spaced, if dim is not the last, and under torch.compile.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense (for the last dim), of x's shape and dtype.
+        A tensor of x's shape and dtype; contiguous for the last dim.
     """
     return _any_softmax(x, dim, scale, lengths, in_place, False)
 
@@ -147,20 +147,20 @@ def log_softmax(
 ) -> Tensor:  # fmt: skip
     """Return the logarithm of ``softmax(x)``, ``scale * x - log(sum(exp(scale * x)))``, over one dimension.
 
-    Computed in fp32 and rounded once; no intermediate overflows. Scores that do not count, and rows that have nothing
-    but -inf or length 0, give -inf (torch gives NaN for such rows). A NaN or +inf makes its row NaN. Differentiable
-    once in x; as in torch, the gradient of a score of -inf is `scale` times the incoming one.
+    Computed in fp32 and rounded once; no intermediate overflows. Invalid scores, and rows of only -inf or of length 0,
+    give -inf (torch gives NaN for such rows). A NaN or +inf makes its row NaN. Differentiable once in x; as in torch,
+    the gradient of a score of -inf is `scale` times the incoming one.
 
     Args:
         x: As for ``softmax``.
         dim: As for ``softmax``.
         scale: As for ``softmax``.
-        lengths: As for ``softmax``; scores that do not count get -inf and gradient 0.
+        lengths: As for ``softmax``; other scores give -inf and have gradient 0.
         in_place: As for ``softmax``.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense (for the last dim), of x's shape and dtype.
+        A tensor of x's shape and dtype; contiguous for the last dim.
     """
     return _any_softmax(x, dim, scale, lengths, in_place, True)
 

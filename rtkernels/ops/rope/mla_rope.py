@@ -269,35 +269,39 @@ def mla_rope(
     cu_seqlens_kv: Tensor | None = None,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Rotate the rotary part of q and k and assemble k and v heads, as multi-head latent attention needs them.
+    """Rotate the rotary part of q and k and assemble the heads of k and v for multi-head latent attention.
 
-    A head of q is ``[nope | rotary]``, one of kv ``[nope | value]``; k_pos is the rotary part that k's heads share. Any
-    split: ``rotary`` is the size of k_pos, ``nope`` what q has besides. Computed in fp32 and rounded once; other
-    elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed over heads in fp32.
+    A head of q is ``[nope | rotary]``, a head of kv ``[nope | value]``; k_pos is the rotary part that all heads of k
+    share. The sizes are free: ``rotary`` is the size of k_pos, and ``nope`` is the rest of q's head. Computed in fp32
+    and rounded once; other elements are copied. Differentiable once in q, kv and k_pos; the gradient of k_pos is summed
+    over heads in fp32.
 
     Args:
-        q: ``[length, batch, heads, nope + rotary]`` or as `layout` says, or packed ``[tokens, heads, nope + rotary]``.
-            bfloat16, float16 or float32; any strides. May be any object with ``__dlpack__``.
-        kv: The same with ``nope + value`` elements, of q's dtype, batch and length; may have another number of heads.
-        k_pos: The same with one head of ``rotary`` elements, or without the dimension of heads.
+        q: ``[length, batch, heads, nope + rotary]`` or as given by `layout`, or packed
+            ``[tokens, heads, nope + rotary]``. bfloat16, float16 or float32; any strides. Any object with
+            ``__dlpack__`` is accepted.
+        kv: Like q, with ``nope + value`` elements per head; may have a different number of heads.
+        k_pos: Like q, with one head of ``rotary`` elements, or without the head dimension.
         cos: As for ``rope``; n is ``rotary / 2`` or ``rotary``, the latter in the order of the result.
         sin: Like cos.
         layout: ``"sbhd"``, ``"bshd"`` or ``"bhsd"``.
-        output_layout: Of the results; `layout` if None. Packed tokens stay packed.
-        interleaved: The rotary parts come as pairs (2 i, 2 i + 1), otherwise as (i, i + rotary / 2).
+        output_layout: Layout of the results. Default: `layout`. Packed tokens stay packed.
+        interleaved: Input pairs are elements (2 i, 2 i + 1) of the rotary parts instead of (i, i + rotary / 2).
         output_interleaved: The same for the rotary parts of the results.
         positions: As for ``rope``.
         cu_seqlens: As for ``rope``.
-        cu_seqlens_kv: Like cu_seqlens, of k and v where it is another than that of q. Costs a second launch.
+        cu_seqlens_kv: cu_seqlens of k and v if it differs from that of q. Costs a second launch.
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
         in_place: Overwrite q's rotary part and return q. With gradients, q must not be a leaf. kv and k_pos are never
             overwritten.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; dense (q as it was if in place).
+        ``(q, k, v)`` of head sizes ``nope + rotary``, ``nope + rotary`` and ``value``; contiguous (except an in-place
+        q).
     """
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}

@@ -158,38 +158,40 @@ def qk_norm_rope(
 
     With ``u = qkv``, or ``silu(qkv)``: ``n = u / sqrt(mean(u^2) + eps) * (offset + weight)`` over each head of q and k,
     then the rotation of ``rope``; heads of v are u. Computed in fp32 and rounded once. Differentiable once in qkv and
-    the weights; their gradients have the same bits every time. The backward saves qkv only.
+    the weights; gradients are deterministic. Only qkv is saved for the backward pass.
 
     Args:
         qkv: ``[length, batch, columns]``, ``[batch, length, columns]`` or packed tokens ``[tokens, columns]``, where
-            ``columns = (q_heads + 2 * kv_heads) * head_dim``. bfloat16, float16 or float32; any strides (a copy is made
-            unless rows have unit stride). May be any object with ``__dlpack__``.
-        q_weight: ``[head_dim]`` of qkv's dtype or float32; None (then k_weight too) for ones.
-        k_weight: Likewise, of the same dtype.
+            ``columns = (q_heads + 2 * kv_heads) * head_dim``. bfloat16, float16 or float32; any strides (copied unless
+            rows have unit stride). Any object with ``__dlpack__`` is accepted.
+        q_weight: ``[head_dim]`` in qkv's dtype or float32. None for ones (k_weight must then be None, too).
+        k_weight: The same for k, in q_weight's dtype.
         cos: As for ``rope``.
         sin: Like cos.
-        q_heads: Query heads.
-        kv_heads: Key and value heads.
-        head_order: ``"grouped"``: for each kv head its q heads, k, v; q_heads is then a multiple of kv_heads.
-            ``"plain"``: all of q, all of k, all of v.
-        layout: ``"sbhd"`` (sequence first) or ``"bshd"``, of qkv.
-        rotary: Rotated elements of a head, its first ones; all of them if None.
+        q_heads: Number of query heads.
+        kv_heads: Number of key heads, and of value heads.
+        head_order: ``"grouped"``: for each kv head its q heads, then k, then v; q_heads must be a multiple of kv_heads.
+            ``"plain"``: all heads of q, then of k, then of v.
+        layout: Layout of qkv: ``"sbhd"`` (sequence first) or ``"bshd"``.
+        rotary: The first so many elements of a head are rotated. Default: all.
         interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
         silu: Apply SiLU to q, k and v first.
         eps: Added to the mean square.
         offset: Added to the weights.
         positions: As for ``rope``.
         cu_seqlens: As for ``rope``; for packed tokens.
-        cu_seqlens_kv: Like cu_seqlens, of k and v where it is another than that of q. Costs a second launch.
+        cu_seqlens_kv: cu_seqlens of k and v if it differs from that of q. Costs a second launch.
         sections: As for ``rope``.
         sections_interleaved: As for ``rope``.
         cp_rank: As for ``rope``.
         cp_size: As for ``rope``.
         mscale: Factor of cos and sin.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``(q, k, v)``, dense ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), qkv's dtype.
+        ``(q, k, v)``, contiguous ``[batch, length, heads, head_dim]`` (packed: ``[tokens, heads, head_dim]``), in qkv's
+        dtype.
     """
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}

@@ -62,39 +62,42 @@ def rope(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate pairs of elements of every head by the angles of its token.
 
-    ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; elements beside the rotary part are
-    copied. Computed in fp32 and rounded once. Differentiable once in x and k; the gradient is the adjoint rotation,
-    also where the two elements of a pair have different angles.
+    ``y0 = x0 * cos0 - x1 * sin0`` and ``y1 = x1 * cos1 + x0 * sin1`` for each pair; other elements are copied. Computed
+    in fp32 and rounded once. Differentiable once in x and k; the gradient is the adjoint rotation, also if the two
+    elements of a pair have different angles.
 
     Args:
-        x: ``[batch, length, heads, head_dim]`` or as `layout` says, or packed tokens ``[tokens, heads, head_dim]``.
-            bfloat16, float16 or float32; any strides (a copy is made unless heads have unit stride). May be any object
-            with ``__dlpack__``; the result is then of its kind.
-        cos: ``[positions, n]``, or with a row for each token ``[batch, length, n]`` (batch may be 1; with `sections`
-            ``[3, batch, length, n]``). n is ``rotary / 2``, one for each pair, or `rotary`, one for each element in the
-            order of the head. x's dtype or float32. A position outside the table gives NaN.
+        x: ``[batch, length, heads, head_dim]`` or as given by `layout`, or packed tokens ``[tokens, heads, head_dim]``.
+            bfloat16, float16 or float32; any strides (copied unless heads have unit stride). Any object with
+            ``__dlpack__`` is accepted; results are then of the same kind.
+        cos: ``[positions, n]``, or ``[batch, length, n]`` with a row for each token (batch may be 1; with `sections`
+            ``[3, batch, length, n]``). n is ``rotary / 2``, one value per pair, or `rotary`, one value per element in
+            the order of the head. x's dtype or float32. A position outside the table gives NaN.
         sin: Like cos.
-        k: A second tensor to rotate in the same launch; may have another number of heads.
-        layout: ``"bshd"``, ``"sbhd"`` (sequence first) or ``"bhsd"``; of the result too.
-        rotary: Rotated elements of a head, its first ones; all of them if None.
+        k: A second tensor to rotate in the same launch; may have a different number of heads.
+        layout: Layout of x, k and the results: ``"bshd"``, ``"sbhd"`` (sequence first) or ``"bhsd"``.
+        rotary: The first so many elements of a head are rotated. Default: all.
         interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
-        positions: int32 or int64 ``[batch, length]`` or ``[length]``; without it a token's place in its sequence.
-        cu_seqlens: int32 or int64 ``[sequences + 1]``, where the sequences of packed tokens begin and the last ends,
-            before context parallelism (fewer than 2^32 tokens in all). A token's position is then its place in its
-            own sequence.
-        sections: Pairs for each of three position streams (Qwen-VL's mrope); `positions` is then ``[3, ...]``.
-        sections_interleaved: Pair i belongs to stream ``i % 3`` while that one has pairs left, then to the first.
+        positions: int32 or int64 ``[batch, length]`` or ``[length]``; the positions of the tokens. Default: their
+            indices in the sequence.
+        cu_seqlens: int32 or int64 ``[sequences + 1]``, the starts of the packed sequences and the end of the last one,
+            before context parallelism (fewer than 2^32 tokens in total). The position of a token is then its index in
+            its own sequence.
+        sections: Number of pairs for each of three position streams (mrope of Qwen-VL); `positions` is then
+            ``[3, ...]``.
+        sections_interleaved: Pair i belongs to stream ``i % 3`` while that stream has pairs left, then to the first.
         cp_rank: Rank in zigzag context parallelism: this rank has parts ``cp_rank`` and ``2 * cp_size - 1 - cp_rank``
             of the ``2 * cp_size`` parts of every sequence.
         cp_size: Number of such ranks; sequence lengths are multiples of ``2 * cp_size``.
         mscale: Factor of cos and sin.
-        inverse: Apply the adjoint instead: the backward.
+        inverse: Apply the adjoint rotation instead, as the backward pass does.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        ``y``, dense, of x's shape and dtype; with k ``(y, rotated k)``. With sections or tables whose rows are not
-        aligned, fp32 tables of ``tokens * n`` entries are made on the way.
+        ``y``, contiguous, in x's shape and dtype; with k ``(y, rotated k)``. With sections, or with tables whose rows
+        are not aligned, fp32 tables of ``tokens * n`` entries are allocated temporarily.
     """
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES

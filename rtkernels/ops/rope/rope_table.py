@@ -98,16 +98,16 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of ``position * scaling * base ** (-2 i / dim)`` for the pairs of a head.
 
-    For :func:`rope`, :func:`qkv_split` and :func:`append_kv_cache`, whichever elements make a pair. Worked out in
-    float64 and rounded to float32, and then to `dtype`.
+    For :func:`rope`, :func:`qkv_split` and :func:`append_kv_cache`, with either kind of pairs. Computed in float64,
+    rounded to float32 and then to `dtype`.
 
     Args:
-        positions: How many, from 0 on, or a tensor ``[...]`` of them.
-        dim: Rotated elements of a head, a multiple of 2.
-        base: As models call ``rope_theta``.
-        scaling: Factor of positions: 1 / s for linear interpolation by s.
-        dtype: Of the tables: bfloat16, float16 or float32.
-        device: Where; that of `positions` if it is a tensor.
+        positions: Number of positions, starting at 0, or a tensor ``[...]`` of positions.
+        dim: Number of rotated elements of a head, a multiple of 2.
+        base: Base of the frequencies; ``rope_theta`` in model configurations.
+        scaling: Factor of the positions: 1 / s for linear interpolation by s.
+        dtype: Dtype of the tables: bfloat16, float16 or float32.
+        device: Device of the tables. Default: that of `positions` if it is a tensor.
 
     Returns:
         ``(cos, sin)``, each ``[positions, dim / 2]``.

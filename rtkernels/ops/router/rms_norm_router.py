@@ -95,27 +95,28 @@ def rms_norm_router(
 ) -> NormRouter:  # fmt: skip
     """Normalise rows, quantise them to fp8 (e4m3) and multiply them by a router's weight.
 
-    The results are those of ``rms_norm_fp8(x, weight, keep=True)`` and ``router_gemm(y, router_weight)``: codes come
-    from fp32 values, logits from y as it is stored, with the errors that :func:`rtkernels.router_gemm` promises against
-    exact products of that y. (Against a y that is not rounded, bfloat16 logits are off by 1.7e-3, either way.)
+    The results are those of ``rms_norm_fp8(x, weight, keep=True)`` and ``router_gemm(y, router_weight)``: codes are
+    computed from fp32 values, logits from the rounded y, with the errors of :func:`rtkernels.router_gemm` relative to
+    exact products of that y. (Relative to an unrounded y, bfloat16 logits have an error of 1.7e-3 in both cases.)
 
-    One kernel does it where that is faster: on sm_90a, with x and router_weight of bfloat16, 1024 to 3072 columns (a
+    A single kernel is used if that is faster: on sm_90a, with bfloat16 x and router_weight, 1024 to 3072 columns (a
     multiple of 128), 64 to 256 experts (a multiple of 4), precision "fast" or "high", and enough rows to occupy 70 % of
-    the multiprocessors with 64 each. Elsewhere the two functions run one after the other.
+    the SMs with 64 rows each. Otherwise the two functions run one after the other.
 
     Differentiable once in x, weight and router_weight, through ``logits`` and ``y``; codes, scales and rstd are not.
 
     Args:
-        x: ``[..., n]``, bfloat16 or float16, any strides. May be any object with ``__dlpack__``; the results are then
-            of its kind.
-        weight: ``[n]`` of x's dtype or float32, the norm's; None for ones (then `offset` is not used).
+        x: ``[..., n]``, bfloat16 or float16, any strides. Any object with ``__dlpack__`` is accepted; results are then
+            of the same kind.
+        weight: The norm's weight, ``[n]`` in x's dtype or float32. None for ones (`offset` is then not used).
         router_weight: ``[experts, n]``, bfloat16, float16 or float32.
-        eps: Added to the mean square; None for 1e-6.
+        eps: Added to the mean square. Default: 1e-6.
         offset: Added to the norm's weight; 1.0 for models that store ``weight - 1``.
-        precision: "fast", "high" or "exact", of the logits.
+        precision: Precision of the logits: "fast", "high" or "exact", as for :func:`rtkernels.router_gemm`.
         pow2_scale: Round scales up to a power of two.
-        scale_layout: "row" or "column".
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        scale_layout: Layout of the scales: "row" or "column".
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         A :class:`NormRouter`.

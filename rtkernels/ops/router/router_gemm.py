@@ -156,8 +156,8 @@ def router_gemm(
 ) -> Tensor:  # fmt: skip
     """Return ``x @ weight.T + bias`` in fp32: the logits of a router.
 
-    16-bit numbers are multiplied exactly, by tensor cores; fp32 ones (a weight, incoming gradients) are first written
-    as a sum of 16-bit terms, as many as `precision` asks for. Relative errors (Frobenius norm) against exact
+    16-bit numbers are multiplied exactly by tensor cores. fp32 numbers (a weight, incoming gradients) are first split
+    into a sum of 16-bit terms; `precision` sets their number. Relative errors (Frobenius norm) against exact
     arithmetic, for hidden sizes, expert and token counts up to 8192 and sums that do not cancel:
 
     ========= ====================== ====================== ===========================
@@ -170,26 +170,26 @@ def router_gemm(
     "exact"   1e-6                   1e-6                   1e-5
     ========= ====================== ====================== ===========================
 
-    An x of fp16 meets fp16 terms that are scaled by powers of two per expert (nothing overflows). Its own gradient is
-    made of bf16 terms, whose range is that of fp32, two of each number for every precision: incoming gradients of any
-    magnitude keep at least the 11 bits that fp16 has, and "fast" gains no time there. NaN and infinities
-    come out as NaN or infinity where exact arithmetic has one of the two; an infinity that meets, or is, a number of
-    several terms may come out as NaN. Results have the same bits at every call. Differentiable once in x, weight and
-    bias; only the gradients that are needed are computed, in fp32 and rounded once to the dtype of what they belong to.
+    For fp16 x, the weight is split into fp16 terms that are scaled by powers of two per expert, so nothing overflows.
+    The gradient of an fp16 x is computed from bf16 terms, which have the range of fp32, two per number for every
+    precision: incoming gradients of any magnitude keep at least the 11 bits of fp16, and "fast" is not faster there. If
+    exact arithmetic gives NaN or infinity, so does this function, but infinity may become NaN if fp32 numbers are
+    involved. Results are deterministic. Differentiable once in x, weight and bias; only the needed gradients are
+    computed, in fp32, and rounded once to the dtype of their tensor.
 
     Args:
-        x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. Rows that are not a multiple of
-            16 bytes long and apart, or not unit-stride, are copied first. May be any object with ``__dlpack__``; the
-            result is then of its kind.
+        x: [..., hidden size], bfloat16 or float16, any strides; read in its own dtype. x is copied unless rows are
+            unit-stride and their length and distance are multiples of 16 bytes. Any object with ``__dlpack__`` is
+            accepted; results are then of the same kind.
         weight: [experts, hidden size], bfloat16, float16 or float32.
         bias: [experts], bfloat16, float16 or float32; added in fp32.
         precision: "fast", "high" or "exact".
-        main_grad: [experts, hidden size], float32, contiguous. Backward then *adds* weight's gradient to it in place,
-            in fp32, and gives weight no gradient of its own: ``weight.grad`` stays as it is.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        main_grad: [experts, hidden size], float32, contiguous. The backward pass then *adds* weight's gradient to it in
+            place, in fp32, and ``weight.grad`` does not change.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        Dense fp32 ``[..., experts]``.
+        A contiguous fp32 tensor ``[..., experts]``.
     """
     level = PRECISIONS.get(precision)
     if level is None:

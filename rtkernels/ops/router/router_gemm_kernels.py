@@ -130,7 +130,7 @@ def _up(a: int, b: int) -> int:
 
 
 def _splits(device: int, tile_count: int, depth: int) -> tuple[int, int]:
-    """Return in how many parts the summed dimension is cut to keep all multiprocessors busy, and blocks in each."""
+    """Return in how many parts the summed dimension is cut to keep all SMs busy, and blocks in each."""
     blocks = _up(depth, DEPTH)
     wanted = max(1, min(device_info(device).sm_count // tile_count, blocks // _MIN_BLOCKS))
     each = _up(blocks, wanted)

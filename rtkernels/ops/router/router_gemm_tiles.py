@@ -1,7 +1,7 @@
 """Which tile and how many splits the forward of the router takes on sm_90a: a cost model in plain numbers.
 
 A cluster of `splits` blocks makes a tile of `rows` tokens by `columns` experts, each block its part of the depth, 64 of
-it per stage. All costs are clocks of a multiprocessor, with rates fitted to a run on an H200: 46 cases of 4096 to 12289
+it per stage. All costs are clocks of an SM, with rates fitted to a run on an H200: 46 cases of 4096 to 12289
 tokens and 8 to 512 experts, times within 6 % (root mean square), choices at 0.3 % above the fastest one on average
 (docs/decisions/router.md).
 """
@@ -21,10 +21,10 @@ _MAX_STAGES = 12
 
 _START = 6400  # of a block, before its first product
 _TENSOR_CLOCKS = 0.0373  # of a stage, for each element of the tile and each term
-_SM_BYTES = 69  # a clock that reach a multiprocessor
+_SM_BYTES = 69  # a clock that reach an SM
 _L2_BYTES = 5900  # a clock that leave L2
 _DRAM_BYTES = 1800  # a clock that leave memory
-_STORE_BYTES = 20  # a clock that a multiprocessor writes
+_STORE_BYTES = 20  # a clock that an SM writes
 _EXCHANGE_START = 1450  # clocks before a cluster adds up
 _EXCHANGE_BYTES = 11  # a clock that it adds up
 
@@ -49,7 +49,7 @@ def box_rows(size: int, tile: int) -> int:
 
 
 def resident_clusters(sms: int, splits: int) -> int:
-    """Return how many clusters run at the same time. Groups of 16 or 18 multiprocessors are not shared by clusters."""
+    """Return how many clusters run at the same time. Groups of 16 or 18 SMs are not shared by clusters."""
     return max(1, (sms if splits <= 2 else sms * 15 // 16) // splits)
 
 
@@ -90,7 +90,7 @@ def forward_tile(size: tuple[int, int, int], terms: int, sms: int) -> Tile:
     Args:
         size: Tokens, experts, depth.
         terms: 16-bit matrices whose sum the weight is.
-        sms: Multiprocessors.
+        sms: Number of SMs.
     """
     deepest = max(1, min(MAX_SPLITS, _up(size[2], DEPTH) // MIN_BLOCKS))
     choices = [(*tile, splits) for tile in TILES for splits in range(1, deepest + 1)]

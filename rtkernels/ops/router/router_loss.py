@@ -31,16 +31,17 @@ def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int
 def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | None = None) -> Tensor:
     """Return ``coefficient * mean over tokens of logsumexp(logits)^2``, which keeps router logits small.
 
-    fp32 arithmetic, sums in a fixed order. Differentiable once.
+    Computed in fp32 with sums in a fixed order. Differentiable once.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
         coefficient: Factor of the loss.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        float32, no dimensions; 0 without tokens.
+        A float32 scalar; 0 if there are no tokens.
     """
     return _loss(logits, None, Z, -1, 1, coefficient)
 
@@ -54,28 +55,29 @@ def load_balancing_loss(
     """Return the auxiliary loss that spreads tokens over experts: ``coefficient * experts * sum over e of f_e P_e``.
 
     f_e is the fraction of all choices that went to expert e, P_e the mean score of e over the tokens (Switch
-    Transformer, Megatron's ``aux_loss``). With `sequence_dim`, f and P are those of each sequence, and the result is
-    the mean over the sequences (DeepSeek's sequence-wise loss, Megatron's ``seq_aux_loss``). A token whose logits are
-    all -inf has scores of 0, and gradient 0, as in ``rtkernels.softmax`` (not with a score of None). fp32 arithmetic,
-    sums in a fixed order. Differentiable once in the logits; the counts are constants.
+    Transformer, Megatron's ``aux_loss``). With `sequence_dim`, f and P are computed per sequence, and the result is the
+    mean over the sequences (DeepSeek's sequence-wise loss, Megatron's ``seq_aux_loss``). A token whose logits are all
+    -inf has scores 0 and gradient 0, as in ``rtkernels.softmax`` (unless `score` is None). Computed in fp32 with sums
+    in a fixed order. Differentiable once in the logits; the counts are constants.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the result is of its kind.
-        indices: ``[..., k]`` int32 or int64, the chosen experts of each token; others than 0 to experts - 1 (dropped
-            choices) are not counted. Not needed where `counts` is given.
-        counts: int32, how many tokens chose each expert: ``[experts]``, or ``[sequences, experts]`` with
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
+        indices: ``[..., k]`` int32 or int64, the selected experts of each token; values outside 0 .. experts - 1
+            (dropped choices) are not counted. Not needed if `counts` is given.
+        counts: int32, the number of tokens that selected each expert: ``[experts]``, or ``[sequences, experts]`` with
             `sequence_dim`.
-        k: Choices per token; the last size of `indices` if None, and needed without them.
+        k: Number of choices per token. Default: the last size of `indices`; required without them.
         score: ``"softmax"``, ``"sigmoid"`` (sigmoids divided by their sum over all experts, as in DeepSeek-V3), or None
-            where `logits` are scores already.
+            if `logits` are scores already.
         coefficient: Factor of the loss.
-        sequence_dim: None for a loss over the whole batch. Else logits are ``[a, b, experts]`` and this is the
-            dimension of the tokens of a sequence: 1 for batch first, 0 for sequence first.
-        out: Takes the result instead of new memory: its shape, dtype and strides. Not with gradients.
+        sequence_dim: Dimension of the tokens of a sequence, for logits ``[a, b, experts]``: 1 for batch first, 0 for
+            sequence first. Default: the loss is over the whole batch.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        float32, no dimensions; 0 without tokens.
+        A float32 scalar; 0 if there are no tokens.
     """
     if score not in _SCORES:
         raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")

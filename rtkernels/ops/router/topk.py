@@ -152,22 +152,23 @@ _differentiable = applied(_TopK)
 def topk(
     x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64, out: tuple[Tensor | None, ...] | None = None
 ) -> TopK:
-    """Return the k largest numbers of each row (the last dimension) and where they are, largest first.
+    """Return the k largest numbers of each row (the last dimension) and their indices, largest first.
 
-    Exact for every input: equal numbers come in the order of their columns, lowest first, always; NaN counts as larger
-    than everything, as in torch; -0 and +0 are equal. Values keep their bits. Differentiable once in x: the gradient
-    goes to the chosen columns, the others get 0.
+    Exact for every input: equal numbers are always in the order of their columns, lowest first; NaN is larger than
+    everything, as in torch; -0 and +0 are equal. Values keep their bits. Differentiable once in x: the gradient goes to
+    the selected columns; other columns get 0.
 
     Args:
-        x: bfloat16, float16 or float32, with 1 to 8192 columns; any leading dimensions and strides (a copy is made
-            unless rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; the results are then
-            of its kind.
-        k: 1 to 64, at most the number of columns.
+        x: bfloat16, float16 or float32, with 1 to 8192 columns; any leading dimensions and strides (copied unless rows
+            are unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
+        k: How many numbers, 1 to 64 and at most the number of columns.
         index_dtype: ``torch.int64`` or ``torch.int32``.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
-        TopK: ``values`` of x's dtype and ``indices``, dense, of x's shape with k in place of the last dimension.
+        TopK: ``values`` in x's dtype and ``indices``, contiguous, in x's shape with k as the last dimension.
     """
     if index_dtype is not torch.int64 and index_dtype is not torch.int32:
         raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")

@@ -128,32 +128,35 @@ def topk_router(
     scale: float = 1.0, eps: float = 1e-20, dense_probs: bool = False, routing_map: bool = False,
     out: tuple[Tensor | None, ...] | None = None,
 ) -> Routing:  # fmt: skip
-    """Choose k experts for every token (every row of logits), and give their probabilities.
+    """Select k experts for every token (every row of logits), and return their probabilities.
 
-    Experts are chosen by a key: the score if `score_first`, else the logit, plus `bias`. Without bias and groups that
-    is the order of the logits themselves. Ties go to the lowest expert, always, of groups too; NaN counts as largest.
-    The probability of a chosen expert is its score (without bias): its sigmoid, or its part of a softmax over all
-    experts (`score_first`) or over the chosen ones; then divided by the sum of the chosen (`renormalize`), then times
-    `scale`. All arithmetic is fp32. Differentiable once in the logits, from `probs`, `dense_probs` or both; bias gets
-    no gradient.
+    Experts are selected by a key: the score if `score_first`, else the logit, plus `bias`. Without bias and groups,
+    this is the order of the logits. Ties always go to the lowest expert or group; NaN is largest. The probability of a
+    selected expert is its score without bias: its sigmoid, or its softmax over all experts (`score_first`) or over the
+    selected ones. It is then divided by the sum over the selected experts (`renormalize`) and multiplied by `scale`.
+    Computed in fp32. Differentiable once in the logits, from `probs`, `dense_probs` or both; bias has no gradient.
 
     Args:
-        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (a copy is made unless
-            rows are unit-stride and evenly spaced). May be any object with ``__dlpack__``; results are of its kind.
-        k: 1 to 64 experts per token.
+        logits: ``[..., experts]``, 1 to 4096 experts; bfloat16, float16 or float32, any strides (copied unless rows are
+            unit-stride and evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same
+            kind.
+        k: Number of experts per token, 1 to 64.
         score: ``"softmax"`` or ``"sigmoid"``.
-        score_first: Choose by scores, and take a softmax over all experts; else choose by logits, and take it over the
-            chosen ones.
-        bias: ``[experts]``, added to the key for the choice only (the correction of loss-free balancing).
-        num_groups: Experts form this many groups of neighbours; any divisor of their number.
-        top_groups: Only experts of the best so many groups may be chosen; all groups if None.
-        group_k: A group is as good as the sum of its so many largest keys; ``k // top_groups``, at least 1, if None.
-        renormalize: Divide by the sum of the chosen scores plus `eps` (a softmax over the chosen has sum 1 already).
+        score_first: Select by scores, with a softmax over all experts; otherwise select by logits, with a softmax over
+            the selected experts.
+        bias: ``[experts]``, added to the key for the selection only (the correction of loss-free balancing). Default:
+            0.
+        num_groups: Number of groups of consecutive experts; any divisor of the number of experts.
+        top_groups: Experts are selected only from this many best groups. Default: all groups.
+        group_k: The rank of a group is the sum of its this many largest keys. Default: ``k // top_groups``, at least 1.
+        renormalize: Divide by the sum of the selected scores plus `eps` (a softmax over the selected experts already
+            has sum 1).
         scale: Factor of the probabilities.
-        eps: Added to the sum.
-        dense_probs: Give the probabilities as ``[..., experts]``, too.
-        routing_map: Give the choice as bool ``[..., experts]``, too.
-        out: Takes the results in their order (None: made anew): their shapes, dtypes and strides. Not with gradients.
+        eps: Added to the sum for `renormalize`.
+        dense_probs: Also return the probabilities as ``[..., experts]``.
+        routing_map: Also return the selection as bool ``[..., experts]``.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
 
     Returns:
         Routing: ``probs`` and ``indices`` (``[..., k]``, float32 and int32), ``counts`` (``[experts]`` int32), and the

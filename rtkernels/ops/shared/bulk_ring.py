@@ -1,4 +1,4 @@
-"""How persistent kernels whose rows the copy engine brings (common/bulk_ring.cuh) are launched."""
+"""How persistent kernels whose rows TMA loads (common/bulk_ring.cuh) are launched."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def copy_ring(
 def bulk_ring(
     info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
 ) -> BulkRing | None:
-    """Return how such a kernel is launched, or None if it cannot be: no copy engine, or rows shorter than a warp.
+    """Return how such a kernel is launched, or None if it cannot be: no TMA, or rows shorter than a warp.
 
     Args:
         info: The device.

@@ -25,7 +25,7 @@ def _plan(device: int, dtype: torch.dtype, cols: int, overlaps: bool):
     grid = -(-cols // (32 << pairs))
     shared = 1024 << pairs
     if not overlaps:
-        # So that those multiprocessors which are free first do not take them all (decisions/norm.md).
+        # So that those SMs which are free first do not take them all (decisions/norm.md).
         shared = max(shared, min(info.shared_per_block // 2, (200 << 10) // -(-grid // info.sm_count)) & ~15)
     return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, 256, shared, overlap=True), pairs
 

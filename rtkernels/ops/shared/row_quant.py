@@ -27,17 +27,17 @@ KINDS = ("none", "tensor", "row", "block128", "nvfp4")
 
 
 class Quant(NamedTuple):
-    """How an operator is to quantise its result.
+    """How a function quantises its result.
 
     Attributes:
         dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or ``"nvfp4"``.
-        scale: Given: a number, or one float32 element on the device, which the host never reads. None: from the
-            largest finite magnitude of the result, and returned. For "nvfp4" it is the scale of the whole tensor on
-            top of those of blocks; 1.0 for none.
-        granularity: What shares a scale: ``"tensor"``, ``"row"``, ``"block128"`` (128 columns of a row).
+        scale: The scale: a number, or one float32 element on the device, which the host never reads. Default: computed
+            from the largest finite magnitude of the result, and returned. For "nvfp4" it is the global scale, in
+            addition to those of blocks; 1.0 for none.
+        granularity: Which values share a scale: ``"tensor"``, ``"row"`` or ``"block128"`` (128 columns of a row).
             "nvfp4" always has blocks of 16.
-        swizzled: For "nvfp4": scales in blocks of 128 x 4 (:func:`rtkernels.nvfp4_swizzle`).
-        floor: The least scale of "tensor" and "row"; 0 for none.
+        swizzled: For "nvfp4": store scales in blocks of 128 x 4 (:func:`rtkernels.nvfp4_swizzle`).
+        floor: Lower limit of the scales of "tensor" and "row"; 0 for none.
     """
 
     dtype: torch.dtype | str = torch.float8_e4m3fn
@@ -86,7 +86,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
     if not floor >= 0 or not isfinite(floor):
         raise ArgumentError(f"quant.floor is {quant.floor}; expected a number that is not negative")
     if scale is not None and kind in ("row", "block128"):
-        raise ArgumentError(f"quant.scale is given; expected None for granularity {kind!r}, whose scales are results")
+        raise ArgumentError(f"quant.scale is given; expected None for granularity {kind!r}, which computes scales")
     if isinstance(scale, Tensor):
         scale = scale.detach()
         if scale.dtype != torch.float32 or scale.numel() != 1:

@@ -14,7 +14,7 @@ TILE_BYTES = 128 * 128 * 2  # of one input
 _THREADS = 640
 _BOX_ROWS = 16
 _BOX_COLS = 128
-# Tiles per block up to which blocks share tiles out evenly, though some multiprocessors then have none, and above which
+# Tiles per block up to which blocks share tiles out evenly, though some SMs then have none, and above which
 # they draw tiles from a counter: then they stay together, and memory is faster for it. Measured on the H200.
 _UNIFORM_TILES_PER_BLOCK = 4
 _DRAW_TILES_PER_BLOCK = 4
@@ -26,7 +26,7 @@ def supported(target: Target) -> bool:
 
 
 def blocks_for(tiles: int, processors: int) -> int:
-    """Return how many blocks there should be: one per multiprocessor, or a few less that have as many tiles each."""
+    """Return how many blocks there should be: one per SM, or a few less that have as many tiles each."""
     tiles_per_block = -(-tiles // processors)
     uniform = -(-tiles // tiles_per_block)
     shares = tiles_per_block <= _UNIFORM_TILES_PER_BLOCK and uniform >= 0.95 * processors
@@ -42,7 +42,7 @@ def stream_steps(
     kernel: Kernel, variant: Variant, device: int, tiles: int, shared: int, maps: Sequence[Boxes],
     tensors: Sequence[str | int], numbers: Sequence[int], *after: Step, scratch: dict[str, Memory] | None = None,
 ) -> Steps:  # fmt: skip
-    """Return the launch of a kernel with a block per multiprocessor or less.
+    """Return the launch of a kernel with a block per SM or less.
 
     Args:
         kernel: Of sm_90; takes tensor maps, then pointers, a counter, numbers.

@@ -1,4 +1,6 @@
-"""From sources to a checked image on disk: the include closure (``sources``), NVRTC (``nvrtc``), the key (``key``),
-the cache (``cache``, ``store``, ``places``, ``locks``) and whose files it may load (``trust``). Text and bytes only,
-no tensors and no devices: all of it runs without a GPU.
+"""From sources to a verified image on disk.
+
+The include closure (``sources``), NVRTC (``nvrtc``), the key (``key``), the cache (``cache``, ``store``, ``places``,
+``locks``) and the owners of files it may load (``trust``). These modules handle text and bytes, no tensors and no
+devices, so all of them run without a GPU.
 """

@@ -1,8 +1,8 @@
-"""The kernel cache: from (unit, expressions, target) to a checked image, compiling at most once.
+"""The kernel cache: from (unit, expressions, target) to a verified image, compiling at most once.
 
-The order is memory, the user's directory, the read-only directories, NVRTC. Nothing here raises because a
-disk is full, read-only or damaged: the kernel is then compiled in memory, with one warning. What happens on
-disk is in ``store.py``; ``docs/cache.md`` describes all of it for users.
+The order is memory, the user's directory, the read-only directories, NVRTC. Nothing here raises because a disk is full,
+read-only or damaged: the kernel is then compiled in memory, with one warning. ``store.py`` has the code that works on
+disk; ``docs/cache.md`` describes the cache for users.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Entry", "Stats", "forget", "key", "load", "peek", "stats"]
 
 @dataclass
 class Stats:
-    """What the cache did in this process; read by tests and ``doctor``."""
+    """Counters of cache events in this process; read by tests and ``doctor``."""
 
     compiles: int = 0
     disk_hits: int = 0
@@ -55,8 +55,8 @@ class Entry:
     """A kernel image that is ready to load.
 
     Attributes:
-        image: Cubin or PTX, already checked.
-        path: The same image on disk, or None when it exists in memory only.
+        image: Cubin or PTX, already verified.
+        path: The same image on disk, or None if it exists in memory only.
         names: Name expression to mangled kernel name.
         meta: The content of ``meta.json``.
         source: Where it came from.
@@ -70,7 +70,7 @@ class Entry:
 
 
 class _State:
-    """What one process shares between its threads."""
+    """State that the threads of a process share."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -88,7 +88,7 @@ stats = Stats()
 
 
 def forget() -> None:
-    """Forget what this process remembers: entries in memory, warnings given, the size check, counters."""
+    """Reset the state of this process: entries in memory, warnings already given, the size check, counters."""
     global _state
     _state = _State()
     store_module._warned.clear()
@@ -97,7 +97,7 @@ def forget() -> None:
 
 
 def _renew_locks() -> None:
-    """In a forked child: the locks may be held by threads that exist in the parent only."""
+    """Create new locks in a forked child: threads that exist only in the parent may hold the old ones."""
     _state.guard = threading.Lock()
     _state.locks = {}
 
@@ -118,12 +118,12 @@ def _read(store: Store, directory: Path, request: Request) -> Entry | None:
         return None
     meta, image, path = found
     if meta.get("base_key") != request.base_key:
-        raise BadEntry("it was made for another key")
+        raise BadEntry("it belongs to another key")
     return Entry(image, path, dict(meta["names"]), meta, "extra" if store.extra else "disk")
 
 
 def _probe(store: Store, request: Request, *, locked: bool = False) -> Entry | None:
-    """Return the entry of one store if it is sound; a damaged one is moved aside, under the lock."""
+    """Return the entry of one store if it is intact; a damaged one is moved away, under the lock."""
     directory = request.directory(store)
     try:
         entry = _read(store, directory, request)
@@ -143,10 +143,10 @@ def _probe(store: Store, request: Request, *, locked: bool = False) -> Entry | N
 
 
 def _other_versions(store: Store, request: Request) -> list[tuple[tuple[int, ...], Path]]:
-    """Return entries equal in everything but the NVRTC version, as (version, directory), the best to use first.
+    """Return entries that differ only in the NVRTC version, as (version, directory), best first.
 
-    That is the newest one that the installed NVRTC could have made (a driver that is as old need not load newer PTX),
-    then those of the same major version, then any.
+    The best is the newest one not newer than the installed NVRTC, because an equally old driver may not load newer PTX.
+    Then come those of the same major version, then any others.
     """
     found = []
     for directory in store.entries(request.target.name, request.op):
@@ -164,7 +164,7 @@ def _other_versions(store: Store, request: Request) -> list[tuple[tuple[int, ...
 
 
 def _probe_any_version(store: Store, request: Request) -> Entry | None:
-    """Return an entry equal in everything but the NVRTC version."""
+    """Return an entry that differs only in the NVRTC version."""
     for version, directory in _other_versions(store, request):
         with contextlib.suppress(BadEntry):
             if entry := _read(store, directory, request):
@@ -179,13 +179,13 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def _publish(store: Store, request: Request, meta: dict[str, Any], image: bytes) -> Path | None:
-    """Keep an entry on disk; return the path of its image, or None if that failed."""
+    """Write an entry to disk; return the path of its image, or None if that failed."""
     final = request.directory(store)
     name = store_module.image_name(request.target.name)
     instances = "".join(f"//   {expression}\n" for expression in request.expressions)
     heading = f"// {sources.name(request.unit)} {' '.join(request.flags)}\n{instances}"
     listing = heading + sources.flatten(request.sources)
-    source = gzip.compress(listing.encode(), mtime=0)  # people seldom read it, and it is larger than the image
+    source = gzip.compress(listing.encode(), mtime=0)  # compressed because it is seldom read and larger than the image
     files = {name: image, "kernel.cu.gz": source, store_module.META: json.dumps(meta).encode()}
     return final / name if store_module.publish(store, final, files) else None
 
@@ -229,15 +229,14 @@ def load(
     Args:
         unit: Name of the ``.cu`` file, relative to the source root, or its absolute path.
         expressions: C++ name expressions that are compiled together.
-        target: What to compile for.
+        target: The compilation target.
         flags: Extra compiler options, see ``nvrtc.flags_for``.
-        op: Name of the op; names the entry and appears in messages.
+        op: Name of the op; part of the entry's name and of messages.
         compile_allowed: False while a CUDA graph is captured.
-        directory: Use this cache and no other, as ``warm --out`` does. ``Entry.path`` is None if it could not
-            be written.
+        directory: Use only this cache, as ``warm --out`` does. ``Entry.path`` is None if it could not be written.
 
     Raises:
-        NotWarmError: It would have to be compiled, but that is not allowed.
+        NotWarmError: It is not cached, and compiling is not allowed.
         KernelCompileError: It does not compile.
         ToolkitError: CuPy or NVRTC is missing and no cache has it.
     """
@@ -274,7 +273,7 @@ def peek(
     op: str,
     directory: Path | None = None,
 ) -> Path | None:
-    """Return the directory of the entry ``load`` would find, its image neither checked nor built; None if absent."""
+    """Return the directory of the entry that ``load`` would find, without verifying or building it; None if absent."""
     request = make_request(op, unit, expressions, target, flags, nvrtc.version())
     stores = places.stores(directory)
     for store in stores:
@@ -287,7 +286,7 @@ def peek(
 
 
 def _search(request: Request, stores: Sequence[Store]) -> Entry | None:
-    """Return an entry of this NVRTC; failing that, where nothing can or may be compiled, one of another."""
+    """Return an entry of this NVRTC; if there is none and compiling is impossible, one of another NVRTC."""
     probes = [_probe] if request.nvrtc else []
     if request.nvrtc is None or env.get("NO_COMPILE"):
         probes.append(_probe_any_version)
@@ -312,8 +311,8 @@ def _require_compiler(
     others = sorted({version for store in stores for version, _ in _other_versions(store, request)})
     said = ""
     if others:
-        made, installed = ", ".join(map(_dotted, others)), _dotted(request.nvrtc or ())
-        said = f" (it is there as made by NVRTC {made}; NVRTC {installed} is installed)"
+        versions, installed = ", ".join(map(_dotted, others)), _dotted(request.nvrtc or ())
+        said = f" (the cache has it from NVRTC {versions}; NVRTC {installed} is installed)"
     said += "".join(f" (not used: {reason})" for reason in places.refusals().values())
     raise NotWarmError(
         f"{request.op}: {'; '.join(request.expressions)} for {request.target.name} is not in the cache "
@@ -350,7 +349,7 @@ def _compile(request: Request, store: Store | None) -> Entry:
 
 
 def _enforce_cap(store: Store) -> None:
-    """Evict what is over the size cap; looked at once per process, after a write."""
+    """Evict entries over the size cap; checked once per process, after a write."""
     if _state.cap_checked:
         return
     _state.cap_checked = True

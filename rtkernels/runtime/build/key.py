@@ -1,4 +1,4 @@
-"""What decides the code of a kernel, and the key made from it."""
+"""Everything that decides the code of a kernel, and the cache key computed from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rtkernels.runtime.targets import Target
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that decides what code comes out, taken once: the sources in it are what gets compiled."""
+    """Everything that decides the compiled code, read once: the sources in it are the ones that are compiled."""
 
     op: str
     unit: str
@@ -67,7 +67,7 @@ def make_request(
     flags: Iterable[str],
     nvrtc: tuple[int, int] | None,
 ) -> Request:
-    """Return the request for some instantiations of a unit; ``nvrtc`` is None where it cannot be loaded."""
+    """Return the request for some instantiations of a unit; ``nvrtc`` is None if it cannot be loaded."""
     if not op.replace("_", "").isalnum() or not op.isascii():
         raise ArgumentError(f"op name {op!r} cannot name a cache entry: use letters, digits and '_'")
     extra = tuple(flags)

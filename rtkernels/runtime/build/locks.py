@@ -15,7 +15,7 @@ from rtkernels.runtime.build.store import Store
 
 TIMEOUT_S = 120.0
 LOG_AFTER_S = 5.0
-POLL_S = 0.02  # flock has no timeout; polling five times slower let a busy lock starve a waiter
+POLL_S = 0.02  # flock has no timeout; with polls five times slower, a waiter starved on a busy lock
 
 _lock_files: set[int] = set()
 
@@ -24,13 +24,13 @@ _lock_files: set[int] = set()
 def key_lock(store: Store, key: str, what: str) -> Iterator[None]:
     """Hold the lock of one key across processes.
 
-    After ``TIMEOUT_S``, or where locks do not work, the caller goes on without it: publishing by rename
-    is what keeps the cache correct, the lock only keeps processes from doing the same work.
+    After ``TIMEOUT_S``, or if locks do not work, the caller continues without it: publishing by rename keeps the cache
+    correct, and the lock only avoids duplicate work.
 
     Args:
         store: A writable store.
         key: The whole key.
-        what: Named in the log line for those who wait.
+        what: Named in the log message of waiting processes.
     """
     descriptor = _acquire(store, key, what)
     try:
@@ -39,19 +39,19 @@ def key_lock(store: Store, key: str, what: str) -> Iterator[None]:
         if descriptor is not None:
             _lock_files.discard(descriptor)
             with contextlib.suppress(OSError):
-                # Explicitly: closing alone would leave it locked while a forked child has the file open.
+                # Unlock explicitly: closing alone would leave it locked while a forked child has the file open.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def _acquire(store: Store, key: str, what: str) -> int | None:
-    # The file is never deleted: whoever waits on it would then hold a lock nobody else can see.
+    # The file is never deleted: a process waiting on it would then hold a lock that no other process can see.
     path = store.base / "locks" / f"{key[:32]}.lock"
     try:
         store.make_directory(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, store.mode & 0o666)
     except OSError:
-        return None  # publishing will fail for the same reason, and say so
+        return None  # publishing will fail for the same reason and report it
     if not _wait_for(descriptor, path, what):
         os.close(descriptor)
         return None
@@ -72,7 +72,7 @@ def _wait_for(descriptor: int, path: Path, what: str) -> bool:
             waited = time.monotonic() - started
         except OSError:  # a file system without locks
             return False
-        # Told first: a poll that a busy machine delays past both limits still says whom it waited for.
+        # Logged first, so that a poll that is delayed past both limits still names the process it waited for.
         if waited >= LOG_AFTER_S and not told:
             told = True
             message = "%s: waiting for %s, which is compiling the same kernel (%s)"
@@ -94,7 +94,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _close_inherited_locks() -> None:
-    """In a forked child: an inherited copy would keep a key locked if the parent were killed."""
+    """Close inherited locks in a forked child: a copy would keep a key locked if the parent were killed."""
     for descriptor in _lock_files:
         with contextlib.suppress(OSError):
             os.close(descriptor)

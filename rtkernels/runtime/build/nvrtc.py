@@ -19,21 +19,21 @@ from rtkernels.runtime.build import places as places_module
 from rtkernels.runtime.build import sources as sources_module
 from rtkernels.runtime.targets import Target
 
-# Precompiled headers keep serving an old header after an edit; the rest would put paths into the key or
-# override the target.
+# Precompiled headers would hide an edited header; the other options would put paths into the key or override the
+# target.
 _FORBIDDEN_FLAGS = (
     *("--pch", "-pch", "--create-pch", "-create-pch", "--use-pch", "-use-pch"),
     *("-I", "--include-path", "-arch", "--gpu-architecture"),
 )
 
-# Neither changes the code: the first only makes ptxas report, the second keeps NVRTC from looking for headers
+# Neither changes the code: the first makes ptxas report resources, the second stops NVRTC from searching for headers
 # below the current directory.
 _REPORT_FLAGS = ("--ptxas-options=-v", "--no-source-include")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas said about one kernel; bytes except for ``registers``."""
+    """Resources of one kernel as ptxas reports them; in bytes except for ``registers``."""
 
     registers: int = 0
     spill_stores: int = 0
@@ -50,9 +50,9 @@ class Compiled:
     Attributes:
         image: Cubin, or PTX for a PTX target.
         names: Name expression to mangled kernel name.
-        log: Everything NVRTC and ptxas printed.
-        resources: Name expression to resources; empty for a PTX target, where ptxas has not run.
-        ptx: The PTX the image was made from, if it was asked for.
+        log: The whole output of NVRTC and ptxas.
+        resources: Name expression to resources; empty for a PTX target, for which ptxas does not run.
+        ptx: The PTX of the image, if it was requested.
     """
 
     image: bytes
@@ -74,7 +74,7 @@ def import_cupy() -> ModuleType:
     _make_cupy_importable()
     try:
         import cupy
-    except Exception as error:  # a broken CuPy raises anything from ImportError to OSError
+    except Exception as error:  # a broken CuPy may raise anything, from ImportError to OSError
         raise ToolkitError(
             f"CuPy cannot be imported ({type(error).__name__}: {error}). rtkernels compiles and launches through "
             "it: `pip install cupy-cuda13x nvidia-cuda-nvrtc`, or for a torch or a driver of CUDA 12 `pip install "
@@ -86,7 +86,7 @@ def import_cupy() -> ModuleType:
 def _make_cupy_importable() -> None:
     """Point ``CUPY_CACHE_DIR`` at a private directory if CuPy could not create its default one.
 
-    CuPy makes that directory at import and fails if it cannot, even if it would never write to it.
+    CuPy creates that directory on import and fails if it cannot, even if it would never write to it.
     """
     if os.environ.get("CUPY_CACHE_DIR"):
         return
@@ -108,7 +108,7 @@ def _binding() -> ModuleType:
         from cupy_backends.cuda.libs import nvrtc
 
         nvrtc.getVersion()
-    except Exception as error:  # CuPy reports a library it cannot load with several types
+    except Exception as error:  # CuPy raises several types of exceptions if it cannot load a library
         raise ToolkitError(
             f"NVRTC cannot be loaded ({type(error).__name__}: {error}). Install what fits your CuPy: "
             "`pip install nvidia-cuda-nvrtc` for cupy-cuda13x, `nvidia-cuda-nvrtc-cu12` for cupy-cuda12x"
@@ -132,7 +132,7 @@ def supported_archs() -> list[int]:
 
 
 def library_path() -> str | None:
-    """Return the file of the loaded NVRTC, or None if the system does not tell."""
+    """Return the file of the loaded NVRTC, or None if the system does not report it."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = (line.split(maxsplit=5)[-1].strip() for line in maps if "libnvrtc.so" in line)
@@ -145,14 +145,14 @@ def library_path() -> str | None:
 
 
 def flags_for(target: Target, extra: Iterable[str] = ()) -> list[str]:
-    """Return the options that decide what code comes out; all of them are part of the cache key.
+    """Return the options that decide the compiled code; all of them are part of the cache key.
 
     Args:
-        target: What to compile for.
-        extra: Options of one unit, for example ``--use_fast_math``. Nothing of that kind is on by default.
+        target: The compilation target.
+        extra: Options of one unit, such as ``--use_fast_math``. None of them is on by default.
 
     Raises:
-        ArgumentError: ``extra`` holds an option that would break the cache key.
+        ArgumentError: ``extra`` has an option that would invalidate the cache key.
     """
     flags = [f"-arch={target.name}", "--std=c++17", "-default-device"]
     if env.get("LINEINFO"):
@@ -172,7 +172,7 @@ def flags_for(target: Target, extra: Iterable[str] = ()) -> list[str]:
 
 
 def include_directory(headers: Sequence[str]) -> Path:
-    """Return a directory that has these toolkit headers, of NVRTC's own version.
+    """Return a directory with these toolkit headers, of NVRTC's own version.
 
     Raises:
         ToolkitError: There is none, or only one of another version.
@@ -197,7 +197,7 @@ def include_directory(headers: Sequence[str]) -> Path:
 
 
 def header_version(directory: Path) -> tuple[int, int] | None:
-    """Return the CUDA (major, minor) a header directory belongs to, or None if it does not say."""
+    """Return the CUDA (major, minor) of a header directory, or None if it is unknown."""
     for name, macro in (("cuda_runtime_api.h", "CUDART_VERSION"), ("cuda.h", "CUDA_VERSION")):
         try:
             text = (directory / name).read_text(encoding="utf-8", errors="replace")
@@ -210,13 +210,13 @@ def header_version(directory: Path) -> tuple[int, int] | None:
 
 
 def _header_candidates() -> list[Path]:
-    """Return the places headers may be in, those that come with the loaded NVRTC first."""
+    """Return the directories that may have headers, those of the loaded NVRTC first."""
     places: list[Path] = []
     if library := library_path():
         home = Path(library).resolve().parent.parent
         places += [home / "include", home.parent / "cuda_runtime" / "include"]
     try:
-        import nvidia  # the namespace all of NVIDIA's wheels share
+        import nvidia  # the namespace package of NVIDIA's wheels
 
         for base in map(Path, nvidia.__path__):
             places += [base / f"cu{version()[0]}" / "include", base / "cuda_runtime" / "include"]
@@ -298,7 +298,7 @@ def _clean(text: str | bytes) -> str:
 
 
 def _check_target(target: Target) -> None:
-    """Say which target NVRTC does not know; its own message names no option."""
+    """Raise an error that names the unsupported target; NVRTC's own message does not."""
     known = supported_archs()
     if target.number not in known:
         major, minor = version()
@@ -318,7 +318,7 @@ _CONSTANT = re.compile(r"(\d+) bytes cmem\[\d+\]")
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """Return what ``ptxas -v`` reported, by mangled name; device functions that were not inlined included."""
+    """Return the report of ``ptxas -v`` by mangled name, including device functions that were not inlined."""
     found: dict[str, Resources] = {}
     name = None
     frame = (0, 0, 0)
@@ -359,7 +359,7 @@ def _compile_error(op: str, unit: str, expressions: Sequence[str], target: Targe
     )
 
 
-@functools.lru_cache(maxsize=64)  # a caller that retries gets the same file, not one more
+@functools.lru_cache(maxsize=64)  # a retry gets the same file, not a new one
 def _write_log(unit: str, target: Target, log: str) -> tuple[str | None, str]:
     try:
         path = str(places_module.keep_log(f"{Path(unit).stem}-{target.name}", log))

@@ -1,9 +1,9 @@
-"""Where files of this package may be written and read.
+"""The directories in which this package may write and read files.
 
-Compiled kernels: the user's cache, those of image layers, or the directory a caller names. Anything temporary that
-holds code or leads to it (the host compiler's input and output, CuPy's cache): a fresh directory that only this user
-can write to. ``trust.py`` decides which directories qualify. Nothing else in the package chooses a path;
-``tests/contracts/test_files.py`` reads every module for calls that do.
+Compiled kernels go to the user's cache, to caches of image layers, or to a directory that the caller names. Temporary
+files that contain code or lead to it (the host compiler's input and output, CuPy's cache) go to a fresh directory that
+only this user can write to. ``trust.py`` decides which directories qualify. No other module chooses a path;
+``tests/contracts/test_files.py`` checks every module for calls that do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rtkernels.runtime.build.trust import Owners
 
 
 def location() -> Path | None:
-    """Return the configured cache directory; None if there is no home directory to put it into."""
+    """Return the configured cache directory; None if there is no home directory for it."""
     if named := env.get("CACHE_DIR"):
         return named
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -39,7 +39,7 @@ def location() -> Path | None:
 
 
 def user_store() -> Store | None:
-    """Return the user's cache, or None when it is off or must not be used (said once)."""
+    """Return the user's cache, or None (with one warning) if it is off or must not be used."""
     mode = env.get("CACHE")
     if mode == "off":
         return None
@@ -51,7 +51,7 @@ def user_store() -> Store | None:
 
 
 def extra_owners() -> Owners:
-    """Return the users whose files are used in the caches of ``RTKERNELS_CACHE_EXTRA``."""
+    """Return the users whose files are accepted in the caches of ``RTKERNELS_CACHE_EXTRA``."""
     return trust.caller() | frozenset(env.get("CACHE_OWNERS"))
 
 
@@ -70,7 +70,7 @@ def extra_stores() -> list[Store]:
 
 
 def refusals() -> dict[str, str]:
-    """Return the configured caches that are not used, or not all of them, because somebody else may have written there.
+    """Return the configured caches that are not used, fully or in part, because another user may have written to them.
 
     Returns:
         Path of the cache to the reason.
@@ -85,7 +85,7 @@ def refusals() -> dict[str, str]:
 
 
 def stores(directory: Path | None) -> list[Store]:
-    """Return the caches to look in, the writable one first."""
+    """Return the caches to search, the writable one first."""
     if directory is not None:
         return [named_store(directory)]
     own = user_store()
@@ -98,7 +98,7 @@ def named_store(directory: Path) -> Store:
     If it is created, other users may read it; the user's own cache stays private.
 
     Raises:
-        ArgumentError: Somebody else may write there.
+        ArgumentError: Another user may write to it.
     """
     root = Path(os.path.realpath(directory))
     if problem := Store(root).problem():
@@ -106,7 +106,7 @@ def named_store(directory: Path) -> Store:
     own = location()
     published = own is None or os.path.realpath(own) != str(root)
     store = store_module.open_store(root, trust.caller(), published=published)
-    if store is None:  # it changed in between
+    if store is None:  # it changed since the check
         raise ArgumentError(f"{directory} cannot hold compiled kernels")
     return store
 
@@ -117,8 +117,8 @@ def named_store(directory: Path) -> Store:
 def fresh_directory(purpose: str) -> Path:
     """Create a directory for temporary files that only this user can write to or replace.
 
-    It is made below the first of ``TMPDIR``, ``/tmp``, ``/var/tmp`` and ``XDG_RUNTIME_DIR`` above which others cannot
-    exchange it. The current folder is never used.
+    It is created in the first of ``TMPDIR``, ``/tmp``, ``/var/tmp`` and ``XDG_RUNTIME_DIR`` where other users cannot
+    replace it. The current directory is never used.
 
     Args:
         purpose: Part of its name.
@@ -130,7 +130,7 @@ def fresh_directory(purpose: str) -> Path:
 
 
 def _fresh(purpose: str, create: Callable[[Path], None]) -> Path:
-    """Return the path of something new in a place for temporary files; ``create`` fails if anything is there."""
+    """Return a new path in a directory for temporary files; ``create`` fails if the path exists."""
     refused = []
     for base in _temporary_bases():
         path = Path(os.path.realpath(base)) / f"rtkernels-{purpose}-{os.urandom(12).hex()}"
@@ -161,7 +161,7 @@ def scratch(purpose: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staging(store: Store) -> Iterator[Path]:
-    """A new directory in a writable cache, removed at the end; what a killed process leaves is swept with the cache.
+    """Create a directory in a writable cache and remove it at the end; leftovers of killed processes are swept later.
 
     Raises:
         OSError: It cannot be created.
@@ -177,26 +177,26 @@ def staging(store: Store) -> Iterator[Path]:
 def process_directory(purpose: str) -> Path:
     """Create a fresh directory that is removed when this process (not a forked child) ends.
 
-    What processes that were killed have left is removed first.
+    Leftovers of killed processes are removed first.
     """
-    path, owner = _locked_directory(purpose)[0], os.getpid()  # the lock's handle stays open in forked children, too
+    path, owner = _locked_directory(purpose)[0], os.getpid()  # forked children keep the lock's handle open, too
     atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == owner else None)
     return path
 
 
 def _locked_directory(purpose: str) -> tuple[Path, int]:
-    """Return a fresh directory and a handle that keeps other processes from taking it for a leftover."""
+    """Return a fresh directory and a lock handle, so that other processes do not take it for a leftover."""
     _remove_leftovers(purpose)
     while True:
         path = fresh_directory(purpose)
         if (handle := _lock(path, fcntl.LOCK_SH)) is not None:
             return path, handle
-        with contextlib.suppress(FileNotFoundError):  # a file system without locks, if it is still there
+        with contextlib.suppress(FileNotFoundError):  # the file system may not support locks
             return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _lock(directory: Path, how: int) -> int | None:
-    """Return a handle that locks a directory of this user; None if it is gone, locked or somebody else's."""
+    """Return a handle that locks a directory of this user; None if it is gone, locked or of another user."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -211,7 +211,7 @@ def _lock(directory: Path, how: int) -> int | None:
 
 
 def _remove_leftovers(purpose: str) -> None:
-    """Remove the directories for a purpose whose processes were killed: nobody holds their locks."""
+    """Remove the directories for a purpose whose processes were killed: their locks are free."""
     for base in _temporary_bases():
         for directory in Path(os.path.realpath(base)).glob(f"rtkernels-{purpose}-*"):
             if (handle := _lock(directory, fcntl.LOCK_EX)) is not None:
@@ -220,7 +220,7 @@ def _remove_leftovers(purpose: str) -> None:
 
 
 def keep_log(name: str, text: str) -> Path:
-    """Write the output of a compiler to a new file that stays, which is returned.
+    """Write the output of a compiler to a new, permanent file and return its path.
 
     Raises:
         ToolkitError: It cannot be written.
@@ -229,7 +229,7 @@ def keep_log(name: str, text: str) -> Path:
 
 
 def make_private_directory(path: str) -> None:
-    """Create a directory and its missing parents, all with mode 0700 whatever the umask is.
+    """Create a directory and its missing parents, all with mode 0700 regardless of the umask.
 
     Raises:
         OSError: One of them cannot be created.

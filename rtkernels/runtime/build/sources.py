@@ -1,13 +1,13 @@
-"""Where the device sources are, and which files one unit consists of.
+"""Locate the device sources, and find the files that one unit consists of.
 
-The include closure is both the cache key and the set of headers handed to NVRTC in memory: what was hashed is
-what gets compiled. That works because the scanner accepts two forms only, ``#include "path/below/cuda_src"``
-and three toolkit headers in angle brackets, and rejects everything else.
+The include closure is both part of the cache key and the set of headers passed to NVRTC in memory, so the hashed text
+is the compiled text. This works because the scanner accepts only two forms, ``#include "path/below/cuda_src"`` and
+three toolkit headers in angle brackets, and rejects everything else.
 
-A unit is named relative to ``cuda_src``. A unit of somebody else is named by its absolute path: its headers are looked
-for in its own folder and in ``cuda_src``, and everything it consists of is named relative to these two, so that where
-it lies decides nothing. A unit that was generated in this process has a name below ``generated/`` and never lies
-anywhere: its text stays in memory, and its headers are those of ``cuda_src`` only.
+A unit is named relative to ``cuda_src``. A unit outside this package is named by its absolute path. Its headers are
+searched in its own folder and in ``cuda_src``, and all its files are named relative to these two, so the key does not
+depend on its location. A unit generated in this process has a name below ``generated/`` and no file: its text stays in
+memory, and its headers are those of ``cuda_src`` only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TOOLKIT_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 
 _MARKER = "common/abi.cuh"
 _GENERATED = "generated/"
-_CLOCK_TICK_NS = 50_000_000  # file times are coarse: two edits within one tick carry the same time
-_root_override: Path | None = None  # tests put their own sources here
+_CLOCK_TICK_NS = 50_000_000  # file times are coarse: two edits within one tick have the same time
+_root_override: Path | None = None  # set by tests
 
 _LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _DIRECTIVE = re.compile(
@@ -39,7 +39,7 @@ _ANGLED = re.compile(r"<(?P<name>[^<>\n]+)>")
 
 @dataclass(frozen=True)
 class _File:
-    """One source file as it was when last read."""
+    """One source file at its last read."""
 
     stamp: tuple[int, int, int] | None
     content: bytes
@@ -53,9 +53,9 @@ _generated: dict[str, bytes] = {}
 
 
 def root() -> Path:
-    """Return the directory that holds the device sources.
+    """Return the directory with the device sources.
 
-    It is found from this file, not from ``importlib.resources``, so that an editable install sees live edits.
+    It is found relative to this file, not by ``importlib.resources``, so that an editable install sees live edits.
 
     Raises:
         SourceError: The package is installed without its sources.
@@ -83,12 +83,12 @@ def read(rel: str) -> bytes:
 
 
 def generate(stem: str, text: str) -> str:
-    """Keep the text of a unit in memory and return the name of the unit, which is that of no file.
+    """Store the text of a unit in memory and return the name of the unit.
 
-    The name holds a hash of the text, so that it means the same in every process.
+    The name contains a hash of the text, so it has the same meaning in every process.
 
     Args:
-        stem: What people know it by.
+        stem: Readable part of the name.
         text: The CUDA source; headers as in other units.
     """
     content = text.encode()
@@ -108,12 +108,12 @@ def generated(unit: str) -> bytes | None:
 
 
 def is_foreign(unit: str) -> bool:
-    """Return whether a unit lies outside of ``root()``: it is given by its absolute path."""
+    """Return whether a unit is outside ``root()``, that is, given by its absolute path."""
     return os.path.isabs(unit)
 
 
 def name(unit: str) -> str:
-    """Return what a unit is called in its closure, in keys and in the compiler's messages: no folder of the machine."""
+    """Return the name of a unit in its closure, in keys and in compiler messages; it contains no directory."""
     return os.path.basename(unit) if is_foreign(unit) else unit
 
 
@@ -123,18 +123,18 @@ def places(unit: str) -> tuple[Path, ...]:
 
 
 def closure(unit: str) -> dict[str, bytes]:
-    """Return every own file a unit consists of: the unit first, then its headers in include order.
+    """Return all files of our own that a unit consists of: the unit first, then its headers in include order.
 
-    A file is read again when its size, time or inode changed, so edits in a long-running process are seen.
+    A file is read again if its size, time or inode changed, so a long-running process sees edits.
 
     Raises:
-        SourceError: A file is missing, or an include has a form the rules do not allow.
+        SourceError: A file is missing, or an include has a form that the rules do not allow.
     """
     return {rel: file.content for rel, file in _closure(unit).items()}
 
 
 def digests(sources: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the sha256 of each file of a closure, without hashing again what is unchanged."""
+    """Return the sha256 of each file of a closure; unchanged files are not hashed again."""
     base = root()
     found = {}
     for rel, content in sources.items():
@@ -159,7 +159,7 @@ def units() -> list[str]:
 def flatten(sources: Mapping[str, bytes]) -> str:
     """Return a closure as one readable text: each own header replaces its first include.
 
-    It is kept beside the cubin for people and disassemblers; NVRTC never sees it.
+    It is stored beside the cubin for readers and disassemblers; NVRTC never sees it.
     """
     pending = dict(sources)
     unit = next(iter(pending))
@@ -195,10 +195,10 @@ def _closure(unit: str) -> dict[str, _File]:
 
 
 def having_one(rel: str, bases: Sequence[Path]) -> Path | None:
-    """Return the directory that has a file, None if none has.
+    """Return the directory that contains a file, None if none does.
 
     Raises:
-        SourceError: Two have it, so that a header of ours would include somebody else's.
+        SourceError: Two directories contain it, so one of our headers could include a foreign one.
     """
     having = [base for base in bases if (base / rel).is_file()]
     if len(having) > 1:
@@ -232,7 +232,7 @@ def _load(base: Path, rel: str, bases: Sequence[Path] = ()) -> _File:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Return what identifies the current version of a file, or None if it is too young to tell."""
+    """Return the identity of the current version of a file, or None if it is too recent to tell."""
     status = os.stat(path)
     if abs(time.time_ns() - status.st_mtime_ns) < _CLOCK_TICK_NS:
         return None
@@ -240,7 +240,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 def _scan(rel: str, content: bytes, bases: Sequence[Path]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the own and the toolkit headers a file includes, in order."""
+    """Return the own and toolkit headers that a file includes, in order."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

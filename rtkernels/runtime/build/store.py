@@ -1,8 +1,8 @@
 """One cache directory on disk: entries, publishing, eviction.
 
 An entry is a directory ``v2/<target>/<op>-<key32>/`` with the image, ``meta.json`` and the readable source,
-``kernel.cu.gz``. It is made under ``v2/tmp/`` and renamed into place, and it leaves the same way, so nobody ever
-sees half of one. Nothing is read or written where somebody else could have put it (``trust.py``).
+``kernel.cu.gz``. It is written under ``v2/tmp/`` and renamed into place, and it is removed the same way, so readers
+never see part of one. Files that another user could have written are neither read nor replaced (``trust.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rtkernels.runtime.build.trust import Owners, Untrusted
 
 FORMAT = 2
 META = "meta.json"
-TOUCH_AFTER_S = 86_400.0  # the time of last use is noted at most daily
-LEFTOVER_AFTER_S = 86_400.0  # what is older in tmp/ has no living writer; damaged entries stay that long too
+TOUCH_AFTER_S = 86_400.0  # the time of last use is updated at most daily
+LEFTOVER_AFTER_S = 86_400.0  # older files in tmp/ have no running writer; damaged entries are kept as long
 
 _RESERVED = ("tmp", "locks")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")  # of a target or an op
@@ -38,19 +38,19 @@ _warned: set[str] = set()
 
 
 class BadEntry(Exception):
-    """An entry that must not be used; the text says why."""
+    """An entry that must not be used; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A cache directory, resolved and found trustworthy.
+    """A cache directory that was resolved and found trustworthy.
 
     Attributes:
-        root: The directory that holds ``v2/``.
+        root: The directory that contains ``v2/``.
         writable: False for read-only caches; nothing is created, moved or touched there.
         extra: True for the caches of ``RTKERNELS_CACHE_EXTRA``.
-        mode: Permissions of the directories made in it.
-        owners: User ids whose files are used.
+        mode: Permissions of new directories in it.
+        owners: User ids whose files are accepted.
     """
 
     root: Path
@@ -61,11 +61,11 @@ class Store:
 
     @property
     def base(self) -> Path:
-        """The versioned directory all content is in."""
+        """The versioned directory with all content."""
         return self.root / f"v{FORMAT}"
 
     def new_tmp(self, prefix: str = "") -> Path:
-        """Return an unused name in ``tmp/``, which exists afterwards."""
+        """Return an unused name in ``tmp/``, which is created if needed."""
         self.make_directory(self.base / "tmp")
         return self.base / "tmp" / f"{prefix}{os.urandom(16).hex()}"
 
@@ -73,7 +73,7 @@ class Store:
         """Create a directory and its parents, private unless the user opened the root to others.
 
         Raises:
-            Untrusted: It is there, but somebody else made it or may write to it.
+            Untrusted: It exists, but another user owns it or may write to it.
         """
         self._make(directory)
         trust.check(directory, self.root, self.owners)
@@ -91,7 +91,7 @@ class Store:
             self.open_up(directory)
 
     def open_up(self, directory: Path) -> None:
-        """Give a directory of ours the permissions of the root."""
+        """Give one of our directories the permissions of the root."""
         if self.mode != 0o700:
             os.chmod(directory, self.mode | (os.stat(directory).st_mode & stat.S_ISGID))
 
@@ -99,17 +99,17 @@ class Store:
         """Return the directory of one entry.
 
         Raises:
-            ArgumentError: A name is not that of a target or an op, and could lead out of the cache.
+            ArgumentError: A name is not a valid target or op name, and could lead out of the cache.
         """
         check_name("target", target)
         check_name("op", op)
         return self.base / target / f"{op}-{key[:32]}"
 
     def entries(self, target: str | None = None, op: str | None = None) -> Iterator[Path]:
-        """Yield the directories of all entries, sound or not; those of one target or op if it is given.
+        """Yield the directories of all entries, intact or not, optionally of one target or op.
 
         Raises:
-            ArgumentError: A name is not that of a target or an op, and could lead out of the cache.
+            ArgumentError: A name is not a valid target or op name, and could lead out of the cache.
         """
         for argument, name in (("target", target), ("op", op)):
             if name is not None:
@@ -130,7 +130,7 @@ class Store:
 
 
 def check_name(argument: str, name: Any) -> None:
-    """Raise ArgumentError unless this can be one component of a path in the cache, and of a glob pattern."""
+    """Raise an ArgumentError unless the name can be one component of a cache path and of a glob pattern."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ArgumentError(
             f"{argument} is {name!r}, which cannot name a cache entry: expected letters, digits, '_' and '-'"
@@ -144,10 +144,10 @@ def open_store(
 
     Args:
         path: The cache; it may not exist yet.
-        owners: User ids whose files are used.
+        owners: User ids whose files are accepted.
         writable: Whether entries may be added.
-        extra: It is one of ``RTKERNELS_CACHE_EXTRA``.
-        published: If it is created, other users may read it.
+        extra: Whether it is one of ``RTKERNELS_CACHE_EXTRA``.
+        published: Whether other users may read it if it is created.
     """
     root = Path(os.path.realpath(path))
     if problem := trust.problem(root, root, owners):
@@ -155,19 +155,19 @@ def open_store(
         return None
     mode = 0o755 if published else 0o700
     with contextlib.suppress(OSError):
-        mode = stat.S_IMODE(os.stat(root).st_mode) & 0o755  # readable by others if the user made it so, never writable
+        mode = stat.S_IMODE(os.stat(root).st_mode) & 0o755  # readable by others if the user allows it, never writable
     return Store(root, writable, extra, mode, owners)
 
 
 def warn_once(topic: str, message: str) -> None:
-    """Log a warning, the first time in this process that its topic comes up."""
+    """Log a warning, once per topic and process."""
     if topic not in _warned:
         _warned.add(topic)
         env.logger().warning(message)
 
 
 def complain(store: Store, verb: Literal["read", "write"], error: OSError) -> None:
-    """Warn, one time per process, that a cache cannot be read or written, or must not be."""
+    """Warn, once per process, that a cache cannot be read or written, or must not be."""
     if isinstance(error, Untrusted):
         _refuse(store.root, error.strerror, store.extra)
         return
@@ -195,21 +195,21 @@ def image_name(target: str) -> str:
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of ``meta.json`` with a checksum over all the rest of it."""
+    """Return the content of ``meta.json`` with a checksum over all other fields."""
     rest = {name: value for name, value in meta.items() if name != "checksum"}
     return {**rest, "checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def read_meta(directory: Path, owners: Owners | None = None) -> dict[str, Any] | None:
-    """Return the ``meta.json`` of an entry if its checksum holds, None if there is no such entry.
+    """Return the ``meta.json`` of an entry if its checksum is right, None if there is no such entry.
 
     Args:
         directory: The entry, in a resolved cache.
-        owners: User ids whose files are used; the caller and root if not given.
+        owners: User ids whose files are accepted. Default: the caller and root.
 
     Raises:
-        BadEntry: Something is there, but it is damaged, belongs elsewhere or to somebody else.
-        Untrusted: Somebody else could have put it there.
+        BadEntry: The entry is damaged, belongs to another key, or is owned by another user.
+        Untrusted: Another user could have written it.
         OSError: It cannot be read, which says nothing about its content.
     """
     owners = owners or trust.caller()
@@ -228,7 +228,7 @@ def read_meta(directory: Path, owners: Owners | None = None) -> dict[str, Any] |
         if sealed(meta)["checksum"] != meta["checksum"]:
             raise BadEntry(f"{META} does not match its checksum")
         if directory.name != f"{meta['op']}-{meta['key'][:32]}" or directory.parent.name != meta["target"]:
-            raise BadEntry("it was made for another key")
+            raise BadEntry("it belongs to another key")
         if set(meta["names"]) != set(meta["expressions"]):
             raise BadEntry("its kernel names are incomplete")
     except (ValueError, RecursionError):
@@ -239,7 +239,7 @@ def read_meta(directory: Path, owners: Owners | None = None) -> dict[str, Any] |
 
 
 def read_entry(directory: Path, owners: Owners | None = None) -> tuple[dict[str, Any], bytes, Path] | None:
-    """Return meta, image and image path of an entry whose checksums hold; otherwise as ``read_meta``."""
+    """Return meta, image and image path of an entry whose checksums are right; otherwise like ``read_meta``."""
     meta = read_meta(directory, owners)
     if meta is None:
         return None
@@ -255,11 +255,11 @@ def read_entry(directory: Path, owners: Owners | None = None) -> tuple[dict[str,
 def _read_file(path: Path, owners: Owners) -> bytes | None:
     """Return the content of one file of an entry, None if the whole entry is gone."""
     try:
-        # Neither a link nor a pipe may make us read, or wait for, something else.
+        # Never follow a link or wait for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.lexists(path.parent):
-            return None  # never there, or removed between two reads
+            return None  # it never existed, or was removed between two reads
         raise BadEntry(f"{path.name} is missing") from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -279,14 +279,14 @@ def _read_file(path: Path, owners: Owners) -> bytes | None:
 
 
 def touch(directory: Path) -> None:
-    """Note that an entry is in use, at most daily: eviction goes by the time of its ``meta.json``."""
+    """Record that an entry is in use, at most daily: eviction uses the time of its ``meta.json``."""
     with contextlib.suppress(OSError):
         if time.time() - os.stat(directory / META).st_mtime > TOUCH_AFTER_S:
             os.utime(directory / META)
 
 
 def quarantine(store: Store, directory: Path, reason: str) -> bool:
-    """Move a damaged entry to ``tmp/`` and return whether that worked; either way it is said once."""
+    """Move a damaged entry to ``tmp/`` and return whether that worked; both outcomes are logged once."""
     moved = False
     try:
         aside = store.new_tmp(f"bad-{directory.name}-")
@@ -302,7 +302,7 @@ def quarantine(store: Store, directory: Path, reason: str) -> bool:
 
 
 def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
-    """Write an entry and return whether a sound one is at ``final`` now; failure is said once, never raised.
+    """Write an entry and return whether an intact one is at ``final`` now. Failures are logged once, never raised.
 
     Args:
         store: A writable store.
@@ -325,7 +325,7 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
             shutil.rmtree(private, ignore_errors=True)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and final.is_dir():
             with contextlib.suppress(OSError, BadEntry):
-                return read_entry(final, store.owners) is not None  # someone else won
+                return read_entry(final, store.owners) is not None  # another process was faster
         complain(store, "write", error)
         return False
     with contextlib.suppress(OSError):
@@ -334,7 +334,7 @@ def publish(store: Store, final: Path, files: Mapping[str, bytes]) -> bool:
 
 
 def require_writable(store: Store) -> None:
-    """Write a page and remove it, so that a long task fails before it starts.
+    """Write and remove a page, so that a long task fails before it starts.
 
     Raises:
         OSError: Nothing can be written.
@@ -348,7 +348,7 @@ def require_writable(store: Store) -> None:
 
 
 def write(path: Path, data: bytes, directory_mode: int) -> None:
-    """Write a new file, never through what is there already; readable by those who can read its directory."""
+    """Write a new file, never through an existing one; readable by users who can read its directory."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         rest = memoryview(data)
@@ -370,7 +370,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def remove(store: Store, directory: Path) -> bool:
-    """Remove an entry as a whole: moved out of sight first, so that readers see all of it or nothing."""
+    """Remove a whole entry: it is moved away first, so that readers see all of it or nothing."""
     try:
         aside = store.new_tmp()
         os.rename(directory, aside)
@@ -397,7 +397,7 @@ def shrink(store: Store, max_bytes: int) -> tuple[int, int]:
     """Evict least recently used entries until the rest fits, and sweep old leftovers; 0 bytes means no limit.
 
     Returns:
-        How many entries were removed, and their size in bytes.
+        The number of removed entries, and their size in bytes.
     """
     sweep(store)
     known = sorted((*usage(directory), directory) for directory in store.entries())
@@ -413,7 +413,7 @@ def shrink(store: Store, max_bytes: int) -> tuple[int, int]:
 
 
 def sweep(store: Store) -> None:
-    """Remove what killed writers and quarantine left in ``tmp/`` more than a day ago."""
+    """Remove leftovers of killed writers and quarantined entries from ``tmp/`` after a day."""
     if trust.problem(store.root, store.base / "tmp", store.owners):
         return
     for leftover in (store.base / "tmp").glob("*"):

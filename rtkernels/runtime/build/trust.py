@@ -1,12 +1,12 @@
-"""Whose directories and files may hold code that this process loads.
+"""Decide whose directories and files may contain code that this process loads.
 
-A cubin is code, so a cache is used only if nobody else can have written it: the cache, everything in it that leads to
-an entry, the entry, and every directory above belong to the caller or to root, and others cannot write to them. Above
-the cache, a directory that everyone may write to is fine if it has the sticky bit, as ``/tmp`` does: what we or root
-own in it, others can neither replace nor rename.
+A cubin is code, so a cache is used only if no other user can have written it. The cache, every directory in it that
+leads to an entry, the entry, and every directory above the cache must belong to the caller or to root, and other users
+must not be able to write to them. Above the cache, a world-writable directory is accepted if it has the sticky bit,
+like ``/tmp``, because other users can neither replace nor rename what we or root own in it.
 
-Paths are resolved and then checked from the top down. What was found good can afterwards be changed by the caller and
-by root only, so it is remembered for the process, and using the path after the check leaves nobody a gap.
+Paths are resolved and then checked from the top down. Only the caller and root can change a directory that passed, so
+the result is cached for the process, and there is no race between checking and using a path.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from pathlib import Path
 
 Owners = frozenset[int]
 
-_good: set[tuple[str, bool, Owners]] = set()  # with all above them; whether they are inside a cache
+_good: set[tuple[str, bool, Owners]] = set()  # checked with all parents; whether they are inside a cache
 
 
 class Untrusted(PermissionError):
-    """A directory or file that somebody else may have written; ``strerror`` names it and says why."""
+    """A directory or file that another user may have written; ``strerror`` names it and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.EPERM, f"{path}: {reason}")
 
 
 def caller() -> Owners:
-    """Return the users whose files are always trusted: the one this process acts for, and root."""
+    """Return the users whose files are always trusted: the user of this process, and root."""
     return frozenset((os.geteuid(), 0))
 
 
 def forget() -> None:
-    """Forget which directories were found good."""
+    """Forget which directories passed."""
     _good.clear()
     _primary_users.cache_clear()
 
 
 def check(directory: Path, root: Path, owners: Owners) -> None:
-    """Check a directory of a cache and all above it; what does not exist yet is fine.
+    """Check a directory of a cache and all directories above it; missing ones are accepted.
 
     Args:
         directory: The cache itself or a directory in it; ``root`` is resolved.
-        root: The cache. From here down the sticky bit is no excuse.
+        root: The cache. From here down, the sticky bit does not count.
         owners: User ids that are trusted.
 
     Raises:
-        Untrusted: Somebody else owns one of them or may write to it.
-        OSError: One of them cannot be looked at.
+        Untrusted: Another user owns one of them or may write to it.
+        OSError: One of them cannot be examined.
     """
     if (str(directory), True, owners) in _good:
         return
@@ -76,10 +76,10 @@ def check(directory: Path, root: Path, owners: Owners) -> None:
 
 
 def check_file(path: Path, status: os.stat_result, owners: Owners) -> None:
-    """Check an open file of an entry, given what ``fstat`` said.
+    """Check an open file of an entry, given the result of ``fstat``.
 
     Raises:
-        Untrusted: Somebody else owns it or may write to it.
+        Untrusted: Another user owns it or may write to it.
     """
     if reason := _owner_problem(status, owners, above=False) or _write_problem(path, status):
         raise Untrusted(path, reason)
@@ -111,10 +111,10 @@ def _write_problem(path: Path, status: os.stat_result) -> str | None:
 
 
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
-    """Return whether the group is its owner's alone, as where every user has a group of the same name and umask 002.
+    """Return whether only the owner is in the group, as on systems where every user has a group of the same name.
 
-    The list of a group's members leaves out the users whose primary group it is, so these are looked for too. An access
-    list hides its own writers behind the group bits, so a path that has one is not excused.
+    The member list of a group omits the users whose primary group it is, so these are looked up, too. An access control
+    list hides its writers behind the group bits, so a path with one is refused.
     """
     try:
         owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
@@ -126,21 +126,21 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     try:
         return "system.posix_acl_access" not in os.listxattr(path, follow_symlinks=False)
-    except OSError:  # a file system without access lists
+    except OSError:  # a file system without access control lists
         return True
 
 
 @functools.cache
 def _primary_users(group: int) -> frozenset[int]:
-    """Return the users whose primary group this is, of those that the system enumerates."""
+    """Return the users that the system enumerates whose primary group this is."""
     return frozenset(user.pw_uid for user in pwd.getpwall() if user.pw_gid == group)
 
 
 @functools.cache
 def _is_unmapped(user: int) -> bool:
-    """Return whether this is the stand-in for users that a rootless container does not know, such as the host's root.
+    """Return whether this is the placeholder for users unknown in a rootless container, such as the host's root.
 
-    It is accepted above the cache only: whoever owns such a directory could exchange nothing but directories of ours.
+    It is accepted above the cache only: the owner of such a directory could only replace directories that we own.
     """
     try:
         if user != int(Path("/proc/sys/kernel/overflowuid").read_text()):

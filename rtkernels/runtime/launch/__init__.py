@@ -1,4 +1,6 @@
-"""From an image to a launch: devices (``device``), the record of a kernel (``kernel``), the driver call (``driver``,
-the only file that launches), memory for results (``memory``), tensor maps and tables of addresses (``tensor_map``,
-``tables``), and plans kept by metadata (``plans``). Knows no op.
+"""From an image to a launch; knows no op.
+
+Devices (``device``), the record of a kernel (``kernel``), the driver call (``driver``, the only file that launches),
+memory for results (``memory``), tensor maps and address tables (``tensor_map``, ``tables``), and plans cached by
+metadata (``plans``).
 """

@@ -1,4 +1,4 @@
-"""What a device can do, and scratch memory that is made one time."""
+"""Capabilities of a device, and reusable scratch memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rtkernels.runtime.launch.device import device_info
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device can do.
+    """Capabilities of a device.
 
     Attributes:
-        name: As the driver gives it.
+        name: The driver's name of the device.
         sm: Compute capability as a number: 90 for 9.0.
-        sm_count: Multiprocessors.
-        shared_memory: The most shared memory of a block in bytes.
-        memory: Of the device in bytes; 0 where it is not known.
-        fp8_convert: Instructions between fp8 and other types (8.9 and later).
-        fp8_mma: fp8 tensor cores (8.9 and later).
-        fp4_mma: Block-scaled fp4 tensor cores (10.0 and later).
-        tma: Bulk tensor copies and clusters (9.0 and later).
-        wgmma: Products of whole warpgroups (9.0).
+        sm_count: Number of SMs.
+        shared_memory: Largest shared memory of a block in bytes.
+        memory: Memory of the device in bytes; 0 if unknown.
+        fp8_convert: Has conversion instructions for fp8 (8.9 and later).
+        fp8_mma: Has fp8 tensor cores (8.9 and later).
+        fp4_mma: Has block-scaled fp4 tensor cores (10.0 and later).
+        tma: Has TMA and clusters (9.0 and later).
+        wgmma: Has warpgroup MMAs (9.0).
     """
 
     name: str
@@ -41,13 +41,16 @@ class Capabilities:
 
 
 def capabilities(device: torch.device | str | None = None) -> Capabilities:
-    """Return what a CUDA device can do, without launching anything.
+    """Return the capabilities of a CUDA device, without launching anything.
 
     Args:
-        device: A CUDA device, or its number; None for the current one.
+        device: A CUDA device or its index. Default: the current one.
 
     Returns:
         A frozen dataclass.
+
+    Raises:
+        ArgumentError: `device` is not a CUDA device, or there is none.
     """
     index = _index(device)
     info = device_info(index)
@@ -73,15 +76,16 @@ def _index(device: torch.device | str | int | None) -> int:
 
 
 class Workspace:
-    """Memory made one time and handed out by name: calls that use it as ``out`` allocate nothing.
+    """Memory that is allocated once and returned by name: calls that use it as ``out`` allocate nothing.
 
-    ``workspace("logits", (10, 2048), torch.bfloat16)`` gives the same memory each time it is asked for the same name;
-    with another shape or dtype a view of it, as long as that fits. What it holds is whatever was last written there.
+    ``workspace("logits", (10, 2048), torch.bfloat16)`` returns the same memory for the same name every time. With
+    another shape or dtype it returns a view of that memory if it is large enough. The content is whatever was last
+    written there.
 
     Args:
-        device: Where the memory is.
-        nbytes: How much there is. Names beyond it raise an ArgumentError. None: each name gets memory of its own when
-            it is first asked for, more if it needs more later (not while a CUDA graph is captured).
+        device: Device of the memory.
+        nbytes: Size of the memory; names that do not fit raise an ArgumentError. Default: each name gets its own memory
+            at its first use, and larger memory later if needed, except while a CUDA graph is captured.
     """
 
     _ALIGN = 256
@@ -93,7 +97,7 @@ class Workspace:
         self._named: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return a dense tensor in the memory of this name."""
+        """Return a contiguous tensor in the memory of this name."""
         need = dtype.itemsize
         for size in shape:
             need *= size
@@ -108,14 +112,14 @@ class Workspace:
         first = -(-self._used // self._ALIGN) * self._ALIGN
         if first + need > self._pool.numel():
             raise ArgumentError(
-                f"workspace has {self._pool.numel()} bytes and {self._used} are taken; {name} wants {need} more"
+                f"workspace has {self._pool.numel()} bytes and {self._used} are taken; {name} needs {need} more"
             )
         self._used = first + need
         return self._pool[first : first + need]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has taken."""
+        """Number of bytes in use."""
         if self._pool is not None:
             return self._pool.numel()
         return sum(memory.numel() for memory in self._named.values())

@@ -1,4 +1,4 @@
-"""Devices as launchers see them: a GPU, or the one that the host emulator stands in for."""
+"""Devices as launchers see them: a GPU, or the GPU that the host emulator emulates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rtkernels.runtime.targets import Target
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What launchers need to know of a device."""
+    """Properties of a device that launchers use."""
 
     name: str
     target: Target
@@ -28,9 +28,9 @@ _emulated_number = 90
 
 
 def emulate_features(number: int) -> None:
-    """Make device -1 an emulated GPU with the features of sm_<number>, forgetting plans made for another.
+    """Make device -1 an emulated GPU with the features of sm_<number>, and drop plans for another one.
 
-    Who calls this holds ``emulator.lock`` until its launches are made: other threads may emulate other targets.
+    The caller must hold ``emulator.lock`` until its launches are done, because other threads may emulate other targets.
     """
     global _emulated_number
     if number != _emulated_number:
@@ -46,7 +46,7 @@ def emulated_features() -> int:
 def device_info(device: int) -> DeviceInfo:
     """Return the properties of a CUDA device, or of the emulated one for -1."""
     if device < 0:
-        # Few multiprocessors, so that persistent kernels have several rows per block to walk even in small tests.
+        # Few SMs, so that blocks of persistent kernels process several rows even in small tests.
         name = f"sm_{_emulated_number}" + ("a" if _emulated_number >= 90 else "")
         target = Target(name, divmod(_emulated_number, 10))
         return DeviceInfo(f"emulated {target}", target, 4, shared_limit(target))
@@ -62,13 +62,13 @@ def _cuda_info(device: int) -> DeviceInfo:
 
 
 def shared_limit(target: Target) -> int:
-    """Return the most shared memory a block may have on a target, in bytes."""
+    """Return the largest shared memory of a block on a target, in bytes."""
     known = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
     return known.get(target.capability, 99) * 1024
 
 
 def _target_of(capability: tuple[int, int]) -> Target:
-    # Every NVRTC that CuPy still supports knows 9.0, so the usual devices never wait for NVRTC to be loaded.
+    # Every NVRTC that CuPy supports knows 9.0, so common devices do not need NVRTC to be loaded here.
     if capability <= (9, 0):
         return targets.for_capability(capability, ())
     try:

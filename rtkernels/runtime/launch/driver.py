@@ -1,6 +1,6 @@
 """The only file that launches: functions that pack their arguments into one buffer and call the driver.
 
-``Kernel.bind`` makes them, with function, device, grid and block fixed. They launch on torch's current stream.
+``Kernel.bind`` creates them with function, device, grid and block fixed. They launch on torch's current stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Launch = Callable[..., None]
 
 
 def no_blocks(*_: Any) -> None:
-    """A launch of no blocks: nothing happens."""
+    """A launch without blocks: does nothing."""
 
 
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
@@ -33,7 +33,7 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _CONFIG = struct.Struct("=7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their count
-_MAX_GAP = 8  # fixed arguments that cost less, packed with those around them, than another call of pack_into
+_MAX_GAP = 8  # up to so many fixed arguments are packed again, which is cheaper than a second call of pack_into
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # CUlaunchAttribute: id, value of up to three words
 
 
@@ -41,16 +41,16 @@ class Arguments:
     """How the arguments of a launch are passed: eight bytes each in a buffer, tensor maps by their addresses.
 
     Args:
-        maps: How many tensor maps come first.
-        kinds: A letter of ``struct`` for each argument after them.
-        fixed: Arguments that are the same in every launch, by their places after the tensor maps: launches do not take
-            them, and they are written to a slot when it is made.
+        maps: Number of tensor maps, which come first.
+        kinds: A ``struct`` format character for each argument after them.
+        fixed: Arguments that are the same in every launch, by position after the tensor maps. Launches do not take
+            them; they are written when a slot is created.
     """
 
     def __init__(self, maps: int, kinds: str, fixed: Mapping[int, int | float] | None = None) -> None:
         self.maps, self.fixed, self._kinds = maps, dict(fixed or {}), kinds
-        # From where to where a launch writes. It writes a few fixed numbers once more rather than call ``pack_into``
-        # for the arguments before and after them.
+        # The ranges that a launch writes. A few fixed arguments are written again if that avoids a separate
+        # ``pack_into`` call for the arguments before and after them.
         self.stretches: list[tuple[int, int]] = []
         for place in range(len(kinds)):
             if place in self.fixed:
@@ -69,12 +69,12 @@ class Arguments:
         return slot
 
     def scope(self) -> dict[str, Any]:
-        """Return what the lines of a launch that write the arguments refer to."""
+        """Return the names that the argument-writing lines of a launch refer to."""
         packs = {f"pack_{i}": struct.Struct("=" + self._kinds[i:end]).pack_into for i, end in self.stretches}
         return packs | {f"fixed_{place}": value for place, value in self.fixed.items()}
 
     def layout(self) -> _Layout:
-        """Return what the code of a launch depends on."""
+        """Return everything that the code of a launch depends on."""
         return self.maps, len(self._kinds), frozenset(self.fixed), tuple(self.stretches)
 
 
@@ -104,13 +104,13 @@ def launcher(
 
     Args:
         function: The driver's handle of the kernel.
-        arguments: How they are passed.
+        arguments: How the arguments are passed.
         device: CUDA ordinal.
         grid: Blocks in three dimensions.
         block: Threads per block.
         shared: Dynamic shared memory in bytes.
-        overlap: May start before the previous kernel of its stream has ended.
-        cluster: Blocks of a cluster.
+        overlap: Whether it may start before the previous kernel of its stream has ended.
+        cluster: Blocks per cluster.
         resident: All blocks run at the same time, or the launch raises a ResidencyError
             (see :func:`max_resident_blocks`).
     """
@@ -127,7 +127,7 @@ def launcher(
 
 
 def allow_shared(function: int, limit: int) -> None:
-    """Let a kernel have up to `limit` bytes of shared memory, what it declares itself included."""
+    """Allow a kernel up to `limit` bytes of shared memory, including static shared memory."""
     driver = _driver()
     static = driver.funcGetAttribute(_STATIC_SHARED, function)
     driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED, limit - static)
@@ -135,12 +135,12 @@ def allow_shared(function: int, limit: int) -> None:
 
 @cache
 def max_resident_blocks(function: int, device: int, sm_count: int, block: int, shared: int) -> int:
-    """Return how many blocks of a kernel run at the same time on the multiprocessors that this process may use.
+    """Return how many blocks of a kernel can run at the same time on the SMs that this process may use.
 
     Args:
         function: The driver's handle of the kernel.
         device: CUDA ordinal.
-        sm_count: Multiprocessors of the device. MPS and green contexts leave a process fewer of them.
+        sm_count: SMs of the device. MPS and green contexts may give a process fewer.
         block: Threads per block.
         shared: Dynamic shared memory in bytes.
     """
@@ -156,10 +156,10 @@ def max_resident_blocks(function: int, device: int, sm_count: int, block: int, s
 
 
 class _Slot:
-    """One argument buffer and the array of pointers into it that the driver wants.
+    """One argument buffer, and the array of pointers into it that the driver takes.
 
-    Tensor maps are copied by the driver from where they are: their addresses go into the array of pointers itself.
-    The driver copies everything before it returns, but the GIL is released meanwhile: a slot belongs to one call.
+    The driver copies tensor maps from their own memory, so the array points to them directly. It copies everything
+    before it returns, but the GIL is released meanwhile, so a slot belongs to one call.
     """
 
     __slots__ = ("buffer", "config", "pointers", "send", "stream", "table")
@@ -203,7 +203,7 @@ def _plain_launcher(
 
 @cache
 def _plain_code(layout: _Layout) -> CodeType:
-    """Return a flat function with a name for each argument: what is saved here is saved in every call of an op."""
+    """Return a flat function with a name for each argument, because its host time is part of every call."""
     names = _parameters(layout)
     grid = "grid_x, grid_y, grid_z, block, 1, 1"
     send = f"launch_kernel(function, {grid}, shared, current_stream(device), slot.pointers, 0)"
@@ -234,7 +234,7 @@ def _extended_launcher(
     function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int,
     attributes: bytes,
 ) -> Launch:  # fmt: skip
-    # CuPy has no launch with attributes, so this one goes to the driver itself (about 1 µs more host time).
+    # CuPy has no launch with attributes, so this calls the driver directly (about 1 µs more host time).
     kept = ctypes.create_string_buffer(attributes, len(attributes))
     config = *grid, block, 1, 1, shared
     given = ctypes.addressof(kept), len(attributes) // _ATTRIBUTE.size
@@ -242,7 +242,7 @@ def _extended_launcher(
     def new_slot() -> _Slot:
         slot = arguments.slot()
         slot.stream = -1
-        # Made one time: ctypes takes a third of a microsecond to convert four numbers.
+        # Created once: ctypes takes a third of a microsecond to convert four numbers.
         given = (ctypes.addressof(slot.config), function, slot.pointers)
         slot.send = partial(_launch_kernel_ex(), *map(ctypes.c_void_p, given), None)
         return slot
@@ -254,8 +254,8 @@ def _extended_launcher(
     def fail(status: int) -> None:
         if status == _COOPERATIVE_LAUNCH_TOO_LARGE:
             raise ResidencyError(
-                f"{grid[0] * grid[1] * grid[2]} blocks of {block} threads must run at the same time, and do not fit on "
-                f"the multiprocessors of cuda:{device} that this process may use (MPS or a green context limits them)"
+                f"{grid[0] * grid[1] * grid[2]} blocks of {block} threads must run at the same time and do not fit on "
+                f"the SMs of cuda:{device} that this process may use (MPS or a green context limits them)"
             )
         raise _driver().CUDADriverError(status)
 
@@ -283,7 +283,7 @@ def _extended_launcher(
 
 @cache
 def _extended_code(layout: _Layout) -> CodeType:
-    """Return a flat function as ``_plain_code`` does."""
+    """Return a flat function like ``_plain_code``, for launches with attributes."""
     source = f"""
 def launch({_parameters(layout)}):
     try:
@@ -310,14 +310,16 @@ def launch({_parameters(layout)}):
 
 
 def make_context() -> None:
-    """Give this thread a CUDA context: one that has made no CUDA call yet has none, and torch's allocator may not
-    have needed one."""
+    """Give this thread a CUDA context.
+
+    A thread has none until its first CUDA call, and torch's allocator may not have needed one.
+    """
     nvrtc.import_cupy().cuda.runtime.free(0)
 
 
 @cache
 def _launch_kernel_ex() -> Callable[..., int]:
-    function = _cuda().cuLaunchKernelEx  # of four pointers
+    function = _cuda().cuLaunchKernelEx  # takes four pointers
     function.restype = ctypes.c_int
     return function
 

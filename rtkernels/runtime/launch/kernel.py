@@ -1,7 +1,7 @@
 """From a kernel's record to a function that launches it on torch tensors.
 
-A ``Kernel`` says where a kernel lives, how it is specialised and what it takes. ``bind`` gives a ``Launch``: a
-function with grid, block and device fixed that packs its arguments into one buffer and calls the driver.
+A ``Kernel`` describes a kernel's source, template and arguments. ``bind`` returns a ``Launch``: a function with grid,
+block and device fixed that packs its arguments into one buffer and calls the driver.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ _C_TYPES = {"bf16": "rtk::bf16", "fp16": "rtk::fp16", "fp32": "float", "e4m3": "
 TIERS = ("core", "serve", "aten")  # see Kernel
 _KIND_FORMAT = {"ptr": "Q", "i64": "q", "f64": "d"}
 _KIND_BYTES = {"tmap": 128, **dict.fromkeys(_KIND_FORMAT, 8)}
-MAX_ARGUMENT_BYTES = 4096  # of a kernel; newer drivers take more, but not every one
+MAX_ARGUMENT_BYTES = 4096  # limit that every supported driver accepts
 
 
 class Kernel:
     """The record of one function template in ``cuda_src``.
 
     Args:
-        unit: Source file relative to ``cuda_src``, or the absolute path of one that lies elsewhere
+        unit: Source file relative to ``cuda_src``, or the absolute path of a file elsewhere
             (docs/tutorials/write_a_kernel.md).
         entry: Name of the ``__global__`` template in namespace ``rtk``.
-        template: Names of the template parameters, for people.
+        template: Names of the template parameters, for readers.
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
             ``tensor_map.TensorMap``) come before all others.
-        variants: Template arguments to build ahead of time: tuples, or a function of the target giving them.
+        variants: Template arguments to build ahead of time: tuples, or a function of the target that returns them.
         rare: Further ones, of a kernel with hundreds, that few programs launch: ``warm(every_variant=True)`` builds
             them as well.
-        max_registers: Ceiling that the compile tests enforce.
-        needs: Features a target must have (see ``Target.features``).
+        max_registers: Limit that the compile tests enforce.
+        needs: Features that a target must have (see ``Target.features``).
         emulated: True, or the reason why the host emulator cannot run this kernel.
         flags: Extra compiler flags.
-        tier: Who needs this kernel, so that ``warm`` and CI can leave out the others: "core" for training and whatever
-            several kinds of programs use, "serve" for inference only, "aten" for operators that take torch's place.
+        tier: Which programs need this kernel, so that ``warm`` and CI can omit others: "core" for training and for
+            kernels that several kinds of programs use, "serve" for inference only, "aten" for operators that replace
+            torch's.
 
     Raises:
-        ArgumentError: `args` has an unknown kind or a tensor map behind others, or is more than a launch has room for.
+        ArgumentError: `args` has an unknown kind, a tensor map after other arguments, or more bytes than a launch
+            takes.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Kernel:
         self._maps = sum(kind == "tmap" for _, kind in self.args)
         self._kinds = "".join(_KIND_FORMAT[kind] for _, kind in self.args[self._maps :])
         self._functions: dict[tuple[Variant, int], int] = {}
-        self._alive: list[Any] = []  # CuPy modules, whose functions die with them
+        self._alive: list[Any] = []  # CuPy modules; their functions are valid only while they exist
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -126,31 +128,33 @@ class Kernel:
         ending: Sequence[int | float] = (),
         fixed: Mapping[int, int | float] | None = None,
     ) -> Launch:
-        """Return a function that launches a variant on a device, compiling and loading it if needed.
+        """Return a function that launches a variant on a device; compiles and loads it if needed.
 
         Args:
             variant: Template arguments.
             device: CUDA ordinal, or -1 for the host emulator.
-            grid: Blocks in x, or in up to three dimensions. None at all, of empty tensors, is no launch: ``no_blocks``.
+            grid: Blocks in x, or in up to three dimensions. If a dimension is 0, as for empty tensors, the function
+                does nothing.
             block: Threads per block.
             shared: Dynamic shared memory in bytes.
             overlap: The kernel may start before the previous one of its stream has ended. It must call
-                ``ptx::wait_for_previous`` before it reads that one's results. Ignored below sm_90.
-            cluster: Blocks in x that run at the same time and reach each other's shared memory; divides the grid.
-            resident: All blocks run at the same time, as those must that wait for each other; or the launch raises a
-                ResidencyError. `max_resident_blocks` says how many can.
-            ending: The kernel's last arguments, fixed for all launches, which then take those before them.
-            fixed: Other arguments that are fixed, by their places among all; not in the emulator, whose launches take
+                ``ptx::wait_for_previous`` before it reads that kernel's results. Ignored below sm_90.
+            cluster: Blocks in x that run at the same time and access each other's shared memory; divides the grid.
+            resident: All blocks run at the same time, which is required if they wait for each other; otherwise the
+                launch raises a ResidencyError. `max_resident_blocks` returns the limit.
+            ending: The kernel's last arguments, the same for all launches; launches take only the arguments before
                 them.
+            fixed: Other arguments that are the same for all launches, by position among all arguments. Ignored in the
+                emulator, whose launches take them.
         """
-        dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # numbers of NumPy come by sizes
+        dims = tuple(map(int, grid if isinstance(grid, Sequence) else (grid,)))  # sizes may be NumPy numbers
         dims += (1,) * (3 - len(dims))
-        if 0 in dims:  # which the driver refuses
+        if 0 in dims:  # the driver refuses empty grids
             return driver.no_blocks
         if device < 0:
             from rtkernels import emulator
 
-            together = dims[0] if resident else cluster  # blocks that the emulator runs alternately
+            together = dims[0] if resident else cluster  # blocks that the emulator interleaves
             launch = emulator.bind(
                 self, variant, emulated_features(), dims, block, shared, together, resident=resident, overlap=overlap
             )
@@ -168,7 +172,7 @@ class Kernel:
         return launch
 
     def max_resident_blocks(self, variant: Variant, device: int, block: int, shared: int) -> int:
-        """Return how many blocks of a launch with ``resident=True`` can be; arguments as for ``bind``."""
+        """Return the largest number of blocks of a launch with ``resident=True``; arguments as for ``bind``."""
         info = device_info(device)
         if device < 0:
             return info.sm_count
@@ -199,7 +203,7 @@ class Kernel:
             return function
 
     def _load_image(self, entry: build_cache.Entry, expression: str, target: Target) -> int:
-        # From memory: what was checked is what is loaded, whatever happens to the file.
+        # Loaded from memory, so that the verified image is loaded even if the file changes.
         module = nvrtc.import_cupy().cuda.function.Module()
         module.load(entry.image)
         loaded = module.get_function(entry.names[expression])
@@ -213,7 +217,7 @@ class Kernel:
 
 
 def build_together(device: int, *wanted: tuple[Kernel, Variant]) -> None:
-    """Compile at the same time what several kernels of one call still lack; binding them then finds it in the cache."""
+    """Compile the missing kernels of one call at the same time; binding then finds them in the cache."""
     if device < 0 or torch.cuda.is_current_stream_capturing():
         return
     target = device_info(device).target
@@ -234,7 +238,7 @@ def _built(kernel: Kernel, variant: Variant, target: Target, *, compile_allowed:
             kernel.unit, [kernel.expression(variant)], target, kernel.flags, op=kernel.op,
             compile_allowed=compile_allowed,
         )  # fmt: skip
-    except RtkError:  # binding meets it again, and raises
+    except RtkError:  # binding raises it again
         return False
     return True
 

@@ -1,6 +1,6 @@
-"""Memory for results: uninitialised tensors at little cost, and zeros that cost no launch.
+"""Memory for results: uninitialised tensors at little cost, and zeros without a launch.
 
-Kernels that count, draw their work, or find out which block is the last one, start from zeros.
+Kernels that count, distribute work dynamically, or detect which block is the last one start from zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, is_dyn
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
-# What compiled graphs allocate with: no argument parsing, no dispatcher, half the time of torch.empty_like.
+# The allocator of compiled graphs: no argument parsing, no dispatcher, half the time of torch.empty_like.
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
@@ -25,14 +25,14 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 def allocator(device: int) -> Allocate:
     """Return a function ``(shape, strides, dtype) -> uninitialised tensor`` on a CUDA device, or on the CPU for -1.
 
-    Shape and strides must be exactly tuples; ``torch.Size`` is refused by the fast allocator.
+    Shape and strides must be exactly tuples; the fast allocator refuses ``torch.Size``.
     """
     place = "cpu" if device < 0 else f"cuda:{device}"
     if device >= 0 and _empty_strided_cuda is not None and torch.cuda.device_count() == 1:
         return _empty_strided_cuda
 
     def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        if type(shape) is not tuple or type(strides) is not tuple:  # so that tests without a GPU find it
+        if type(shape) is not tuple or type(strides) is not tuple:  # so that tests without a GPU detect it
             raise TypeError(f"shape and strides must be tuples, got {type(shape).__name__}, {type(strides).__name__}")
         return torch.empty_strided(shape, strides, dtype=dtype, device=place)
 
@@ -40,10 +40,10 @@ def allocator(device: int) -> Allocate:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return an uninitialised dense tensor on the device of `like`.
+    """Return an uninitialised contiguous tensor on the device of `like`.
 
-    ``torch.empty`` for public functions whose operators write to memory that they are given, at a third of its host
-    time where nobody but the caller has to see the allocation.
+    Takes a third of the host time of ``torch.empty``. For public functions whose operators write to given memory, if
+    only the caller needs to see the allocation.
     """
     if like.is_cuda and type(like) in TENSOR_TYPES and not (is_dynamo_compiling() or dispatch_modes()):
         return allocator(like.get_device())(shape, _kept_strides(shape), dtype)
@@ -51,7 +51,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tens
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, as torch gives them."""
+    """Return the strides of a contiguous tensor, as torch computes them."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -60,13 +60,13 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 _kept_strides = lru_cache(4096)(dense_strides)
-call_state = threading.local()  # its `dispatched` is set by operators while the dispatcher calls them
+call_state = threading.local()  # operators set `dispatched` while the dispatcher calls them
 
 
 def dispatched() -> bool:
     """Return True inside an operator that the dispatcher called, as compiled graphs do.
 
-    What it allocates then may come from the graphs' own memory, and must not outlive the call unless it is returned.
+    Memory allocated then may belong to the graph's pool, and must not outlive the call unless it is returned.
     """
     return getattr(call_state, "dispatched", False)
 
@@ -74,22 +74,22 @@ def dispatched() -> bool:
 # ---- zeros ----------------------------------------------------------------------------------------------------------
 
 _BATCH = 64
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a torch with CUDA
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a torch without CUDA
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-_ZERO_BYTES = 128 << 10  # that are cleared at a time where only addresses are used, for hundreds of small calls,
-_MAX_ZERO_BYTES = 4 << 20  # and for calls that want many
+_ZERO_BYTES = 128 << 10  # cleared at a time if only addresses are used: enough for hundreds of small calls
+_MAX_ZERO_BYTES = 4 << 20  # the same for calls that need many
 _zeros: dict[tuple[int, int, int], list[Tensor]] = {}
 _zero_words: dict[tuple[int, int, int], list[tuple[Tensor, int]]] = {}
 _kept: dict[tuple[int, int], Tensor] = {}
 
 
 def fresh_zeros(device: int, n: int) -> Tensor:
-    """Return `n` int32 zeros that nobody has or had, on a CUDA device or, for -1, on the CPU.
+    """Return `n` int32 zeros that were never used, on a CUDA device or, for -1, on the CPU.
 
-    Kernels that count, or find out which block is the last one, start from zeros; clearing a few hundred bytes takes as
-    long as they do. So many such tensors are cut from one cleared allocation, made in the stream that uses them.
-    A graph is replayed, so what is captured clears its own; so does what a compiled graph calls, in whose memory the
-    rest could not stay.
+    Kernels that count, or detect which block is the last one, start from zeros, and clearing a few hundred bytes takes
+    as long as such a kernel. So many of these tensors are cut from one cleared allocation on the stream that uses them.
+    Under CUDA graph capture they are cleared separately, because the graph is replayed. The same holds for calls from
+    compiled graphs, because the rest of the allocation could not stay in the graph's memory.
     """
     key = device, 0, n
     if device >= 0:
@@ -100,9 +100,9 @@ def fresh_zeros(device: int, n: int) -> Tensor:
         return _zeros[key].pop()
     except (KeyError, IndexError):
         place = "cpu" if device < 0 else f"cuda:{device}"
-        with torch.inference_mode(False):  # they may be used, and saved for a backward, outside of it
-            size = -(-n // 4) * 4  # parts begin at multiples of 16 bytes
-            # They are no views of one tensor, whose versions would be counted together.
+        with torch.inference_mode(False):  # they may be used and saved for backward outside inference mode
+            size = -(-n // 4) * 4  # each begins at a multiple of 16 bytes
+            # Not views of one tensor, which would share a version counter.
             parts = torch.zeros(_BATCH * size, dtype=torch.int32, device=place).unsafe_split(size)
             first, *rest = parts if size == n else [part[:n] for part in parts]
         _zeros.setdefault(key, []).extend(rest)
@@ -110,42 +110,42 @@ def fresh_zeros(device: int, n: int) -> Tensor:
 
 
 def zero_words(device: int, n: int) -> tuple[Tensor, int]:
-    """Return memory and an address in it with `n` int32 zeros, under the conditions of :func:`fresh_zeros`.
+    """Return memory, and an address in it with `n` int32 zeros, under the conditions of :func:`fresh_zeros`.
 
-    For scratch, of which only the address is used: no tensor is made for it. Whoever has the memory keeps it from being
-    given to another one. What is left of it is kept for each n that was asked for: see :func:`zero_words_for`.
+    For scratch memory of which only the address is used: no tensor is created for it. The zeros stay reserved while the
+    caller keeps the memory. The rest of the memory is kept separately for each n; see :func:`zero_words_for`.
     """
     if device < 0 or getattr(call_state, "dispatched", False) or is_capturing():
-        made = fresh_zeros(device, n)
-        return made, made.data_ptr()  # in the emulator an address belongs to a tensor of one call
+        zeros = fresh_zeros(device, n)
+        return zeros, zeros.data_ptr()  # in the emulator, an address belongs to the tensor of one call
     key = device, current_stream(device), n
     try:
         return _zero_words[key].pop()
     except (KeyError, IndexError):
         step = -(-n // 32) * 128
         count = max(1, _ZERO_BYTES // step, min(_BATCH, _MAX_ZERO_BYTES // step))
-        made = torch.zeros(count * step // 4, dtype=torch.int32, device=f"cuda:{device}")
-        first = made.data_ptr()
-        pairs = list(zip(repeat(made), range(first, first + count * step, step)))
+        zeros = torch.zeros(count * step // 4, dtype=torch.int32, device=f"cuda:{device}")
+        first = zeros.data_ptr()
+        pairs = list(zip(repeat(zeros), range(first, first + count * step, step)))
         found = pairs.pop()
         _zero_words[key] = pairs
         return found
 
 
 def zero_words_for(device: int, n: int) -> int:
-    """Return how many zeros a plan asks ``zero_words`` for that wants `n`: one of a few numbers.
+    """Return how many zeros a plan that needs `n` requests from ``zero_words``: one of a few numbers.
 
-    Numbers of tokens differ from step to step. On the CPU, where nothing is kept for long, the emulator is to find
-    accesses beyond n.
+    Token counts change from step to step, and zeros are kept for each number. On the CPU the exact n is returned, so
+    that the emulator detects accesses beyond it.
     """
     return n if device < 0 else max(32, 1 << (n - 1).bit_length())
 
 
 def kept_zeros(device: int, n: int) -> Tensor:
-    """Return at least `n` int32, zeros or what the last kernel of the stream that got them has left.
+    """Return at least `n` int32 that are zeros, or the values left by the last kernel of the stream that used them.
 
-    On a CUDA device, or for -1 on the CPU. For kernels that leave everything as they want to find it. What a graph or a
-    compiled graph calls gets zeros of its own, for the reasons of :func:`fresh_zeros`.
+    On a CUDA device, or for -1 on the CPU. For kernels that restore the values they need. Captured and compiled graphs
+    get zeros of their own, for the reasons of :func:`fresh_zeros`.
     """
     place, key = "cpu" if device < 0 else f"cuda:{device}", (device, 0)
     if device >= 0:

@@ -1,4 +1,4 @@
-"""What operators worked out for tensors like the ones at hand, kept by their metadata."""
+"""Plans of operators, cached by the metadata of their tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PLANS_LIMIT = 4096
 
 
 class Plans(dict):
-    """What an op worked out for one set of tensor metadata, computed by ``build(*key)`` at the first look-up.
+    """Plans of an op by tensor metadata, computed by ``build(*key)`` at the first look-up.
 
-    The key must hold everything validation and launch depend on. Bounded: programs with ever-changing shapes start
-    over instead of growing.
+    The key must contain everything that validation and launch depend on. The size is limited: programs with
+    ever-changing shapes start over instead of growing.
     """
 
     _all: ClassVar[list[Plans]] = []
-    replays: ClassVar[list[Callable[[], None]]] = []  # of operators: what makes them forget their last call
+    replays: ClassVar[list[Callable[[], None]]] = []  # functions that make operators forget their last call
 
     def __init__(self, build: Callable[..., Any]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Plans(dict):
 
     @classmethod
     def forget_all(cls) -> None:
-        """Drop the plans of every op, and those that are kept for a call like the last one."""
+        """Drop the plans of every op, and those kept for recent calls."""
         for plans in cls._all:
             plans.clear()
         for forget in cls.replays:
@@ -48,7 +48,7 @@ class Plans(dict):
         devices = {
             meta[3] for meta in key if isinstance(meta, tuple) and len(meta) >= 4 and isinstance(meta[0], torch.dtype)
         }
-        if len(devices) > 1:  # and the op did not say of which argument
+        if len(devices) > 1:  # and the op did not name the argument
             places = " and ".join(f"cuda:{i}" if i >= 0 else "the CPU" for i in sorted(devices))
             raise ArgumentError(f"got tensors on {places}; expected all on one device")
         if len(self) >= _PLANS_LIMIT:

@@ -1,12 +1,12 @@
-"""Tables of addresses: how one launch reaches the tensors of a list.
+"""Address tables: how one launch accesses the tensors of a list.
 
-A table is an int64 tensor on the device, some of whose words are addresses of other tensors. It is built once for a
-list and found again by what it depends on: the address of every tensor and its type, dtype, device, sizes and strides.
-The look-up costs two C-level passes over the list and no device work; ``TensorList`` skips even that.
+A table is an int64 tensor on the device; some of its words are addresses of other tensors. It is built once per list
+and found by what it depends on: the address of every tensor and its type, dtype, device, sizes and strides. The look-up
+takes two C-level passes over the list and no device work; ``TensorList`` skips even that.
 
-Tables belong to the stream that was current when they were made, and so does their memory: no call on another stream
-can overtake the upload, and memory that is freed is reused in order. While a CUDA graph is captured a table is always
-made anew and uploaded by the graph itself, from pinned memory that is never freed nor changed.
+A table and its memory belong to the stream that was current when it was built: no call on another stream can overtake
+the upload, and freed memory is reused in order. While a CUDA graph is captured, a new table is always built, and the
+graph itself uploads it from pinned memory that is never freed or changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import TENSOR_TYPES, TensorGuards, refuse_lazy, same_tensors
 
 _TABLES_LIMIT = 64
-_SLAB_WORDS = 1 << 20  # of pinned memory at a time, for tables uploaded by graphs
+_SLAB_WORDS = 1 << 20  # words of pinned memory allocated at a time, for tables that graphs upload
 
 _data_ptr = Tensor.data_ptr
 
@@ -43,20 +43,20 @@ def _current_stream(device: int) -> int:
 
 
 class TensorList(tuple):
-    """Tensors that are used together again and again; see ``rtkernels.tensor_list``."""
+    """Tensors that are used together repeatedly; see ``rtkernels.tensor_list``."""
 
     tables: dict[Any, Any]
-    requires_grad: bool  # of any of them
+    requires_grad: bool  # True if any of them does
 
     def __new__(cls, tensors: Iterable[Tensor]) -> TensorList:
-        made = super().__new__(cls, tensors)
-        made.tables = {}
-        made.requires_grad = any(getattr(t, "requires_grad", False) for t in made)
-        return made
+        table = super().__new__(cls, tensors)
+        table.tables = {}
+        table.requires_grad = any(getattr(t, "requires_grad", False) for t in table)
+        return table
 
 
 class _Slot:
-    """The last table made for lists of this length with these first and last addresses on this stream."""
+    """The last table for lists of this length with these first and last addresses on this stream."""
 
     __slots__ = ("entry",)
 
@@ -68,8 +68,8 @@ class Tables:
     """The tables that one function builds, by list and stream.
 
     Args:
-        build: ``build(lists, device)`` -> anything; it calls ``upload``.
-        check: Raises an ArgumentError for lists that have no table.
+        build: ``build(lists, device)`` returns any object; it calls ``upload``.
+        check: Raises an ArgumentError for unsupported lists.
     """
 
     def __init__(
@@ -78,15 +78,16 @@ class Tables:
         check: Callable[[Sequence[Sequence[Tensor]]], None] = lambda lists: None,
     ) -> None:
         self._make, self.check = build, check
-        self._slots = Plans(_Slot)  # emptied together with the plans of the ops
+        self._slots = Plans(_Slot)  # cleared together with the plans of the ops
 
     def _build(self, lists: Sequence[Sequence[Tensor]], device: int) -> Any:
         self.check(lists)
         return self._make(lists, device)
 
     def known(self, lists: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the table of lists that came before, if it is there, no tensor requires a gradient and no graph is
-        captured; else None.
+        """Return the table of lists that were used before; None if there is none.
+
+        Also None if a tensor requires a gradient or a graph is being captured.
         """
         try:
             device = lists[0][0].get_device()
@@ -94,7 +95,7 @@ class Tables:
                 return None
             flat = lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
             pointers = list(map(_data_ptr, flat))
-        except (AttributeError, IndexError, RuntimeError, TypeError):  # none, or not all tensors with memory
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # an empty list, or a tensor without memory
             return None
         slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], _current_stream(device)))
         if slot is None:
@@ -103,13 +104,13 @@ class Tables:
         return table if known == pointers and same.without_gradients and same(*flat) else None
 
     def find(self, lists: Sequence[Sequence[Tensor]]) -> Any:
-        """Return what ``build`` made for these lists (the first has at least one tensor), building it if needed."""
+        """Return the result of ``build`` for these lists, building it if needed; the first list is not empty."""
         first = lists[0]
         device = first[0].get_device()
         if device < 0:
             stream = -1
         elif _capturing(device):
-            # Never a table from outside: it may be gone when the graph runs. Nor is this one of use to anybody else.
+            # Never a cached table, which may be gone when the graph runs; nor is this one cached.
             return self._build(lists, device)
         else:
             stream = _current_stream(device)
@@ -121,7 +122,7 @@ class Tables:
         flat = first if len(lists) == 1 else list(chain.from_iterable(lists))
         try:
             pointers = list(map(_data_ptr, flat))
-        except RuntimeError:  # a tensor without memory of its own, such as a sparse one
+        except RuntimeError:  # a tensor without memory, such as a sparse one
             self._build(lists, device)
             raise
         slot = self._slots[tuple(map(len, lists)), pointers[0], pointers[-1], stream]
@@ -136,16 +137,16 @@ class Tables:
 
 
 class _Matcher:
-    """Tells whether tensors have the metadata of those it was made from. It keeps none of them alive.
+    """Compares tensors with the metadata of a list, without keeping its tensors alive.
 
-    The guards are made when a list comes back for the first time: lists that never do (gradients that are allocated
-    anew in every step) should not pay for them.
+    The guards are created when a list is used for the second time: lists that are used once, such as gradients that are
+    allocated in every step, should not pay for them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = list(map(_metadata, tensors))
         self._check: Callable[..., bool] | None = None
-        self.without_gradients = False  # known when guards are: they see whether one is wanted
+        self.without_gradients = False  # set with the guards, which check requires_grad
 
     def __call__(self, *tensors: Tensor) -> bool:
         if self._check is not None:
@@ -166,17 +167,17 @@ def _metadata(t: Tensor) -> tuple[Any, ...]:
 
 _slab: Tensor | None = None
 _slab_used = 0
-_of_graphs: list[tuple[Tensor, Tensor]] = []  # a graph reads its tables whenever it is replayed: they stay
+_of_graphs: list[tuple[Tensor, Tensor]] = []  # kept alive, because a graph reads its tables at every replay
 _lock = threading.Lock()
 
 
 def upload(words: numpy.ndarray, device: int, targets: Callable[[], Mapping[int, Tensor]]) -> Tensor:
-    """Return a table on a device without waiting for anything.
+    """Return a table on a device without synchronising.
 
     Args:
         words: int64.
         device: CUDA ordinal, or -1 for the host emulator.
-        targets: Gives, for the emulator, the tensors whose addresses are in the table, by index of the word.
+        targets: For the emulator, returns the tensors whose addresses are in the table, by index of the word.
 
     Raises:
         NotWarmError: A CUDA graph is being captured, and there is no pinned memory to upload the table from.
@@ -196,7 +197,7 @@ def upload(words: numpy.ndarray, device: int, targets: Callable[[], Mapping[int,
 
 
 def _make_slab(words: int) -> None:
-    """Have pinned memory for a table of this size at hand: none can be allocated during a capture."""
+    """Allocate pinned memory for a table of this size now, because a capture cannot allocate it."""
     global _slab, _slab_used
     with _lock:
         if _slab is None or len(_slab) - _slab_used < words:
@@ -209,7 +210,7 @@ def _upload_by_graph(source: Tensor, device: int) -> Tensor:
     with _lock:
         if _slab is None or len(_slab) - _slab_used < len(source):
             raise NotWarmError(
-                "the table of this tensor list cannot be made while a CUDA graph is captured: no pinned memory is "
+                "the table of this tensor list cannot be built while a CUDA graph is captured: no pinned memory is "
                 "left; call the op once with these tensors before the capture"
             )
         staged = _slab[_slab_used : _slab_used + len(source)]
@@ -225,7 +226,7 @@ def _upload_by_graph(source: Tensor, device: int) -> Tensor:
 
 
 def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-    """Raise an ArgumentError unless all are tensors of these dtypes on one device whose elements fill their memory."""
+    """Raise an ArgumentError unless all are gap-free tensors of these dtypes on one device."""
     if (
         set(map(type, tensors)) <= TENSOR_TYPES
         and {t.layout for t in tensors} <= {torch.strided}
@@ -234,7 +235,7 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))
     ):
-        return  # nearly always; what follows is slower and says what is wrong
+        return  # the usual case; the slower code below finds the error
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
             raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")

@@ -1,8 +1,8 @@
-"""Tensor maps: what the bulk tensor copy engine (sm_90 and newer) must know of a matrix, 128 bytes made by the driver.
+"""Tensor maps: descriptors of matrices for TMA (sm_90 and newer), 128 bytes that the driver encodes.
 
-A kernel takes one as ``const __grid_constant__ ptx::TensorMap`` and its record as ``name:tmap``. Making one costs a few
-microseconds on the host and touches no device memory, so it may happen while a CUDA graph is captured. A map holds an
-address, so the ones in use are found again by address and layout; a stale one is harmless.
+A kernel takes one as ``const __grid_constant__ ptx::TensorMap``, and its record as ``name:tmap``. Encoding one takes a
+few microseconds on the host and no device memory, so it may happen while a CUDA graph is captured. A map contains an
+address, so maps are cached by address and layout; a stale one is harmless.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Words = tuple[int, ...]
 _BYTES = 128
 _ALIGNMENT = 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLE = {False: 0, True: 3}  # none, or by 128 bytes
+_SWIZZLE = {False: 0, True: 3}  # no swizzle, or 128 bytes
 _PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
-_MAPS = 256  # remembered
+_MAPS = 256  # cached maps
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
 
 class TensorMap:
-    """The bytes of one map; ``address`` is where they are on the host."""
+    """The bytes of one map; ``address`` is their address on the host."""
 
     __slots__ = ("_memory", "address")
 
@@ -39,13 +39,13 @@ class TensorMap:
 
 
 class EmulatedMap:
-    """The same for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
+    """A map for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
 
     def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
         from rtkernels.emulator import points_to
 
         if problem := _refused(int(address), size, sizes, strides, box, swizzle):
-            raise RtkError(f"no driver makes this tensor map: {problem}")
+            raise RtkError(f"the driver would refuse this tensor map: {problem}")
 
         def five(words: Words) -> list[int]:
             return [*words, *[0] * (5 - len(words))]
@@ -64,7 +64,7 @@ def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, 
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
         return f"{rank} sizes, {len(strides)} strides and {len(box)} sizes of a box, where 1 to 5 have a stride less"
     if address % 16:
-        return f"the address {address:#x} is no multiple of 16"
+        return f"the address {address:#x} is not a multiple of 16"
     if bad := [n for n in sizes if not 1 <= n <= 2**32]:
         return f"a size of {bad[0]}; 1 to 2**32"
     if bad := [n for n in strides if n % 16 or not 0 <= n < 2**40]:
@@ -79,12 +79,12 @@ def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, 
 def matrix_map(
     address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int
 ) -> TensorMap | EmulatedMap:
-    """Return the map of a row-major matrix that is copied in boxes, swizzled by 128 bytes.
+    """Return the map of a row-major matrix for TMA copies of boxes, swizzled by 128 bytes.
 
     Args:
-        address: Of the first element on the device, a multiple of 16.
+        address: Address of the first element on the device, a multiple of 16.
         token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
-        rows: Rows of the matrix; what lies outside of it is read as 0.
+        rows: Rows of the matrix; elements outside are read as 0.
         cols: Columns of the matrix.
         pitch: Elements from row to row; a multiple of 16 bytes.
         box_rows: Rows of a box, at most 256.
@@ -103,37 +103,37 @@ def tiled_map(
     swizzle: bool = True,
     promote: bool = True,
 ) -> TensorMap | EmulatedMap:
-    """Return the map of a tensor that is copied in boxes.
+    """Return the map of a tensor for TMA copies of boxes.
 
     Args:
-        address: Of the first element on the device, a multiple of 16.
+        address: Address of the first element on the device, a multiple of 16.
         token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
-        sizes: Elements in each dimension, the contiguous one first; what lies outside is read as 0, and not written.
-        strides: Bytes from one to the next in each dimension but the first; multiples of 16.
-        box: Elements of a box in each dimension, at most 256, and 128 bytes in the first with `swizzle`.
-        swizzle: By 128 bytes, in shared memory; else rows follow each other there.
-        promote: L2 reads 256 bytes where it must read.
+        sizes: Elements in each dimension, the contiguous one first; elements outside are read as 0 and not written.
+        strides: Strides in bytes of all dimensions but the first; multiples of 16.
+        box: Elements of a box in each dimension, at most 256, and at most 128 bytes in the first with `swizzle`.
+        swizzle: Swizzle by 128 bytes in shared memory; otherwise rows are contiguous there.
+        promote: Let L2 fetch 256 bytes per miss.
 
     Raises:
-        RtkError: The driver refuses.
+        RtkError: The driver refuses the map.
     """
     if hasattr(address, "tensor"):  # while a launcher runs in the emulator
         return EmulatedMap(address, _TYPES[token][1], sizes, strides, box, swizzle)
-    return _made(address, token, sizes, strides, box, swizzle, promote)
+    return _encoded_map(address, token, sizes, strides, box, swizzle, promote)
 
 
 @lru_cache(maxsize=_MAPS)
-def _made(
+def _encoded_map(
     address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool, promote: bool
 ) -> TensorMap:
-    made, rank = TensorMap(), len(sizes)
+    encoded, rank = TensorMap(), len(sizes)
     arrays = (
         (ctypes.c_uint64 * rank)(*sizes),
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
     )
-    args = (made.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
+    args = (encoded.address, _TYPES[token][0], rank, address, *arrays, 0, _SWIZZLE[swizzle], _PROMOTION[promote], 0)
     status = _encode()(*args)
     if status in _NO_CONTEXT:
         from rtkernels.runtime.launch.driver import make_context
@@ -145,7 +145,7 @@ def _made(
             f"cuTensorMapEncodeTiled failed with status {status} for {token} {list(sizes[::-1])}, "
             f"{list(strides[::-1])} bytes apart, at {address:#x}, boxes of {list(box[::-1])}"
         )
-    return made
+    return encoded
 
 
 @cache

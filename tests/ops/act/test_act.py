@@ -1,4 +1,4 @@
-"""act, and glu with the options of inference: kernels, values, gradients, memory, errors."""
+"""act, and glu with the inference-only options: kernels, values, gradients, memory, errors."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ BAD = {
     "gradient": (lambda: act(X.clone().requires_grad_(), "relu", out=X), "act with out= is not differentiable"),
     "layout": (lambda: glu(X, layout="rows"), "layout is 'rows'; expected one of 'concat'"),
     "up": (lambda: glu(X, X, layout="interleaved"), "up is given; expected None with layout 'interleaved'"),
-    "weight": (lambda: glu(X, weight=torch.ones(2), quant=E4M3), "weight and reuse go without"),
+    "weight": (lambda: glu(X, weight=torch.ones(2), quant=E4M3), "weight and reuse exclude"),
     "channels": (lambda: glu(X, channel_scale=torch.ones(8)), r"channel_scale has shape \(8,\); expected \(4,\)"),
     "codes": (lambda: glu((X,), (X,)), "x is tuple; expected .codes, scales"),
     "keep": (lambda: glu(X, keep=True), "keep is True; expected False without quant"),

@@ -169,7 +169,7 @@ BAD = {
     r"row_factor has shape \(8,\); expected \(4,\)": lambda: rtkernels.glu_smooth_fp8_backward(
         X[:, :4], X, None, row_factor=X[0], layout="both"
     ),
-    "row_factor is for the transposed codes": lambda: rtkernels.glu_smooth_fp8_backward(
+    "row_factor is given; expected None without transposed codes": lambda: rtkernels.glu_smooth_fp8_backward(
         X[:, :4], X, None, row_factor=X[:, 0]
     ),
 }

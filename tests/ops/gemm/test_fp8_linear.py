@@ -408,7 +408,7 @@ BAD = {
     ),
     "wgrad, smooth": (
         lambda: fp8_linear(X, W, recipe="smooth", smooth=X[0], wgrad="bf16"),
-        "wgrad='bf16' do not go with recipe 'smooth'",
+        "wgrad='bf16' cannot be combined with recipe 'smooth'",
     ),
     "no smooth": (lambda: fp8_linear(X, W, recipe="smooth"), "smooth is None with recipe 'smooth'"),
     "smooth": (lambda: fp8_linear(X, W, smooth=X[0]), "smooth is given with recipe 'block'"),

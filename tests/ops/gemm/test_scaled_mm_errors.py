@@ -32,9 +32,9 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
         "dtype": (lambda: scaled_mm(A.double(), B), "a has dtype float64; expected one of bfloat16, float16"),
         "pair": (
             lambda: scaled_mm(A16, B16.half()),
-            "b has elements of fp16; expected ones that go with bf16, those of a",
+            "b has elements of fp16; expected elements that match bf16, those of a",
         ),
-        "fp8 and 16 bits": (lambda: scaled_mm(A8, B16), "b has elements of bf16; expected ones that go with e4m3"),
+        "fp8 and 16 bits": (lambda: scaled_mm(A8, B16), "b has elements of bf16; expected elements that match e4m3"),
         "fp8 across": (
             lambda: scaled_mm(A8.t().contiguous().t(), B8),
             r"a \(e4m3\) has strides \(1, 4\), contiguous along m; expected 1 along k: .*transpose\(a.t\(\)\)",
@@ -85,7 +85,7 @@ test_on_the_cpu, test_in_the_launchers = error_tests(
         "scale dtype": (lambda: scaled_mm(A8, B8, ONES(4).int(), ONES(8)), "scale_a has dtype int32; expected float32"),
         "bytes": (
             lambda: scaled_mm(A8, B8, ONES(4, 8).byte(), ONES(8, 8).byte()),
-            "scale_a has dtype uint8, which may be e8m0 or e4m3; say recipe 'mx32' or 'nvfp4'",
+            "scale_a has dtype uint8, which may be e8m0 or e4m3; pass recipe 'mx32' or 'nvfp4'",
         ),
         "mx32": (
             lambda: scaled_mm(A8, B8, ONES(4, 7).byte(), ONES(8, 8).byte(), recipe="mx32"),

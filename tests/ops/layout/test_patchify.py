@@ -71,7 +71,7 @@ def test_workspace() -> None:
     first.fill_(1)
     assert space("a", (4, 8), torch.float32).data_ptr() == first.data_ptr()
     assert space("b", (3,)).data_ptr() >= first.data_ptr() + first.nbytes and space("b", (3,)).data_ptr() % 16 == 0
-    with pytest.raises(rtkernels.ArgumentError, match=r"workspace has 4096 bytes .* big wants 8000 more"):
+    with pytest.raises(rtkernels.ArgumentError, match=r"workspace has 4096 bytes .* big needs 8000 more"):
         space("big", (4000,))
     free = rtkernels.Workspace("cpu")
     assert free("x", (0, 5)).shape == (0, 5) and free("x", (7,)).numel() == 7

@@ -138,7 +138,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rstd residual": (
         lambda: rms_norm_fp8(X, rstd=torch.ones(4), layout="transposed", residual=X),
-        "rstd goes without residual: give the sum",
+        "rstd cannot be combined with residual: pass the sum",
     ),
     "rstd dtype": (
         lambda: rms_norm_fp8(X, rstd=torch.ones(4).half(), layout="transposed"),
@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "keep": (
         lambda: rms_norm_fp8(X, layout="transposed", keep=True),
-        "keep goes with layout 'row' or 'both', not 'transposed'",
+        "keep requires layout 'row' or 'both', not 'transposed'",
     ),
     "device": (
         lambda: operators.FORWARD.check(
@@ -164,12 +164,12 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: layer_norm_fp8(X.half(), torch.ones(8).half(), torch.ones(8)),
         "bias has dtype float32; expected float16, that of weight",
     ),
-    "mean alone": (lambda: layer_norm_fp8(X, mean=torch.ones(4)), "mean and rstd come together"),
-    "rstd alone": (lambda: layer_norm_fp8(X, rstd=torch.ones(4)), "mean and rstd come together"),
-    "smooth layout": (lambda: rms_norm_fp8(X, smooth=torch.ones(8), layout="both"), "smooth goes with layout 'row'"),
+    "mean alone": (lambda: layer_norm_fp8(X, mean=torch.ones(4)), "mean and rstd must be given together"),
+    "rstd alone": (lambda: layer_norm_fp8(X, rstd=torch.ones(4)), "mean and rstd must be given together"),
+    "smooth layout": (lambda: rms_norm_fp8(X, smooth=torch.ones(8), layout="both"), "smooth requires layout 'row'"),
     "smooth shape": (lambda: rms_norm_fp8(X, smooth=torch.ones(7)), r"smooth has shape \(7,\); expected \(8,\)"),
     "smooth dtype": (lambda: rms_norm_fp8(X, smooth=torch.ones(8).half()), "smooth has dtype float16; expected one of"),
-    "calibrate": (lambda: rms_norm_fp8(X, calibrate=True), "calibrate goes with smooth"),
+    "calibrate": (lambda: rms_norm_fp8(X, calibrate=True), "calibrate requires smooth"),
     "not a tensor": (lambda: rms_norm_fp8([1.0, 2.0]), "expected a torch.Tensor or an array with __dlpack__"),
     "mixed kinds": (
         lambda: rms_norm_fp8(X, np.ones(8, "f4")),

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm with the options of inference: kernels, the order of steps, gradients, memory, errors."""
+"""rms_norm and layer_norm with the inference-only options: kernels, the order of steps, gradients, memory, errors."""
 
 from __future__ import annotations
 
@@ -275,9 +275,9 @@ BAD = {
     "out overlaps": (
         lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]), "out shares memory with w",
     ),
-    "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None where no scale"),
+    "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None if no scale"),
     "residual_out": (lambda: rms_norm(X, shift=X, residual_out=X), "residual_out is given; expected None without"),
-    "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "go without the options of inference"),
+    "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "exclude the inference-only options"),
     "gradient": (lambda: rms_norm(X.clone().requires_grad_(), quant=E4M3), "quant is given but a tensor needs grad"),
     "odd": (lambda: rms_norm(torch.ones(2, 7), quant="nvfp4"), "the result has 7 columns; expected a multiple of 2"),
     "bias": (lambda: layer_norm(X, x_bias=X), r"bias has shape \(2, 8\); expected \(8,\)"),

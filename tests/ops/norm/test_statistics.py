@@ -205,10 +205,10 @@ def test_statistics_errors(name: str) -> None:
     call, mean, x = NORMS[name].call, MEAN[name], X[:4]
     with pytest.raises(ArgumentError, match=r"rstd has shape \(5,\); expected \(4,\), one per row of x"):
         call(x, rstd=torch.ones(5), **mean)
-    with pytest.raises(ArgumentError, match="rstd goes without residual: give the sum"):
+    with pytest.raises(ArgumentError, match="rstd cannot be combined with residual: pass the sum"):
         call(x, rstd=torch.ones(4), residual=x, **mean)
     with pytest.raises(ArgumentError, match="rstd has dtype float16"):
         call(x, rstd=torch.ones(4).half(), **mean)
     if mean:
-        with pytest.raises(ArgumentError, match="mean and rstd come together"):
+        with pytest.raises(ArgumentError, match="mean and rstd must be given together"):
             call(x, rstd=torch.ones(4))

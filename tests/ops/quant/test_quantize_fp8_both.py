@@ -96,7 +96,7 @@ def test_granularities_without_a_transposed_version(granularity: str):
 
 
 def test_other_errors():
-    with pytest.raises(ArgumentError, match="layout 'both' goes with computed scales"):
+    with pytest.raises(ArgumentError, match="layout 'both' requires computed scales"):
         quantize_fp8(torch.ones(3, 4), torch.ones(()), with_transposed=True)
     with pytest.raises(ArgumentError, match="x has dtype int32"):
         quantize_fp8(torch.ones(3, 4, dtype=torch.int32), granularity="block", with_transposed=True)

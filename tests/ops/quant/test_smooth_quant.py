@@ -236,7 +236,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "smooth dtype": (lambda: quantize_fp8_smooth(X, S.half()), "smooth has dtype float16; expected one of float32"),
     "no smooth": (lambda: quantize_fp8_smooth(X), "smooth is None; granularity 'row' needs"),
     "granularity": (lambda: quantize_fp8_smooth(X, S, granularity="block"), "granularity is 'block'; expected one of"),
-    "row factor": (lambda: quantize_fp8_smooth(X, S, row_factor=S[:4]), "row_factor goes with granularity 'channel'"),
+    "row factor": (lambda: quantize_fp8_smooth(X, S, row_factor=S[:4]), "row_factor requires granularity 'channel'"),
     "row factor shape": (
         lambda: quantize_fp8_smooth(X, row_factor=S, granularity="channel"),
         r"row_factor has shape \(8,\); expected \(4,\), one per row of x",
@@ -248,7 +248,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quantize_fp8_smooth(X, S.expand(3, 8), counts=C),
         "counts has length 2; expected 3, that of smooth",
     ),
-    "channel": (lambda: quantize_fp8_smooth(X, S, counts=C, granularity="channel"), "go with granularity 'row'"),
+    "channel": (lambda: quantize_fp8_smooth(X, S, counts=C, granularity="channel"), "require granularity 'row'"),
     "shard": (
         lambda: rtkernels.quantize_fp8_shard_(X.to(E4M3), X[:, 0].clone(), S, 30),
         r"shard has shape \(8,\) and offset 30; expected one dimension, inside the 32 elements of q",
@@ -260,7 +260,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no dimensions": (lambda: quantize_fp8(X[0, 0], granularity="channel"), "x has no dimensions"),
     "scale layout": (
         lambda: quantize_fp8(X, granularity="channel", scale_layout="column"),
-        "granularity 'channel' goes with scale_layout 'row' and layout 'row'",
+        "granularity 'channel' requires scale_layout 'row' and layout 'row'",
     ),
     "scale shape": (
         lambda: dequantize_fp8(X.to(E4M3), S, granularity="channel"),
