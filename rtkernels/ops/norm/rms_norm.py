@@ -80,8 +80,8 @@ def rms_norm(
             is then not computed again. Not with a residual (pass the sum as x). Gradients are those of the whole
             normalisation, as if rstd had been computed.
         return_rstd: Also return rstd, as the last result; it has no gradient.
-        out: Tensor to write y to, of its shape, dtype and device. May be x or residual itself; must not overlap an input
-            otherwise. Not with gradients.
+        out: Tensor to write y to, of its shape, dtype and device. May be x or residual itself; must not overlap another
+            input. Not with gradients.
         reuse: ``"inputs"`` lets the backward pass overwrite the saved tensor (x, or with a residual the returned sum)
             with the gradient instead of allocating memory. The rules are those of :func:`glu`. Not with rstd or
             return_rstd.
