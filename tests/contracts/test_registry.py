@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import pieces
 from support.places import emulated
+from support.recent import recent
 
 import rtkernels
 from bench.rows import rows_of
@@ -129,23 +130,23 @@ def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
         with rtkernels.emulate("sm_90"), emulator.recording():
             first = op._run_and_keep(op.call.__globals__, args)
             torch.testing.assert_close(first, op.reference(*args))
-            assert torch.equal(op.replay(*like), first)
-            assert op.replay(*given, "relu") is None
-            assert op.replay(x[:2], *args[1:]) is None and op.replay(x.double(), *args[1:]) is None
-            assert op.replay(torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
+            assert torch.equal(recent(op, *like), first)
+            assert recent(op, *given, "relu") is None
+            assert recent(op, x[:2], *args[1:]) is None and recent(op, x.double(), *args[1:]) is None
+            assert recent(op, torch.randn(65)[1:].view(4, 16), *args[1:]) is None  # its address
             others = (x, None if given[1] is not None else up, *args[2:])
-            of_a_call_before = op.replay(*others)  # the last four are known
+            of_a_call_before = recent(op, *others)  # the last four are known
             assert of_a_call_before is None or torch.allclose(of_a_call_before, op.reference(*others))
-            assert op.replay(x.clone().requires_grad_(), *args[1:]) is None
+            assert recent(op, x.clone().requires_grad_(), *args[1:]) is None  # of another kind
             with FakeTensorMode():
-                assert op.replay(*like) is None
+                assert recent(op, *like) is None
     with rtkernels.emulate("sm_90"), emulator.recording():
         seen = []
         op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
-        torch.func.vmap(lambda row: (row, seen.append(op.replay(x, None, None, "silu")))[0])(x)
+        torch.func.vmap(lambda row: (row, seen.append(recent(op, x, None, None, "silu")))[0])(x)
         assert seen == [None]
         with torch.inference_mode():
-            assert op.replay(x, None, None, "silu") is None  # the result has to be an inference tensor
+            assert recent(op, x, None, None, "silu") is None  # the result has to be an inference tensor
             op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
-            assert op.replay(x, None, None, "silu").is_inference()
-        assert op.replay(x, None, None, "silu") is None
+            assert recent(op, x, None, None, "silu").is_inference()
+        assert recent(op, x, None, None, "silu") is None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import linecache
-from typing import Any
 
 import pytest
 import torch
+from support.recent import recent
 from torch import Tensor
 
 import rtkernels
@@ -60,27 +60,21 @@ def test_what_is_overwritten_through_a_copy_is_counted() -> None:
         torch.testing.assert_close(x, wanted)
 
 
-def recent(scope: dict[str, Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """Return what a call like a recent one gives, None if there is none."""
-    runs = [run for matches, run, _ in scope["last_calls"] if matches(x, y)]
-    return runs[0](x.data_ptr(), y.data_ptr()) if runs else None
-
-
 def test_replay_needs_the_same_kind_of_call() -> None:
     op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
     with rtkernels.emulate("sm_80"), emulator.recording():
         x, y = torch.randn(4, 16), torch.randn(4, 16)
         first = op._run_and_keep(scope, (x, y))
-        assert torch.equal(recent(scope, x.clone(), y.clone()), first)
-        assert recent(scope, x[:2], y[:2]) is None
+        assert torch.equal(recent(op, x.clone(), y.clone()), first)
+        assert recent(op, x[:2], y[:2]) is None
         other = torch.randn(2, 16), torch.randn(2, 16)
         scope["run_and_keep"](*other)
-        assert torch.equal(recent(scope, x, y), first) and recent(scope, *other) is not None
+        assert torch.equal(recent(op, x, y), first) and recent(op, *other) is not None
         assert scope["last_calls"][0][0](*other) and scope["last_calls"][1][0](x, y)
         for rows in range(5, 9):  # more than are remembered
             scope["run_and_keep"](torch.randn(rows, 16), torch.randn(rows, 16))
-        assert recent(scope, x, y) is None
-        assert torch.equal(scope["run_and_keep"](x, y), first) and recent(scope, x, y) is not None
+        assert recent(op, x, y) is None
+        assert torch.equal(scope["run_and_keep"](x, y), first) and recent(op, x, y) is not None
 
 
 def test_a_site_has_recent_calls_of_its_own() -> None:
@@ -91,10 +85,10 @@ def test_a_site_has_recent_calls_of_its_own() -> None:
     with rtkernels.emulate("sm_80"), emulator.recording():
         (x, y), (v, w) = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
         first, second = site.__globals__["run_and_keep"](x, y), scope["run_and_keep"](v, w)
-        assert torch.equal(recent(site.__globals__, x, y), first) and recent(scope, x, y) is None
-        assert torch.equal(recent(scope, v, w), second)
+        assert torch.equal(recent(op, x, y, call=site), first) and recent(op, x, y) is None
+        assert torch.equal(recent(op, v, w), second)
         Plans.forget_all()
-        assert recent(site.__globals__, x, y) is None
+        assert recent(op, x, y, call=site) is None
 
 
 def test_steps_that_nobody_can_run_twice_over() -> None:
@@ -115,8 +109,8 @@ def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None
     with rtkernels.emulate("sm_80"), emulator.recording():
         x, y = torch.randn(4, 16), torch.randn(4, 16)
         first = op._run_and_keep(scope, (x, y))
-        assert torch.equal(recent(scope, x, y), first)
+        assert torch.equal(recent(op, x, y), first)
         Plans.forget_all()
-        assert recent(scope, x, y) is None
+        assert recent(op, x, y) is None
         torch.testing.assert_close(scope["run_and_keep"](x, x), op.reference(x, x))
         assert not scope["last_calls"]
