@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(384, 1)
         index = numbers.give([] { return 0u; });
         if (index >= count) break;
         const PipelineState<1> kv_state{0, taken % 2};
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                    static_cast<u32>(together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(384, 1)
         numbers.state = {static_cast<int>(drawn % 2), drawn / 2 % 2};
         index = numbers.give([] { return 0u; });
         if (index >= count) break;
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const PassTile<PASS, BN> tile = tile_at(index);
         if (!tile.exists) continue;
         float sums[kWidth / 2];

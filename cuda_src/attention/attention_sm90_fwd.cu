@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     PipelineState<1> q_state;
     PipelineState<kStages> k_state, v_state;
     for (u32 index; (index = source.draw()) < count;) {
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                              static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);

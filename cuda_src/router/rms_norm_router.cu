@@ -161,7 +161,7 @@ struct Maker {
     RTK_DEVICE Maker() {
         thread = static_cast<int>(threadIdx.x) - kProductWarps * kWarp;
         lane = thread % kWarp;
-        maker = __shfl_sync(0xffffffffu, thread / kMakerThreads, 0);  // known to be uniform
+        maker = __shfl_sync(0xffffffffu, thread / kMakerThreads, 0);  // shuffled so that the compiler knows it is uniform
         vector = thread % 16;
         row = thread % kMakerThreads / 16;
         offset = vector / 8 * kBoxBytes + row * kTileRow + ((vector % 8 ^ (row & 7)) << 4);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
                 double eps, double offset) {
     extern __shared__ u8 memory[];
     const NormRouterShared shared(memory, cols);
-    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = threadIdx.x % kWarp;
     const i64 m0 = static_cast<i64>(blockIdx.x) * kNormRows;
 
