@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mutation import mutator
+from mutation.mutator import RECORD
 
 SAMPLES = Path(__file__).resolve().parents[1] / "samples.json"
-RECORD = Path(__file__).with_name("recorded.json")
 _RUN = 0.05  # seconds of a test that are not its kernels': fixtures, reports
 
 

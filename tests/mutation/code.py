@@ -61,6 +61,11 @@ def opening(text: str, at: int) -> int:
     return 0
 
 
+def uncommented(text: str) -> str:
+    """Return code without its comments, in one line."""
+    return " ".join(_COMMENT_OR_LITERAL.sub(lambda m: " " if m[0][0] == "/" else m[0], text).split())
+
+
 @cache
 def plain(text: str) -> str:
     """Return a source with comments, literals, directives and compile-time conditions blanked, at equal positions."""
