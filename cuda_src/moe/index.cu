@@ -1,15 +1,15 @@
-// Where each choice of an expert goes: rows sorted by expert, inside an expert by token, every expert's rows padded to a
-// multiple. Two launches, one block for each chunk of tokens in both (common/chunks.cuh). Integers only, no order of threads
-// shows in the result.
+// Destination row of each (token, expert) choice: rows sorted by expert, within an expert by token, every expert's rows
+// padded to a multiple. Two launches, one block per chunk of tokens in both (common/chunks.cuh). Integers only, so the
+// result does not depend on thread order.
 //
 // moe_count counts the choices of a chunk, from a list [tokens, top_k] of expert numbers. moe_list does the same from a
-// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk (common/rank.cuh), from a given
-// list before it waits for the counts.
+// routing map, which it first turns into such a list. moe_place ranks the choices of its chunk (common/rank.cuh); from
+// a given list it does so before it waits for the counts.
 #include "common/rank.cuh"
 
 namespace rtk {
 
-// A choice is an expert, or none: -1, or anything else that is no expert.
+// A choice is an expert, or none: -1, or any other number that is not an expert.
 struct Choices {
     const void* list;
     bool list_int64;  // i64, else i32
@@ -23,7 +23,7 @@ struct Choices {
     }
 };
 
-// Adds to a number in shared memory once for each warp. The whole warp calls.
+// Adds to a number in shared memory once per warp. The whole warp calls this.
 RTK_DEVICE void add_from_warp(u32* sum, u32 v) {
     v = __reduce_add_sync(kAllLanes, v);
     if (threadIdx.x % kWarp == 0 && v != 0) atomicAdd(sum, v);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
 }
 
-// A warp has several tokens at a time. Choice j of a token is its j-th expert; those past top_k are left out.
+// A warp handles several tokens at a time. Choice j of a token is its j-th expert; those past top_k are dropped.
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_list(const u8* map, i32* list, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 top_k, i64 width) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
 }
 
-// -1 in the rows that no choice has. Warps of all blocks share the experts, or several an expert.
+// Writes -1 to the rows that no choice fills. Warps of all blocks share the experts, or several warps one expert.
 RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
     const int lane = threadIdx.x % kWarp;
     const int warps = static_cast<int>(gridDim.x * blockDim.x) / kWarp;
@@ -145,7 +145,7 @@ RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
     for (u32 row = rows.first[rows.experts] + warp * kWarp + lane; row < rows.rows; row += step) slots[row] = -1;
 }
 
-// The whole block calls. A choice that was made and has no row was dropped.
+// The whole block calls this. A choice without a row was dropped.
 RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i32* dropped) {
     __shared__ u32 lost;
     if (threadIdx.x == 0) lost = 0;
