@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
     for (int m = 0; m < MT; ++m) clear_sums(sums[m]);
     LazySoftmax softmax[MT];
-    using Powers = PowerCodes<PV>;
+    using Codes = ProbabilityCodes<PV>;
 
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -193,14 +193,14 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             bool rescale = true;
             if constexpr (kCodes) {
                 const float one[2] = {1.0f, 1.0f};  // scores are in log2
-                Powers::add(softmax[m], reinterpret_cast<float(&)[4 * kKeyTiles]>(s), one, correction);
+                Codes::add(softmax[m], reinterpret_cast<float(&)[4 * kKeyTiles]>(s), one, correction);
 #pragma unroll
                 for (int step = 0; step < BN / 32; ++step)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int n = 4 * step + i / 2 * 2, r = i % 2;
                         p[step][m][i] =
-                            Powers::pack(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
+                            Codes::pack(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
                     }
             } else {
                 rescale = softmax[m].add_lazily(s, 1.0f, correction);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         softmax[m].finish(1.0f, negative_infinity(), times, logs);
         if constexpr (kCodes) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) logs[r] -= logf(Powers::kLargest);
+            for (int r = 0; r < 2; ++r) logs[r] -= logf(Codes::kLargest);
         }
         if (kCodes && out_fp16 != 0) {
             store_rows(static_cast<fp16*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         for (float& x : o) x = 0.0f;
 
         // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
-        auto make_powers = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
+        auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
             if constexpr (EXTRAS != 0) {
                 make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
                 if (EXTRAS == 2 && bias_kind != 0) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
             ptx::wgmma_wait<0>();
             if (speaks) k_pipe.release(k_state);
             k_state.advance();
-            make_powers(s, last, correction);
+            to_probabilities(s, last, correction);
             pack_rows<T>(p, s);
 #pragma unroll 1
             for (int n = last - 1; n >= first; --n) {
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras need the registers of p
                 if (speaks) k_pipe.release(k_state);
                 k_state.advance();
-                make_powers(s, n, correction);
+                to_probabilities(s, n, correction);
                 ptx::wgmma_wait<0>();
                 if (speaks) v_pipe.release(v_state);
                 v_state.advance();

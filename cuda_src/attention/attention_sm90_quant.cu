@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(384, 1)
             }
         };
         // Turns sums of tile n into probabilities in `s`; the stage of its keys is free afterwards.
-        auto make_powers = [&](float(&s)[BN / 2], int n) {
+        auto to_probabilities = [&](float(&s)[BN / 2], int n) {
             const ptx::SharedAddress scales = key_scales + k_state.stage * kKeyScales + 4 * Order::of_lane(t);
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(384, 1)
                 }
             }
             if constexpr (kCodes) {
-                PowerCodes<PV>::add(state, s, factor, correction);
+                ProbabilityCodes<PV>::add(state, s, factor, correction);
             } else {
                 state.add(s, factor, correction);
             }
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int j = 2 * step + i / 2, r = i % 2;  // keys 16j.. + 15; tile j + 8 holds their second pairs
-                        p[step][i] = PowerCodes<PV>::pack(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], s[4 * (j + 8) + 2 * r],
+                        p[step][i] = ProbabilityCodes<PV>::pack(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], s[4 * (j + 8) + 2 * r],
                                                           s[4 * (j + 8) + 2 * r + 1]);
                     }
             } else {
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::wgmma_wait<0>();
                     {
                         float s[BN / 2];
-                        make_powers(s, n);
+                        to_probabilities(s, n);
                         pack(s);
                     }
                     v_pipe.wait(v_state);
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::wgmma_wait<0>();
                 {
                     float s[BN / 2];
-                    make_powers(s, last);
+                    to_probabilities(s, last);
                     pack(s);
                 }
 #pragma unroll 1
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(384, 1)
                     pass_cores();
                     ptx::wgmma_wait<1>();
                     float s[BN / 2];
-                    make_powers(s, n);
+                    to_probabilities(s, n);
                     ptx::wgmma_wait<0>();
                     release_values();
                     rescale();
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(384, 1)
         float* const to = lse + at.batch * lse_batch + at.head * lse_head + first_row + own_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(PowerCodes<PV>::kLargest) : 0.0f);
+            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(ProbabilityCodes<PV>::kLargest) : 0.0f);
     }
     if (!kCodes && group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
 }

@@ -9,7 +9,7 @@ inline constexpr int kInt8 = 0, kE4m3 = 1;                             // of q a
 inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of probabilities (u8 for int8)
 
 template <int PV>
-struct PowerCodes {
+struct ProbabilityCodes {
     static constexpr float kLargest = PV == kValuesE4m3 ? 448.0f : 255.0f;
     static constexpr float kLog2 = PV == kValuesE4m3 ? 8.807354922057604f : 7.994353436858858f;
     static constexpr float kShift = 8388608.0f;  // adding 2^23 rounds to an integer, which is in the low bits

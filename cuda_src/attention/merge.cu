@@ -21,9 +21,9 @@ struct MergeRow {
         at = (batch * heads + head) * length + token;
         const float a = lse_a[at], b = lse_b[at], top = fmaxf(a, b);
         const float from = top == negative_infinity() ? 0.0f : top;
-        const float power_a = ptx::ex2((a - from) * kLog2e), power_b = ptx::ex2((b - from) * kLog2e);
-        const float total = power_a + power_b, times = total == 0.0f ? 0.0f : 1.0f / total;
-        weight_a = power_a * times, weight_b = power_b * times;
+        const float exp_a = ptx::ex2((a - from) * kLog2e), exp_b = ptx::ex2((b - from) * kLog2e);
+        const float total = exp_a + exp_b, times = total == 0.0f ? 0.0f : 1.0f / total;
+        weight_a = exp_a * times, weight_b = exp_b * times;
         lse = total == 0.0f ? top : from + log2f(total) * kLn2;
     }
 };

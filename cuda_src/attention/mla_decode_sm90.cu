@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(384, 1)
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress tiles = q_tile + Tile::kBytes;
-    const ptx::SharedAddress powers = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
-    const ptx::SharedAddress barriers = powers + 128 * (4 * 16 + 8);
+    const ptx::SharedAddress packed_p = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
+    const ptx::SharedAddress barriers = packed_p + 128 * (4 * 16 + 8);
     auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // a warpgroup's columns, in both tiles
     const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are not values
     const ptx::SharedAddress patches = barriers + 3 * Pipe::kBytes;                   // one barrier per tile
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(384, 1)
     const u32 half_at = group * kHalf, other_at = kHalf - half_at;
     const float factor = static_cast<float>(scale) * kLog2e;
     const int all_end = mask.keys_all(first_token, last_token + 1).end;
-    const ptx::SharedAddress vectors = powers + threadIdx.x % 128 * 16, pair = powers + 128 * 64 + threadIdx.x % 128 * 8;
+    const ptx::SharedAddress vectors = packed_p + threadIdx.x % 128 * 16, pair = packed_p + 128 * 64 + threadIdx.x % 128 * 8;
     SoftmaxState softmax;
     float o[kColumns / 2], s[kKeys / 2], correction[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int j = 0; j < kColumns / 2; ++j) o[j] *= correction[j / 2 % 2];
     };
     // Probabilities of the tile from s, packed, for both warpgroups.
-    auto make_powers = [&](u32(&p)[kKeys / 16][4], int round) {
+    auto to_probabilities = [&](u32(&p)[kKeys / 16][4], int round) {
         const int key0 = (begin + 2 * round + group) * kKeys;
         if (key0 + kKeys > all_end) {
 #pragma unroll
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(384, 1)
         ptx::st_shared_8(pair, Raw<8>{{__float_as_uint(softmax.top[0]), __float_as_uint(softmax.top[1])}});
     };
     // Takes the probabilities of the other warpgroup and adopts its maxima.
-    auto take_powers = [&](u32(&p)[kKeys / 16][4]) {
+    auto take_probabilities = [&](u32(&p)[kKeys / 16][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
             const Raw<16> raw = ptx::ld_shared_16(vectors + k * (128 * 16));
@@ -209,14 +209,14 @@ __global__ void __launch_bounds__(384, 1)
             make_scores(first);
             ptx::wgmma_wait<0>();
             if (lane == 0) last_pipe.release(first);
-            make_powers(p, round);
+            to_probabilities(p, round);
             ptx::named_barrier_arrive(from_0, 64);
             scale_sums();
             add_values(p, 0);
             ptx::wgmma_wait<0>();
             if (lane == 0) own_half.release(first);
             ptx::named_barrier_sync(from_1, 64);
-            take_powers(p);
+            take_probabilities(p);
             scale_sums();
             own_half.wait(second);
             add_values(p, 1);
@@ -230,13 +230,13 @@ __global__ void __launch_bounds__(384, 1)
             u32 p[kKeys / 16][4], own_p[kKeys / 16][4];
             make_scores(second);
             ptx::named_barrier_sync(from_0, 64);
-            take_powers(p);
+            take_probabilities(p);
             scale_sums();
             own_half.wait(first);
             add_values(p, 0);
             ptx::wgmma_wait<1>();
             if (lane == 0) last_pipe.release(second);
-            make_powers(own_p, round);
+            to_probabilities(own_p, round);
             ptx::named_barrier_arrive(from_1, 64);
             ptx::wgmma_wait<0>();
             if (lane == 0) own_half.release(first);

@@ -21,7 +21,7 @@ struct ChunkTable {
           chunks(static_cast<int>(count)),
           stride(static_cast<int>(experts + 3) / 4 * 4) {}
 
-    RTK_DEVICE u32* made() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
+    RTK_DEVICE u32* choice_counts() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
 
     // Counts of four experts, packed. They come from the previous kernel, which may have overlapped with this one.
     template <int WIDTH>

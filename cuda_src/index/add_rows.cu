@@ -195,10 +195,10 @@ __global__ void __launch_bounds__(kAddThreads, 3)
             for (int c = threadIdx.x; c < columns; c += kAddThreads) {
                 const i64 column = (first_unit + u * lanes) * VEC + c;
                 if (column >= units * VEC) break;
-                float made[1] = {0.0f};
-                if (x != nullptr) load_keep<T, 1>(x + row * units * VEC + column, made);
-                for (int p = 0; p < shares; ++p) made[0] += parts[p * columns + c];
-                store<T, 1>(out + row * units * VEC + column, made);
+                float row_sum[1] = {0.0f};
+                if (x != nullptr) load_keep<T, 1>(x + row * units * VEC + column, row_sum);
+                for (int p = 0; p < shares; ++p) row_sum[0] += parts[p * columns + c];
+                store<T, 1>(out + row * units * VEC + column, row_sum);
             }
             __syncthreads();
         }

@@ -152,10 +152,10 @@ __global__ void __launch_bounds__(1024)
             constexpr int kStore = BYTES == 8 ? 16 : 4 * BYTES;
 #pragma unroll
             for (int i = 0; i < 4 * BYTES / kStore; ++i) {
-                Raw<kStore> made;
+                Raw<kStore> packed;
 #pragma unroll
-                for (int w = 0; w < kStore / 4; ++w) made.w[w] = words[i * 4 + w];
-                ptx::st<kStore>(out + static_cast<i64>(at) * 4 * BYTES + i * kStore, made);
+                for (int w = 0; w < kStore / 4; ++w) packed.w[w] = words[i * 4 + w];
+                ptx::st<kStore>(out + static_cast<i64>(at) * 4 * BYTES + i * kStore, packed);
             }
         }
     }

@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(THREADS)
     moe_count(const void* list, u8* table, i64 choices, i64 per_chunk, i64 experts, i64 list_int64, i64 width) {
     constexpr int kInFlight = 4;
     extern __shared__ __align__(16) u32 count[];  // [stride]
-    __shared__ u32 made;
+    __shared__ u32 chosen_here;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const Choices given{list, list_int64 != 0, experts};
     const Chunk mine(choices, per_chunk);
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
-    if (threadIdx.x == 0) made = 0;
+    if (threadIdx.x == 0) chosen_here = 0;
     __syncthreads();
     u32 own = 0;
     for (i64 begin = mine.from; begin < mine.to; begin += kInFlight * THREADS) {
@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(THREADS)
             count_expert(count, given.expert(value[k]));
         }
     }
-    add_from_warp(&made, own);
+    add_from_warp(&chosen_here, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.choice_counts()[blockIdx.x] = chosen_here;
 }
 
 // A warp handles several tokens at a time. Choice j of a token is its j-th expert; those past top_k are dropped.
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(THREADS)
     moe_list(const u8* map, i32* list, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 top_k, i64 width) {
     constexpr int kInFlight = 4, kWarps = THREADS / kWarp;
     extern __shared__ __align__(16) u32 count[];  // [stride]
-    __shared__ u32 made;
+    __shared__ u32 chosen_here;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const Chunk mine(tokens, per_chunk);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(THREADS)
     const int columns = static_cast<int>(experts), max_choices = static_cast<int>(top_k);
     const u32 lower = (1u << lane) - 1u;
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
-    if (threadIdx.x == 0) made = 0;
+    if (threadIdx.x == 0) chosen_here = 0;
     __syncthreads();
     u32 own = 0;
     for (i64 begin = mine.from + warp; begin < mine.to; begin += kInFlight * kWarps) {
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(THREADS)
                 for (int j = found[k] + lane; j < max_choices; j += kWarp) list[token * top_k + j] = -1;
         }
     }
-    if (lane == 0 && own != 0) atomicAdd(&made, own);
+    if (lane == 0 && own != 0) atomicAdd(&chosen_here, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.choice_counts()[blockIdx.x] = chosen_here;
 }
 
 // Writes -1 to the rows that no choice fills. Warps of all blocks share the experts, or several warps one expert.
@@ -151,7 +151,7 @@ RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i
     if (threadIdx.x == 0) lost = 0;
     __syncthreads();
     u32 own = 0;
-    for (int c = threadIdx.x; c < chunks.chunks; c += blockDim.x) own += __ldcg(chunks.made() + c);
+    for (int c = threadIdx.x; c < chunks.chunks; c += blockDim.x) own += __ldcg(chunks.choice_counts() + c);
     for (int e = threadIdx.x; e < rows.experts; e += blockDim.x) own -= rows.kept(e);
     add_from_warp(&lost, own);
     __syncthreads();

@@ -99,8 +99,8 @@ struct SingleReadNumbers {
             for (u32 odd = __ballot_sync(0xffffffffu, exchange.odd(w[i])); odd != 0; odd &= odd - 1) {
                 const int which = __ffs(static_cast<int>(odd)) - 1;
                 const i64 row = static_cast<i64>(down) * kSide + exchange.row_at(i * kWarp + which);
-                const float made = row_squares(x + row * x_stride, cols);
-                if (lane == which) sum = made;
+                const float exact = row_squares(x + row * x_stride, cols);
+                if (lane == which) sum = exact;
             }
             by[i] = rstd_of(sum, static_cast<float>(cols), eps);
         }

@@ -115,32 +115,32 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         const int task = (local + 1) * of_token * chunks - 1 - thread;
         const bool makes_rotation = task < 2 * chunks && active;
         const int begin = (task < chunks ? task : task - chunks) * N;
-        ChunkRotation<N> made;
+        ChunkRotation<N> factors;
 #pragma unroll
-        for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+        for (int i = 0; i < N; ++i) factors.own[i] = 1.0f, factors.cross[i] = 0.0f;
         const bool rotates = makes_rotation && begin < 2 * half, tables_known = tables_first<T>(angles);
         if (rotates && tables_known)
-            load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+            load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, factors);
         fetch_heads(x, to_next_x, left, step, own, pitch);
-        if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
+        if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, factors);
         if (makes_rotation) {
             const void* weight = task < chunks ? q_weight : k_weight;
             float gain[N], of_other[N];
             load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_fp32,
                              static_cast<float>(offset), gain, of_other);
-            if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, made);
+            if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, factors);
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
-            staged.put(task < chunks ? 0 : 1, begin / N, made);
+                factors.own[i] *= gain[i], factors.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
+            staged.put(task < chunks ? 0 : 1, begin / N, factors);
         }
     } else {
         // A word at a time, for q's heads and k's, again by the last threads of a token.
         constexpr int W = 4 / sizeof(T);
         const int apart = of_token * chunks * W, first = ((local + 1) * of_token * chunks - 1 - thread) * W;
         const bool asked = tables_first<T>(angles) && first < 2 * half && active;
-        WordFactors<W> made;
-        if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, made);
+        WordFactors<W> factors;
+        if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, factors);
         fetch_heads(x, to_next_x, left, step, own, pitch);
 #pragma unroll 1
         for (int begin = first; begin < dim && active; begin += apart) {
@@ -148,9 +148,9 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             if (rotates && !(asked && begin == first)) {
                 const i64 row = angles.row(batch, place, 0);
                 if (sizeof(T) == 4 || (angles.flags & kTableFp32)) {
-                    load_word_entries<float, W>(angles, row, begin, adjacent, made);
+                    load_word_entries<float, W>(angles, row, begin, adjacent, factors);
                 } else {
-                    load_word_entries<T, W>(angles, row, begin, adjacent, made);
+                    load_word_entries<T, W>(angles, row, begin, adjacent, factors);
                 }
             }
             const int other = W == 1 && adjacent && rotates ? begin ^ 1 : begin + to_other_half(begin, half, adjacent);
@@ -158,18 +158,18 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             load_gains<T, W>(q_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[0], gains[1]);
             load_gains<T, W>(k_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[2], gains[3]);
             if (rotates) {
-                finish_word<W>(angles, begin, adjacent, made);
+                finish_word<W>(angles, begin, adjacent, factors);
             } else {
 #pragma unroll
-                for (int i = 0; i < W; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+                for (int i = 0; i < W; ++i) factors.own[i] = 1.0f, factors.cross[i] = 0.0f;
             }
             const bool swap = adjacent && rotates;
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
 #pragma unroll
                 for (int i = 0; i < W; ++i)
-                    staged.put(part, begin + i, made.own[i] * gains[2 * part][i],
-                               made.cross[i] * (swap ? gains[2 * part + 1][W - 1 - i] : gains[2 * part + 1][i]));
+                    staged.put(part, begin + i, factors.own[i] * gains[2 * part][i],
+                               factors.cross[i] * (swap ? gains[2 * part + 1][W - 1 - i] : gains[2 * part + 1][i]));
             }
         }
     }

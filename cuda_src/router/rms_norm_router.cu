@@ -265,9 +265,9 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
 #pragma unroll
                 for (int r = 0; r < kBatch; ++r) amax[r] = finite_amax(v[r]);
             }
-            const float made = fp8_scale<e4m3>(scattered_max<kBatch, 16>(amax, own.thread), pow2);
-            const float inverse = inverse_scale(made);
-            if (own.vector < kBatch && kMakerRows * mine < left) *to_scale = made;
+            const float row_scale = fp8_scale<e4m3>(scattered_max<kBatch, 16>(amax, own.thread), pow2);
+            const float inverse = inverse_scale(row_scale);
+            if (own.vector < kBatch && kMakerRows * mine < left) *to_scale = row_scale;
             to_scale += kBatch * kMakerRows * scale_row;
 #pragma unroll
             for (int r = 0; r < kBatch; ++r, to_q += step) {

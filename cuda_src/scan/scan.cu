@@ -92,15 +92,15 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
         }
         left = S::combine(carry, left);
         if (partial == nullptr && at < end) {
-            V made[N];
+            V running[N];
             i64 found[N];
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const State s = S::combine(left, own[k]);
-                made[k] = S::value(s, flip);
+                running[k] = S::value(s, flip);
                 found[k] = S::index(s);
             }
-            store_values<Out, N>(y + at, made);
+            store_values<Out, N>(y + at, running);
             if (indices != nullptr) store_values<i64, N>(indices + at, found);
         }
         carry = next;
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kScanThreads)
             if (at + j >= end) break;
             s = S::combine(s, S::of(v[j][0], at + j, flip));
             if (totals) continue;
-            const V made[1] = {S::value(s, flip)};
-            store_values<Out, 1>(y + first + (at + j) * inner, made);
+            const V running[1] = {S::value(s, flip)};
+            store_values<Out, 1>(y + first + (at + j) * inner, running);
             if (indices != nullptr) indices[first + (at + j) * inner] = S::index(s);
         }
     }

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kPoolThreads)
                              static_cast<float>(max(window.column1 - window.column0, 0));
         const float padded = static_cast<float>(padded_h) * static_cast<float>(padded_w);
         const float elements = divisor != 0 ? static_cast<float>(divisor) : count_padding ? padded : inside;
-        const float made[1] = {inside == 0.0f ? 0.0f : average(sum, elements)};
-        store<T, 1>(y + k * out_width, made);
+        const float averaged[1] = {inside == 0.0f ? 0.0f : average(sum, elements)};
+        store<T, 1>(y + k * out_width, averaged);
     });
 }
 

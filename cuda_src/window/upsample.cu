@@ -23,14 +23,14 @@ __global__ void __launch_bounds__(kPoolThreads)
         ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
         return;
     }
-    Raw<16> made{};
+    Raw<16> repeated{};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const Raw<BYTES> one = ptx::ld_keep<BYTES>(x + nearest(place.column * kEach + i, across, w) * x_column * BYTES);
         constexpr u32 kMask = BYTES == 4 ? 0xffffffffu : (1u << (8 * BYTES % 32)) - 1u;
-        made.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
+        repeated.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
     }
-    ptx::st<16>(y + at * 16, made);
+    ptx::st<16>(y + at * 16, repeated);
 }
 
 // Each element of x four times, as two neighbours in two rows. A thread owns 8 bytes of a row of x, with adjacent
@@ -44,17 +44,17 @@ __global__ void __launch_bounds__(kPoolThreads)
     const PoolPlace place(at, height, vectors, height_divisor, width_divisor);
     const i64 offset = plane_offset(place.plane, channels, x_batch, x_channel) + place.row * x_row;
     const Raw<8> one = ptx::ld_stream<8>(x + offset * BYTES + place.column * 8);
-    Raw<16> made;
+    Raw<16> repeated;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 half = one.w[i / 2] >> (i % 2 * 16) & 0xffffu;
         u32 word = one.w[i / 2];
         if constexpr (BYTES == 2) word = half * 0x10001u;
-        made.w[i] = word;
+        repeated.w[i] = word;
     }
     y += (2 * (place.plane * height + place.row) * vectors + place.column) * 16;
-    ptx::st<16>(y, made);
-    ptx::st<16>(y + vectors * 16, made);
+    ptx::st<16>(y, repeated);
+    ptx::st<16>(y + vectors * 16, repeated);
 }
 
 // The result elements [first, end) whose nearest one is `at`; for an integer `factor` if that is not 0.
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kPoolThreads)
         const T* line = dy + row * out_width;
         for (int column = across.first; column < across.end; ++column) sum += element(line, column);
     }
-    const float made[1] = {sum};
-    store<T, 1>(dx + at, made);
+    const float repeated[1] = {sum};
+    store<T, 1>(dx + at, repeated);
 }
 
 // The same for twice the height and width: a thread owns 16 bytes of dx.
