@@ -136,21 +136,21 @@ def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
             return torch.load(path, mmap=True)
         layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
         leaf, dy = inputs(sizes, device, torch.float32)
-        made = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+        outputs = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
         del layer, leaf, dy
         _free(device)
         if path is not None:
-            torch.save(made, path)
-        return made
+            torch.save(outputs, path)
+        return outputs
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
-    made.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
-    made.add_argument("--ways", help="comma-separated; all of a layer when left out")
-    made.add_argument("--repeats", type=int, default=20)
-    processes.add_options(made, "also write a file that `python -m bench record --layers` takes")
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
+    options.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
+    options.add_argument("--ways", help="comma-separated; all of a layer when left out")
+    options.add_argument("--repeats", type=int, default=20)
+    processes.add_options(options, "also write a file that `python -m bench record --layers` takes")
+    return options
 
 
 def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -180,13 +180,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     kinds = args.kinds or list(KINDS)
     ways = args.ways.split(",") if args.ways else list(dict.fromkeys(way for kind in kinds for way in KINDS[kind].ways))
-    made = _begun(args)
-    ways = [way for way in ways if not all(_has(made, kind, way) for kind in kinds if way in KINDS[kind].ways)]
+    layers = _begun(args)
+    ways = [way for way in ways if not all(_has(layers, kind, way) for kind in kinds if way in KINDS[kind].ways)]
     print(f"{'layer':7}{'way':14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
     passed = sys.argv[1:] if arguments is None else arguments
     with _references() as environment:
-        _collect(made, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
-    return made
+        _collect(layers, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
+    return layers
 
 
 def _begun(args: argparse.Namespace) -> dict[str, Any]:
@@ -196,9 +196,9 @@ def _begun(args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(args.out.read_text())["layers"]
 
 
-def _has(made: dict[str, Any], kind: str, way: str) -> bool:
+def _has(layers: dict[str, Any], kind: str, way: str) -> bool:
     """Return True if a way of a layer was measured."""
-    rows = made.get(f"layer_{kind}", {}).get("rows", [{}])
+    rows = layers.get(f"layer_{kind}", {}).get("rows", [{}])
     return way in rows[0] and "failed" not in rows[0][way]
 
 
@@ -210,17 +210,17 @@ def _references() -> Iterator[dict[str, str]]:
         yield {_REFERENCES: folder}
 
 
-def _collect(made: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
+def _collect(layers: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
     """Print what processes measured, put it in `made`, and write that."""
     for way, record in records:
         for kind in (kind for kind in kinds if way in KINDS[kind].ways):
             sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
             entry = {"command": f"python -m bench.layers {kind}", "rows": [dict(sizes)]}
-            entry = made.setdefault(f"layer_{kind}", entry)
+            entry = layers.setdefault(f"layer_{kind}", entry)
             entry["rows"][0][way] = record.get(kind, record)  # of all layers: that it failed, or is absent
             print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
         if args.out:  # way by way: what was measured stays if a later one fails
-            processes.write(args.out, {"environment": meta.environment(), "layers": made})
+            processes.write(args.out, {"environment": meta.environment(), "layers": layers})
 
 
 def _line(way: str, row: dict[str, Any]) -> str:

@@ -68,8 +68,8 @@ def make_weights(sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        made = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
-        return (made * gain / math.sqrt(columns)).bfloat16()
+        weight = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
+        return (weight * gain / math.sqrt(columns)).bfloat16()
 
     def vector(n: int, around: float = 0.0) -> Tensor:
         return (around + 0.1 * torch.randn(n, generator=generator, device=device)).bfloat16()
@@ -332,16 +332,16 @@ class OurMath:
 
     def prepare(self, site: str, layer: Layer) -> Layer:
         """Return a layer with codes, scales and where its inputs are recorded."""
-        made = {**layer, "site": site}
+        parts = {**layer, "site": site}
         if site == "ends":  # rows of 3 * 14 * 14 elements are no multiples of 16 bytes, which products are fast with
-            made["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
+            parts["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
         if not self.fp8 or site == "ends":
-            return made
+            return parts
         names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
         for name in [name for name in names if name in layer]:
-            made[name], made[f"{name}_scale"] = rk.quantize_fp8(layer[name])
-            made[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
-        return made
+            parts[name], parts[f"{name}_scale"] = rk.quantize_fp8(layer[name])
+            parts[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
+        return parts
 
     def _seen(self, x: Tensor, layer: Layer, name: str | None) -> None:
         if self.calibration is not None and not self.fp8 and name is not None:
@@ -353,13 +353,13 @@ class OurMath:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         options = {"residual": residual, "gate": gate, "style": style, "quant": layer.get(f"{feeds}_quant")}
         if f"{name}_bias" in layer:
-            made = rk.layer_norm(x, layer[name], layer[f"{name}_bias"], eps=1e-6, **options)
+            result = rk.layer_norm(x, layer[name], layer[f"{name}_bias"], eps=1e-6, **options)
         else:
-            made = rk.rms_norm(x, layer.get(name), **options)
-        if isinstance(made, Tensor):
-            y, h, gate = made, x, None
+            result = rk.rms_norm(x, layer.get(name), **options)
+        if isinstance(result, Tensor):
+            y, h, gate = result, x, None
         else:
-            y, h, gate = made[0], made[1] if residual is not None else x, made.gate if style is not None else None
+            y, h, gate = result[0], result[1] if residual is not None else x, result.gate if style is not None else None
         self._seen(y, layer, feeds)
         return y, h, gate
 

@@ -41,8 +41,8 @@ def build(
     config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return made.train()
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return built.train()
 
 
 def prepare(arm: str, model: nn.Module, backend: str = "inductor") -> tuple[nn.Module, str]:
@@ -108,8 +108,8 @@ class OurAdamW:
 
 def optimizer(arm: str, model: nn.Module, lr: float, max_norm: float = 1.0) -> MasterAdamW | OurAdamW:
     """Return an arm's optimizer."""
-    made = OurAdamW if arm in ("ours", "ours_fused", "ours_compile", "fp8") else MasterAdamW
-    return made([p for p in model.parameters() if p.requires_grad], lr, max_norm)
+    optimizer_class = OurAdamW if arm in ("ours", "ours_fused", "ours_compile", "fp8") else MasterAdamW
+    return optimizer_class([p for p in model.parameters() if p.requires_grad], lr, max_norm)
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:

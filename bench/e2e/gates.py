@@ -27,10 +27,10 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
     Without `starts`, the time to the first step says nothing: processes were started at the same time. With `cold`,
     the cache of our kernels was empty.
     """
-    at, made = (2 if model == "dense" else 3), []
+    at, result = (2 if model == "dense" else 3), []
 
     def add(name: str, value: float, must: float, passed: bool) -> None:
-        made.append({"gate": name, "value": round(value, 4), "must": must, "passed": passed})
+        result.append({"gate": name, "value": round(value, 4), "must": must, "passed": passed})
 
     def pairs(table: Any, key: str) -> Any:
         for row in table:
@@ -53,7 +53,7 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
         add(f"first step, ours_fused, {'cold' if cold else 'warm'}, s", value, must, value <= must)
     if starts and not cold and first and other:
         add("first step, ours_fused - hf, s", first - other, WARM_START_S, first - other <= WARM_START_S)
-    return made
+    return result
 
 
 def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -65,11 +65,11 @@ def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     cosine of 0.97 with bf16's and its norm but for 3 %, in the first and the last step. The arm with a mistake misses
     one of these.
     """
-    made: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     runs = {arm: record["runs"] for arm, record in arms.items() if record.get("runs")}
 
     def add(name: str, value: float, must: float, passed: bool, **more: str) -> None:
-        made.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed, **more})
+        results.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed, **more})
 
     def held_out(arm: str, count: int | None = None) -> list[float]:
         return [run["held_out"] for run in runs[arm]][:count]
@@ -106,7 +106,7 @@ def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     if "ours_fused" in runs and "fp8_saturated" in runs:
         missed = sum(not gate["passed"] for gate in fp8_gates("fp8_saturated"))
         add("gates missed by fp8_saturated", missed, 1, missed >= 1)
-    return made
+    return results
 
 
 def _last(run: dict[str, Any]) -> float:

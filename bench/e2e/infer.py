@@ -35,15 +35,15 @@ FIRST_TOKEN_S = 3.0  # with patching, from a model that is there: imports and we
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
-    made.add_argument("--prefill", default="1,8", help="batches of the prefill")
-    made.add_argument("--decode", default="1,32", help="batches of the decode")
-    made.add_argument("--new", type=int, default=256, help="tokens that are decoded")
-    made.add_argument("--repeats", type=int, default=5)
-    processes.add_options(made)
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    options.add_argument("--prefill", default="1,8", help="batches of the prefill")
+    options.add_argument("--decode", default="1,32", help="batches of the decode")
+    options.add_argument("--new", type=int, default=256, help="tokens that are decoded")
+    options.add_argument("--repeats", type=int, default=5)
+    processes.add_options(options)
+    return options
 
 
 class Runner:
@@ -132,8 +132,8 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
     def model(dtype: Any) -> Any:
         options = {"tiny": args.tiny, "device": device, "dtype": dtype, "layers": args.layers}
-        made = arms.build(args.model, args.vocab, room, **options)
-        return made.eval().requires_grad_(False)
+        result = arms.build(args.model, args.vocab, room, **options)
+        return result.eval().requires_grad_(False)
 
     dtype = torch.bfloat16 if device == "cuda" or arm == "fp8" else torch.float32
     record: dict[str, Any] = {"prefill": {}, "decode": {}}
@@ -227,20 +227,22 @@ def gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         found = record.get("prefill", {})
         return found[max(found, key=int)]["tokens_per_s"] if found else None
 
-    made: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name, what, ours, other, must in GATES:
         a, b = rate(ours, what), rate(other, what)
         if a and b:
-            made.append({"gate": name, "value": round(a / b, 3), "must": must, "passed": a / b >= must})
+            results.append({"gate": name, "value": round(a / b, 3), "must": must, "passed": a / b >= must})
     wanted = arms.get("hf", {}).get("tokens")
     for arm in ("hf_compile", "ours", "ours_graph"):
         if wanted and arms.get(arm, {}).get("tokens"):
             same = arms[arm]["tokens"] == wanted
-            made.append({"gate": f"fp32 tokens, {arm} = hf", "value": same, "must": True, "passed": same})
+            results.append({"gate": f"fp32 tokens, {arm} = hf", "value": same, "must": True, "passed": same})
     if (first := arms.get("ours", {}).get("first_token_itself_s")) is not None:
         passed = first <= FIRST_TOKEN_S
-        made.append({"gate": "first token, ours, warm cache", "value": first, "must": FIRST_TOKEN_S, "passed": passed})
-    return made
+        results.append(
+            {"gate": "first token, ours, warm cache", "value": first, "must": FIRST_TOKEN_S, "passed": passed}
+        )
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:

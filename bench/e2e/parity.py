@@ -31,15 +31,15 @@ TOO_SMALL = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--tokens", type=int, default=8192, help="of a step")
-    made.add_argument("--seq", type=int, default=2048)
-    add_text_options(made)
-    made.add_argument("--steps", type=int, default=200)
-    made.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
-    processes.add_options(made)
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--tokens", type=int, default=8192, help="of a step")
+    options.add_argument("--seq", type=int, default=2048)
+    add_text_options(options)
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
+    processes.add_options(options)
+    return options
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:

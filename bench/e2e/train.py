@@ -24,20 +24,20 @@ PEAK_FLOPS = 989e12  # bf16, of an H200
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--tokens", type=int, default=16384, help="of a step")
-    made.add_argument("--seq", type=int, default=2048)
-    add_text_options(made)
-    made.add_argument("--steps", type=int, default=30, help="measured ones")
-    made.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
-    made.add_argument("--seed", type=int, default=0, help="of the order of the data")
-    made.add_argument("--cold", action="store_true", help="begin with an empty cache of our kernels")
-    made.add_argument(
+    options = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--tokens", type=int, default=16384, help="of a step")
+    options.add_argument("--seq", type=int, default=2048)
+    add_text_options(options)
+    options.add_argument("--steps", type=int, default=30, help="measured ones")
+    options.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
+    options.add_argument("--seed", type=int, default=0, help="of the order of the data")
+    options.add_argument("--cold", action="store_true", help="begin with an empty cache of our kernels")
+    options.add_argument(
         "--rounds", type=int, default=1, help="processes of each arm, in shuffled order; the fastest counts"
     )
-    processes.add_options(made)
-    return made
+    processes.add_options(options)
+    return options
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -72,9 +72,9 @@ def cases(device: str = "cuda") -> dict[str, Case | str]:
             found[name] = call(*args)
         for mode, case in _gradient_modes(call, args).items():
             found[f"{name} {mode}"] = case
-    for name, (_, made) in calls(rtk, device).items():
+    for name, (_, result) in calls(rtk, device).items():
         try:
-            case = made()
+            case = result()
             case()
             found[f"{name} no_grad"] = case
         except Exception as error:

@@ -246,10 +246,10 @@ def _transformers_backbone(config: Any) -> None:
             count = len(getattr(value, "out_indices", None) or [4])
             sizes = [16, 16, 32, 64]
             stages = [f"stage{i}" for i in range(5 - min(count, 4), 5)]
-            made = ResNetConfig(
+            small_config = ResNetConfig(
                 embedding_size=16, hidden_sizes=sizes, depths=[1] * 4, layer_type="basic", out_features=stages
             )
-            _set(config, name, made)
+            _set(config, name, small_config)
             _set(config, "use_timm_backbone", False)
 
 

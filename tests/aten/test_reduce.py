@@ -158,10 +158,10 @@ def test_a_captured_graph_sees_new_data() -> None:
         x.sum(1), x.sum(0), x.sum()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            made = x.sum(1), x.sum(0), x.sum()
+            result = x.sum(1), x.sum(0), x.sum()
         x.normal_()
         graph.replay()
-    for got, want in zip(made, (x.sum(1), x.sum(0), x.sum()), strict=True):
+    for got, want in zip(result, (x.sum(1), x.sum(0), x.sum()), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
 
 

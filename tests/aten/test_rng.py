@@ -123,11 +123,11 @@ def test_same_seed_same_numbers(place: str, dtype: torch.dtype) -> None:
     device = device_of(place)
 
     def numbers() -> list[torch.Tensor]:
-        made = [torch.randn(501, dtype=dtype, device=device), torch.rand(33, 7, dtype=dtype, device=device)]
-        made += [torch.rand_like(made[1].t()), torch.randn_like(made[1])]
-        made += [torch.empty(9, dtype=dtype, device=device).exponential_(2.0)]
-        made += torch.native_dropout(made[0], 0.3, True)
-        return made
+        results = [torch.randn(501, dtype=dtype, device=device), torch.rand(33, 7, dtype=dtype, device=device)]
+        results += [torch.rand_like(results[1].t()), torch.randn_like(results[1])]
+        results += [torch.empty(9, dtype=dtype, device=device).exponential_(2.0)]
+        results += torch.native_dropout(results[0], 0.3, True)
+        return results
 
     with taken(place, "rng"):
         torch.manual_seed(3)
@@ -166,10 +166,12 @@ def test_distributions(place: str, dtype: torch.dtype) -> None:
 def test_normal_of_tensors(place: str) -> None:
     device = device_of(place)
     with taken(place, "rng"):
-        made = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
+        result = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
         other = torch.normal(torch.zeros(9, device=device), 0.0), torch.normal(1.0, torch.zeros(9, device=device))
     assert (
-        (made[:, 0] == 2).all() and abs(made[:, 1].mean().item() - 2) < 0.3 and abs(made[:, 1].std().item() - 3) < 0.3
+        (result[:, 0] == 2).all()
+        and abs(result[:, 1].mean().item() - 2) < 0.3
+        and abs(result[:, 1].std().item() - 3) < 0.3
     )
     assert (other[0] == 0).all() and (other[1] == 1).all()
 

@@ -126,9 +126,9 @@ def test_versions_of_fills(name: str) -> None:
 def test_versions_of_random_results() -> None:
     x = torch.ones(8)
     with taken("sm_80", "rng"):
-        made = [torch.rand(8), torch.randn(8), torch.rand_like(x), torch.randn_like(x), torch.normal(x, x)]
-        made += [torch.normal(x, 1.0), torch.normal(0.0, x), *torch.native_dropout(x, 0.5, True)]
-    assert [tensor._version for tensor in made] == [0] * len(made)
+        results = [torch.rand(8), torch.randn(8), torch.rand_like(x), torch.randn_like(x), torch.normal(x, x)]
+        results += [torch.normal(x, 1.0), torch.normal(0.0, x), *torch.native_dropout(x, 0.5, True)]
+    assert [tensor._version for tensor in results] == [0] * len(results)
 
 
 @emulated

@@ -146,18 +146,18 @@ def test_inductor_leaves_long_lists_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_large_rows_run_on_one_copy() -> None:
-    made = []
+    results = []
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
-        made.append(generator)
+        results.append(generator)
         return {"x": torch.ones(4), "by": 2.0}
 
     bench_with(FakeTimer(), []).row(scale_row(make=make), None, 1.0)
-    assert len(made) == run.COPIES
+    assert len(results) == run.COPIES
     bench = bench_with(FakeTimer(), [])
     bench._copy = lambda nbytes: 1.0
     bench.row(scale_row(make=make, bytes=run.ROTATED_BYTES + 1), None, 1.0)
-    assert len(made) == run.COPIES + 1
+    assert len(results) == run.COPIES + 1
 
 
 class WaitingTimer(FakeTimer):

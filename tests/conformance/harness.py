@@ -81,12 +81,12 @@ def fresh(tree: Any) -> Any:
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         try:
-            made.copy_(value.detach())
+            result.copy_(value.detach())
         except RuntimeError:  # expanded: elements share memory
-            made = value.detach().clone()
-        return made.requires_grad_(value.requires_grad)
+            result = value.detach().clone()
+        return result.requires_grad_(value.requires_grad)
 
     return tree_map(copied, tree)
 

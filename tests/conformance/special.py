@@ -109,11 +109,11 @@ def run(name: str, call: Call) -> Outcome:
     except Exception as error:  # compared with torch's
         return Outcome([], tensors, [], [], type(error).__name__)
     results = tree_flatten(result)[0]
-    made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     versions = [tensor._version - old for tensor, old in zip(tensors, before, strict=True)]
-    versions += [tensor._version for tensor in made if not any(tensor is argument for argument in tensors)]
+    versions += [tensor._version for tensor in outputs if not any(tensor is argument for argument in tensors)]
     aliases = [
-        (i, j) for i, one in enumerate(made) for j, argument in enumerate(tensors)
+        (i, j) for i, one in enumerate(outputs) for j, argument in enumerate(tensors)
         if one is argument or (one.numel() and one.untyped_storage()._cdata == argument.untyped_storage()._cdata)
     ]  # fmt: skip
     return Outcome(results, tensors, versions, aliases, "")
@@ -170,6 +170,7 @@ def _snapshot(outcome: Outcome) -> Outcome:
 
 def _shapes(call: Call) -> str:
     """Return the arguments for people: shapes, strides of what is not contiguous, numbers."""
+
     def text(value: Any) -> str:
         if not isinstance(value, torch.Tensor):
             return str(value)

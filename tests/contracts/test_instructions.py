@@ -203,6 +203,6 @@ def test_every_function_is_in_the_table(header: str) -> None:
         assert set(re.findall(r"RTK_DEVICE \w+ (\w+)\(", text)) == set(_FUNCTIONS[header])
     else:
         # Names, or where a macro makes them its uses: `RTK_MMA_F32(name, "instruction")`.
-        made = set(re.findall(r"^RTK_MMA\w+\((\w+),", text, re.MULTILINE))
-        made |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers|typed)\w*)\(", text))
-        assert made == {re.match(r"\w+", statement)[0] for statement in _PRODUCTS[header]}
+        names = set(re.findall(r"^RTK_MMA\w+\((\w+),", text, re.MULTILINE))
+        names |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers|typed)\w*)\(", text))
+        assert names == {re.match(r"\w+", statement)[0] for statement in _PRODUCTS[header]}

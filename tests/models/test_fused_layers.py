@@ -89,7 +89,9 @@ def test_frozen_weights_hooks_and_adapters() -> None:
     model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj, nn.Identity())
     seen = []
-    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, given, made: seen.append(made.shape))
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(
+        lambda module, given, output: seen.append(output.shape)
+    )
     loss, gradients = loss_and_gradients(model)
     models.patch(model, fused_layers=True)
     same_loss, same = loss_and_gradients(model)

@@ -42,8 +42,8 @@ class GateClamped(Qwen3MoeExperts):
 
 class InEvaluation(Qwen3MoeExperts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        made = super().forward(hidden_states, top_k_index, top_k_weights)
-        return made if self.training else 2 * made
+        result = super().forward(hidden_states, top_k_index, top_k_weights)
+        return result if self.training else 2 * result
 
 
 REFUSED_EXPERTS = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import poisoned, running_on
-from support.inference import assert_like_reference, made
+from support.inference import assert_like_reference, normal_numbers
 from support.places import at
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from rtkernels.runtime import layout
 from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP32, INF = torch.bfloat16, torch.float32, float("inf")
-normal = made(0)
+normal = normal_numbers(0)
 
 
 def in_place(x: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ OPTIONS = (
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Parameter]:
     g = torch.Generator().manual_seed(3)
-    made = [Parameter(torch.randn(shape, generator=g).to(device, dtype)) for shape in SHAPES]
-    made[4] = Parameter(made[4].detach().t().contiguous().t())  # dense, but not contiguous
+    leaves = [Parameter(torch.randn(shape, generator=g).to(device, dtype)) for shape in SHAPES]
+    leaves[4] = Parameter(leaves[4].detach().t().contiguous().t())  # dense, but not contiguous
     flat = torch.zeros(100, device=device, dtype=dtype)
-    made.append(Parameter(flat[1:70]))  # unaligned
+    leaves.append(Parameter(flat[1:70]))  # unaligned
     with torch.no_grad():
-        made[-1].copy_(torch.randn(69, generator=g))
-    return made
+        leaves[-1].copy_(torch.randn(69, generator=g))
+    return leaves
 
 
 def set_grads(params: list[Parameter], step: int) -> None:

@@ -19,7 +19,7 @@ def test_zeros_of_many_sizes_take_little_memory(monkeypatch: pytest.MonkeyPatch)
     for n in range(1, 1 << 15, 61):
         StepPlan("order", [], (), {}, "tuple", Steps(zeros={"order": n}), 0).run()
         assert memory.zero_words_for(0, n) >= n == memory.zero_words_for(-1, n)
-    kept = {id(made): made.nbytes for pairs in memory._zero_words.values() for made, _ in pairs}
+    kept = {id(result): result.nbytes for pairs in memory._zero_words.values() for result, _ in pairs}
     assert sum(kept.values()) <= 64 << 20
 
 

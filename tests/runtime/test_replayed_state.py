@@ -143,6 +143,6 @@ def test_an_operator_that_falls_back_does_so_while_it_is_noted(monkeypatch: pyte
     monkeypatch.setattr(COMBINE, "_planned", no_plan)
     x, s = torch.randn(3, COLS), torch.randn(COLS)
     with noting.Notes({"x": x, "s": s}) as notes:
-        made = channel_mul(x, s)
-    assert_equal_bits(made, x * s)
+        result = channel_mul(x, s)
+    assert_equal_bits(result, x * s)
     assert notes.refused == "CuPy is missing"

@@ -24,7 +24,7 @@ PLACES = [
 EVERYWHERE = pytest.mark.parametrize("where", PLACES)  # not "place": of those, conftest drops sm_90 for sm_80
 
 
-def made(seed: int) -> Callable[..., Tensor]:
+def normal_numbers(seed: int) -> Callable[..., Tensor]:
     """Return a function that gives normal numbers: ``normal(*shape, dtype=torch.bfloat16)``."""
     generator = torch.Generator().manual_seed(seed)
 

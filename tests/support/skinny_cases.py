@@ -140,12 +140,12 @@ def make(
     for name, given, rows in (("scale_a", scale_a, m), ("scale_b", scale_b, rows_b)):
         if given is not None:
             token, per_rows, depth, *more = given
-            made = scaling(token, per_rows, depth, rows, k, seed=seed + len(name), **(more[0] if more else {}))
-            tensors[name], described[name] = made.tensor, made.scales
+            scale = scaling(token, per_rows, depth, rows, k, seed=seed + len(name), **(more[0] if more else {}))
+            tensors[name], described[name] = scale.tensor, scale.scales
             if name == "scale_a":
-                values_a = values_a * made.factors
+                values_a = values_a * scale.factors
             else:
-                values_b = values_b * made.factors
+                values_b = values_b * scale.factors
     sums, magnitude = values_a @ values_b.T, values_a.abs() @ values_b.abs().T
     generator = torch.Generator().manual_seed(seed + 9)
     if global_scale:
@@ -178,15 +178,15 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def check(made: Made, got: Tensor) -> float:
+def check(case: Made, got: Tensor) -> float:
     """Raise if a result is not exact but for fp32 sums and one rounding; return the largest error by its bound."""
-    got, exact = got.double().cpu(), made.exact
-    if made.product.out.token == "int32":
+    got, exact = got.double().cpu(), case.exact
+    if case.product.out.token == "int32":
         assert torch.equal(got, exact)
         return 0.0
-    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-22}[made.product.out.token]
-    bound = exact.abs() * rounding + made.magnitude * 2.0**-19 + 1e-30
-    if made.product.out.token == "fp16":
+    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-22}[case.product.out.token]
+    bound = exact.abs() * rounding + case.magnitude * 2.0**-19 + 1e-30
+    if case.product.out.token == "fp16":
         exact = exact.to(torch.float16).double()  # beyond its range
         bound = bound + 2.0**-24
     error = torch.where(got == exact, 0.0, (got - exact).abs())

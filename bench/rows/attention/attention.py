@@ -74,15 +74,15 @@ def _gradients(plain: Any) -> Any:
     """Return what makes the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
 
     def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        made = [torch.empty_like(t) for t in (q, k, v)]
+        results = [torch.empty_like(t) for t in (q, k, v)]
         for b in range(q.shape[0]):
             for h in range(k.shape[2]):
                 at = [(slice(b, b + 1), slice(None), heads) for heads in (_of_head(q, k, h), *[slice(h, h + 1)] * 2)]
                 leaves = [t[i].detach().requires_grad_() for t, i in zip((q, k, v), at, strict=True)]
                 grads = torch.autograd.grad(plain(*leaves), leaves, dy[at[0]])
-                for to, i, grad in zip(made, at, grads, strict=True):
+                for to, i, grad in zip(results, at, grads, strict=True):
                     to[i] = grad
-        return tuple(made)
+        return tuple(results)
 
     return run
 

@@ -134,14 +134,14 @@ class AtenFuzzer:
         """Return results and what was overwritten, or the exception that torch raises."""
         try:
             with self._ours() if ours else contextlib.nullcontext(), torch.no_grad():
-                made = call.run(tensors, **more)
+                result = call.run(tensors, **more)
         except EmulatorError:
             raise
         except Exception as error:
             if "CUDA error" in str(error) or "misaligned" in str(error):
                 raise
             return error
-        found = [t for _, t in leaves(made, "") if isinstance(t, Tensor)]
+        found = [t for _, t in leaves(result, "") if isinstance(t, Tensor)]
         return [*found, *(tensors[i] for i in call.written)]
 
     def _varied(self, call: Call, variation: Variation) -> bool:

@@ -25,9 +25,9 @@ def _all_calls() -> tuple[calls.Call, ...]:
 
 def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variation]]:
     """Return all variations of calls, in an order that the seed decides: any part of it has something of everything."""
-    made = [(call, variation) for call in found for variation in variations(call, rng_of(seed, call))]
-    random.Random(seed).shuffle(made)
-    return made
+    pairs = [(call, variation) for call in found for variation in variations(call, rng_of(seed, call))]
+    random.Random(seed).shuffle(pairs)
+    return pairs
 
 
 def run(

@@ -268,15 +268,15 @@ def test_nan_and_infinity_stay_in_their_rows(recipe: str) -> None:
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Count the operands that are made: (rows of the matrix, by rows, transposed)."""
-    made: Counter = Counter()
+    result: Counter = Counter()
     operand = module.OPERAND
 
     def counting(x: Tensor, *options: Any) -> Any:
-        made[(len(x), *options[3:5])] += 1
+        result[(len(x), *options[3:5])] += 1
         return operand(x, *options)
 
     monkeypatch.setattr(module, "OPERAND", counting)
-    return made
+    return result
 
 
 def test_every_matrix_is_quantised_one_time(quantised: Counter) -> None:

@@ -276,5 +276,7 @@ def test_conjugates_in_a_list(place: str) -> None:
         found = transpose([t.conj() for t in x.to(device).clone().unbind()])
         also = transpose([t.clone().conj() for t in x.to(device)])
     for y, z, t in zip(found, also, x, strict=True):
-        for made in (y, z):
-            assert torch.equal(torch.view_as_real(made.cpu().resolve_conj()), torch.view_as_real(t.conj_physical().t()))
+        for result in (y, z):
+            assert torch.equal(
+                torch.view_as_real(result.cpu().resolve_conj()), torch.view_as_real(t.conj_physical().t())
+            )

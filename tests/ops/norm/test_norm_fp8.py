@@ -157,9 +157,9 @@ def test_recomputing(place: str, case: str) -> None:
             compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
         again = rms_norm_fp8(inputs.x, inputs.weight, offset=inputs.offset, keep=True, rstd=first.rstd)
         compare(again, NormFp8(q=first.q, scale=first.scale, y=first.y))
-        made = layer_norm_fp8(inputs.x, inputs.weight, layout="both")
-        again = layer_norm_fp8(inputs.x, inputs.weight, layout="both", rstd=made.rstd, mean=made.mean)
-        compare(again, made._replace(rstd=None, mean=None))
+        result = layer_norm_fp8(inputs.x, inputs.weight, layout="both")
+        again = layer_norm_fp8(inputs.x, inputs.weight, layout="both", rstd=result.rstd, mean=result.mean)
+        compare(again, result._replace(rstd=None, mean=None))
 
 
 # ---- smoothing ------------------------------------------------------------------------------------------------------

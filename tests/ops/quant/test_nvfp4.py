@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import running_on
-from support.inference import EVERYWHERE, assert_captures, made, results
+from support.inference import EVERYWHERE, assert_captures, normal_numbers, results
 from support.places import at, error_tests
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from rtkernels.ops.quant import nvfp4_plan, pack
 from rtkernels.ops.shared import block_formats as formats
 from rtkernels.runtime.launch.plans import Plans
 
-normal = made(0)
+normal = normal_numbers(0)
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 

@@ -43,8 +43,8 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
 
 def make(case: Callable[[Normal], Inputs] | str, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(5)
-    made = CASES[case] if isinstance(case, str) else case
-    inputs = made(lambda *shape: torch.randn(*shape, generator=generator, device=device))
+    chosen = CASES[case] if isinstance(case, str) else case
+    inputs = chosen(lambda *shape: torch.randn(*shape, generator=generator, device=device))
     inputs.router *= 0.05
     return inputs
 
@@ -80,11 +80,11 @@ def emulated_coverage() -> None:
 
 def gradients(function: Callable[..., module.NormRouter], inputs: Inputs, use: str) -> list[Tensor | None]:
     leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.router)]
-    made = function(Inputs(*leaves, inputs.offset))
-    assert not (made.q.requires_grad or made.scale.requires_grad or made.rstd.requires_grad)
+    result = function(Inputs(*leaves, inputs.offset))
+    assert not (result.q.requires_grad or result.scale.requires_grad or result.rstd.requires_grad)
     generator = torch.Generator(inputs.x.device).manual_seed(6)
     total = 0.0
-    for name, t in (("logits", made.logits), ("y", made.y)):
+    for name, t in (("logits", result.logits), ("y", result.y)):
         if name in use:
             factors = torch.randn(t.shape, generator=generator, device=t.device)
             total = total + (t.float() * factors).sum()
@@ -114,9 +114,9 @@ def test_gradients_in_the_emulator() -> None:
 def test_only_the_wanted_gradients() -> None:
     inputs = make("plain", "cpu")
     router = inputs.router.requires_grad_()
-    made = together(inputs)
-    assert made.logits.requires_grad
-    made.logits.sum().backward()
+    result = together(inputs)
+    assert result.logits.requires_grad
+    result.logits.sum().backward()
     assert router.grad is not None and inputs.x.grad is None
 
 
