@@ -109,7 +109,7 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
         started = time.perf_counter()
         call()
         return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
-    torch._C._cuda_clearCublasWorkspaces()  # those of what came before: a layer that needs one makes it anew
+    torch._C._cuda_clearCublasWorkspaces()  # those of what came before: a layer that needs one allocates it again
     call()
     row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
     timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
@@ -204,14 +204,14 @@ def _has(layers: dict[str, Any], kind: str, way: str) -> bool:
 
 @contextmanager
 def _references() -> Iterator[dict[str, str]]:
-    """Give the environment by which processes find the references that one of them has made."""
+    """Return the environment that tells processes where one of them stores the references."""
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         yield {_REFERENCES: folder}
 
 
 def _collect(layers: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
-    """Print what processes measured, put it in `made`, and write that."""
+    """Print what processes measured, add it to `layers`, and write that."""
     for way, record in records:
         for kind in (kind for kind in kinds if way in KINDS[kind].ways):
             sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes

@@ -49,9 +49,9 @@ def records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Run each arm by the same command line in a new process; yield arms with their records.
 
-    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time
-    (inside of :func:`sharing`); what they measure inside of :func:`alone` is still one after the other, but how long a
-    start takes says nothing then.
+    One after the other, or all started `together`, so that imports, text and weights of all are prepared at the same
+    time (inside of :func:`sharing`); measurements inside of :func:`alone` still run one after the other, but start
+    times are then meaningless.
     """
     with tempfile.TemporaryDirectory() as folder:
         lock = {_LOCK: str(Path(folder) / "lock")} if together else {}

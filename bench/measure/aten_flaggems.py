@@ -2,7 +2,7 @@
 
 Compiling takes seconds of a case, timing milliseconds. So processes that share Triton's cache call each case one time
 first (``python -m bench.measure.aten_flaggems``), and note how that ended; after one that breaks the device for its
-process this starts anew. FlagGems tries up to some dozens of configurations of a kernel: here three of them, first,
+process this starts again. FlagGems tries up to some dozens of configurations of a kernel: here three of them, first,
 middle and last, by the process that measures.
 """
 

@@ -3,7 +3,7 @@
     python -m bench.measure.fp8_layer linear              # 8192 tokens, 4096 x 14336
     python -m bench.measure.fp8_layer moe                 # 8192 tokens, hidden 2048, 128 experts of 768, top 8
 
-Ways of the linear layer: "fp8" (codes of the weight made in every step), "fixed" (made in an earlier one, inside of
+Ways of the linear layer: "fp8" (the weight quantised in every step), "fixed" (quantised in an earlier one, inside of
 ``fixed_weights``), "row" and "tensor" (other recipes), "main_grad" (the weight's gradient added in fp32), "bf16"
 (torch.nn.Linear). Of the experts: "fp8", "fixed", "bf16" (torch._grouped_mm with the other functions of this library).
 """

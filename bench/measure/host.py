@@ -47,7 +47,7 @@ def _differentiable_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[...
 
 
 def _gradient_modes(call: Callable[..., Case], args: list[Any]) -> dict[str, Case]:
-    """The ways a differentiable call is made: in inference mode, with grad, forward and backward."""
+    """The modes of a differentiable call: in inference mode, with grad, forward and backward."""
     import torch
 
     leaves = [a.clone().requires_grad_() for a in args]

@@ -142,7 +142,7 @@ class Bench:
 
     Args:
         timer: Takes the samples.
-        device: torch device the inputs are made on.
+        device: torch device of the inputs.
         wanted: Peer families to measure; None for all.
         log: Receives one line per measurement.
     """

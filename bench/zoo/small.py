@@ -1,4 +1,4 @@
-"""Configurations of transformers made small: sizes by the names that fields have, in nested configurations too.
+"""Small configurations of transformers: sizes chosen by field names, in nested configurations too.
 
 There is no table of models but :data:`CHANGES`, which has what names cannot tell. Sizes are chosen so that mistakes
 show: widths differ from one another, groups of heads share keys, every kind of layer that a configuration has is kept.

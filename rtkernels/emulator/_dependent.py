@@ -41,7 +41,7 @@ class History:
             touched[:] = [t for t in touched if not all(owner.expired() for owner in t.owners)]
 
     def note_fill(self, tensor: torch.Tensor) -> None:
-        """Record that a kernel of torch wrote a tensor: all kernels before it have ended, and it is the one to wait for."""
+        """Record a write by a kernel of torch: all kernels before it have ended, and it is the one to wait for."""
         self._for_good.clear()
         bytes_written = tensor.numel() * tensor.element_size() if tensor.is_contiguous() else 0
         mask = numpy.full(bytes_written, _WRITTEN, numpy.uint8)

@@ -59,8 +59,8 @@ _EMPTY = {
 }
 
 
-# Uninitialised memory: NaN in every float format, and no number that a kernel would take for an index or for "unused" (int32
-# 2146795509, int64 9.2e18). Formats of one byte have NaN at 0xff.
+# Uninitialised memory: NaN in every float format, and no number that a kernel would take for an index or for "unused"
+# (int32 2146795509, int64 9.2e18). Formats of one byte have NaN at 0xff.
 _POISON = numpy.array([0xF5, 0x7F], numpy.uint8)
 _SMALL_FLOAT_POISON = 0xFF
 _FILLS = {

@@ -164,7 +164,7 @@ def _plain(body: str) -> str:
 
 
 def check_instructions() -> None:
-    """Compile the headers and check what every function is made of.
+    """Compile the headers and check the instructions of every function.
 
     Raises:
         AssertionError: Names the function, what it should be, and what it is.

@@ -170,7 +170,7 @@ def test_torch_notices_that_another_node_needs_the_input() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         glu(leaf.exp(), reuse="inputs").sum().backward()
     x = leaf * 2
-    squares = x.view(-1).square().sum()  # its node was made first and runs last
+    squares = x.view(-1).square().sum()  # its node was created first and runs last
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (rms_norm(x, reuse="inputs").sum() + squares).backward()
     y, h = rms_norm(leaf * 2, residual=leaf * 3, reuse="inputs")

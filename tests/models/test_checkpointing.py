@@ -76,7 +76,7 @@ def test_layers(options: str, way: str) -> None:
     model.model.layers[1].self_attn.register_forward_hook(lambda *given: seen.append(2))
     checkpoint(model, **WAYS[way])
     check_bits(model, wanted, ids)
-    assert sorted(seen) == ([1, 1, 2] if "second" in way else [1, 1, 2, 2])  # which layers were computed anew
+    assert sorted(seen) == ([1, 1, 2] if "second" in way else [1, 1, 2, 2])  # which layers were recomputed
 
 
 def test_a_model_that_is_checkpointed_already() -> None:

@@ -1,4 +1,4 @@
-"""patch(fp8=...) and patch(attention=True): close to the model as it was, codes made one time, all given back."""
+"""patch(fp8=...) and patch(attention=True): close to the original model, codes computed once, everything released."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def check_experts(rank: int, mesh: Any) -> None:
     matrices = _numbers(count, width, width, seed=2)
     g = _numbers(tokens, width, seed=3)
     chosen = torch.randint(0, count, (tokens, 2), generator=torch.Generator().manual_seed(4))
-    chosen[3, 1] = -1  # a choice not made
+    chosen[3, 1] = -1  # no choice
     for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets everything
         plain = [t.clone().requires_grad_() for t in (x, weights, matrices)]
         index = rtkernels.moe_index(experts, count)

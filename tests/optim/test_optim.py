@@ -44,7 +44,7 @@ def set_grads(params: list[Parameter], step: int) -> None:
 
 
 def same(ours: Tensor, theirs: Tensor, what: str, scale: Tensor | float = 0.0, c: float = 8.0) -> None:
-    """Compare fp32 results that may differ by a few roundings of the value, or of the terms it was made of."""
+    """Compare fp32 results that may differ by a few roundings of the value, or of its terms."""
     exact = theirs.detach().double()
     assert_close(ours.detach(), exact, scale=exact.abs() + scale, c=c, what=what)
 

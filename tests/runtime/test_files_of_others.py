@@ -67,7 +67,7 @@ def temporary(tmp_path, monkeypatch):
 @needs_root
 @pytest.mark.parametrize("where", ["temporary", "cache"])
 def test_planted_headers_are_not_compiled(temporary, tmp_path, monkeypatch, where):
-    """A folder that can be guessed, made by another user before us, with a header of the name of one of ours in it."""
+    """A guessable folder that another user created first, with a header that has the name of one of ours."""
     marker, own = tmp_path / "owned", os.environ["RTKERNELS_CACHE_DIR"]
     if where == "temporary":
         (tmp_path / "file").touch()

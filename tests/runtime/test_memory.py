@@ -10,7 +10,7 @@ from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 
 def test_zeros_of_many_sizes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for every number of tokens that comes; what is left of their zeros is not given back."""
+    """Plans are built for every number of tokens; the rest of their zeros is not released."""
     zeros = torch.zeros
     monkeypatch.setattr(memory, "_zero_words", {})
     monkeypatch.setattr(memory, "current_stream", lambda device: 0)

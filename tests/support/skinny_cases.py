@@ -117,7 +117,7 @@ def run(product: Product, device: torch.device, **tensors: Tensor) -> None:
             launch()
 
 
-class Made(NamedTuple):
+class SkinnyCase(NamedTuple):
     """A product with its tensors (without out) and the exact result, fp64 ``[m, n]``, with the sum of magnitudes."""
 
     product: Product
@@ -130,7 +130,7 @@ def make(
     m: int, n: int, k: int, a: str, b: str, *, scale_a: tuple | None = None, scale_b: tuple | None = None,
     out: str = "bf16", bias: str | None = None, add: str | None = None, act: str | None = None, gate: str | None = None,
     global_scale: int = 0, pad_a: int = 0, pad_b: int = 0, seed: int = 0, device: str = "cpu", **options: Any,
-) -> Made:  # fmt: skip
+) -> SkinnyCase:  # fmt: skip
     """Return a product of random operands; scales as ``(token, rows, depth)`` with options of ``scaling`` behind."""
     rows_b = 2 * n if gate else n
     left, right = operand(a, m, k, seed, pad_a), operand(b, rows_b, k, seed + 1, pad_b)
@@ -170,7 +170,7 @@ def make(
     )  # fmt: skip
     if global_scale:
         product = product._replace(global_scale=global_scale)
-    return Made(product, {name: _moved(tensor, device) for name, tensor in tensors.items()}, exact, magnitude)
+    return SkinnyCase(product, {name: _moved(tensor, device) for name, tensor in tensors.items()}, exact, magnitude)
 
 
 def _moved(tensor: Tensor, device: str) -> Tensor:
@@ -178,7 +178,7 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def check(case: Made, got: Tensor) -> float:
+def check(case: SkinnyCase, got: Tensor) -> float:
     """Raise if a result is not exact but for fp32 sums and one rounding; return the largest error by its bound."""
     got, exact = got.double().cpu(), case.exact
     if case.product.out.token == "int32":

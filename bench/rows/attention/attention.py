@@ -66,7 +66,7 @@ def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def too_large(pairs: int) -> bool:
-    """Return whether so many scores are made head by head in plain torch, which has several copies of them."""
+    """Return whether plain torch computes so many scores head by head, because it holds several copies of them."""
     return pairs > 1 << 31
 
 
@@ -90,7 +90,7 @@ def _gradients(plain: Any) -> Any:
 def backward_row(
     name: str, shape: str, make: Any, plain: Any, scale: float, causal: bool, products: int, nbytes: int
 ) -> Row:
-    """Return a row of gradients, which are made from q, k, v, the result and its lse.
+    """Return a row of gradients, which are computed from q, k, v, the result and its lse.
 
     Args:
         name: Of the row.

@@ -47,7 +47,7 @@ def run(
         only: Calls whose name has this in it.
         variation: Those with this name.
         part_of_variation: Those whose name has this in it.
-        repeat: How often each call is made.
+        repeat: How often each call is repeated.
         kinds: ``own``, ``aten`` or both.
         begun: Is told the number and the name of each case before it runs.
     """

@@ -1,6 +1,6 @@
 """What is changed in a call: layouts of tensors, sizes, who shares memory with whom, who requires a gradient.
 
-A variation has a name, from which it can be made again: ``x:expand0 w:off``, ``64->65 x:pitch1``, ``out[0]=x+16``,
+A variation has a name that reproduces it: ``x:expand0 w:off``, ``64->65 x:pitch1``, ``out[0]=x+16``,
 ``x=y``, ``grad x,w dy:expand``.
 """
 

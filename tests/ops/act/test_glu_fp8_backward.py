@@ -71,10 +71,10 @@ def test_dy_of_any_strides(place: str) -> None:
             check_backward(inputs, dy=dy)
 
 
-def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, multiprocessors: int = 4) -> None:
+def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, sms: int = 4) -> None:
     """Plan for a device with so much shared memory."""
     info = plans.device_info(-1)
-    small = type(info)(info.name, info.target, multiprocessors, shared)
+    small = type(info)(info.name, info.target, sms, shared)
     monkeypatch.setattr(plans, "device_info", lambda device: small)
     Plans.forget_all()
 
@@ -98,7 +98,7 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers[::11] = 2
     numbers[0] = 1
     with running_on("sm_90") as device:
-        shrunk(monkeypatch, plans._STATIC_SHARED + 4 * 2**15 + 1000, multiprocessors=1)
+        shrunk(monkeypatch, plans._STATIC_SHARED + 4 * 2**15 + 1000, sms=1)
         inputs = Inputs(x.bfloat16().to(device), counts=numbers.to(device))
         check(inputs, scales="column")
         check(inputs, "relu", layout="row")

@@ -1,4 +1,4 @@
-"""SwiGLU to fp8 with inputs by the copy engine (sm_90): the bits of the kernels that run everywhere."""
+"""SwiGLU to fp8 with inputs loaded by TMA (sm_90): the bits of the kernels that run everywhere."""
 
 from __future__ import annotations
 

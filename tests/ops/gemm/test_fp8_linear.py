@@ -36,7 +36,7 @@ def noise(*kinds: torch.dtype) -> float:
 
 
 class Case:
-    """Inputs of a call, in fp32 made from a seed."""
+    """Inputs of a call, drawn in fp32 from a seed."""
 
     def __init__(
         self, shape: str, dtype: torch.dtype, device: str, recipe: str, weight_dtype: torch.dtype = torch.float32
@@ -267,7 +267,7 @@ def test_nan_and_infinity_stay_in_their_rows(recipe: str) -> None:
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Count the operands that are made: (rows of the matrix, by rows, transposed)."""
+    """Count the quantised operands: (rows of the matrix, by rows, transposed)."""
     result: Counter = Counter()
     operand = module.OPERAND
 

@@ -18,7 +18,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _multiprocessors_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _sms_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device has 4 instead of 132, which would leave no tile to more than one block."""
     if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("where") != "cuda":
         monkeypatch.setattr(cluster_plan, "_ROUND", cluster_plan._ROUND * 132 / 4)

@@ -1,4 +1,4 @@
-"""Products by wgmma and the copy engine: types, tiles, scales, epilogues and groups, against fp64."""
+"""Products with wgmma and TMA: types, tiles, scales, epilogues and groups, against fp64."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ LONG_ROWS = (
 
 
 @pytest.mark.parametrize(("cols", "rows", "blocks", "row_blocks"), LONG_ROWS)
-def test_long_rows_fit_the_multiprocessors(
+def test_long_rows_fit_the_sms(
     cols: int, rows: int, blocks: int, row_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
@@ -171,7 +171,7 @@ def test_long_rows_fit_the_multiprocessors(
     assert (layout.shared + plans._STATIC_SHARED + 1024) * blocks <= 228 * 1024
 
 
-def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_for_all_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
     monkeypatch.setattr(plans, "device_info", lambda device: info)
 

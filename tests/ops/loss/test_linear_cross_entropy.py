@@ -171,7 +171,7 @@ def test_slabs_of_the_vocabulary(place: str, reduction: str, nothing_is_small: N
             check(tensors, reduction, with_bias, g=1.0 if with_bias else 0.3, **OPTIONS[name])
         check(make(torch.float16, device, 256), reduction, True, 1.0)
         assert {slab.is_kept for slab in slabs.plan(32, 300, 16, 128)} == {True, False}
-        for with_bias in (False, True):  # so some logits are made twice
+        for with_bias in (False, True):  # so some logits are computed twice
             check(make(torch.bfloat16, device, 300, (2, 16)), reduction, with_bias, 1.0, **OPTIONS[name])
         *values, wrong = make(torch.bfloat16, device, 300)
         wrong[0, 0] = 300
@@ -218,7 +218,7 @@ def test_logits_in_the_memory_of_the_gradient(rows: int, inside: int, kept: int)
 
 
 def test_memory_at_the_size_of_a_large_model() -> None:
-    """8192 rows, hidden size 4096, a vocabulary of 151936 on 132 multiprocessors: 2 GiB with the gradients."""
+    """8192 rows, hidden size 4096, a vocabulary of 151936 on 132 SMs: 2 GiB with the gradients."""
     rows, size, vocabulary = 8192, 4096, 151936
     found = slabs.plan(rows, vocabulary, size, 132 * 128)
     outside = sum(slab.end - slab.first for slab in found if slab.is_kept and slab.place is None)

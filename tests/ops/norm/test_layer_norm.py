@@ -38,7 +38,7 @@ def emulated_coverage() -> None:
     for case in ("both", "residual", "residual_many_rows", "odd", "rows_of_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
-    with running_on("sm_80") as device:  # without a copy engine another kernel makes gradients
+    with running_on("sm_80") as device:  # without TMA another kernel computes gradients
         check(make("both", torch.bfloat16, device))
 
 
@@ -75,7 +75,7 @@ def test_nan_and_infinity_as_torch(place: str) -> None:
                 assert torch.equal(ours.grad.isnan(), theirs.grad.isnan())
 
 
-# Rows that each of the kernels gets, in the emulator and on a GPU of 132 multiprocessors.
+# Rows that each of the kernels gets, in the emulator and on a GPU with 132 SMs.
 SHAPES = ((3, 40), (5, 1000), (3, 1003), (23, 1536), (9, 4096), (17, 2040), (1, 20480))
 GPU_SHAPES = ((1200, 1536), (700, 2040), (400, 4096), (300, 12288))
 

@@ -94,7 +94,7 @@ def test_statistics_and_tiles_together(place: str, together: Callable[..., None]
         together(long=True)
         check(Inputs(x, weight), "transposed")
         used += list(operators.FORWARD._plans.values())
-        assert place == "cpu" or all(plan.steps[-1].arguments[-4] for plan in used), "no block made statistics"
+        assert place == "cpu" or all(plan.steps[-1].arguments[-4] for plan in used), "no block computed statistics"
 
 
 def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:

@@ -1,4 +1,4 @@
-"""Normalisation to fp8 on sm_90: tiles by the copy engine, x read one time, and what only a GPU shows."""
+"""Normalisation to fp8 on sm_90: tiles loaded by TMA, x read once, and what only a GPU shows."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
 
 
 @emulated
-def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_sms_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of three pairs of tiles: three blocks at least, or statistics first and then tiles."""
     monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -192,7 +192,7 @@ def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest
 def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2048, 4096, device="cuda").bfloat16()
     if not ring.SINGLE_READ.supports(device_info(x.get_device()).target):
-        pytest.skip("for GPUs with a bulk copy engine")
+        pytest.skip("for GPUs with TMA")
     monkeypatch.setattr(ring, "_refused", set())
     Plans.forget_all()
     first = check(Inputs(x), "both")
@@ -211,7 +211,7 @@ def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPa
 def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case, dtype, "cuda", RING_CASES)
     if not ring.SINGLE_READ.supports(device_info(inputs.x.get_device()).target):
-        pytest.skip("for GPUs with a bulk copy engine")
+        pytest.skip("for GPUs with TMA")
     monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     Plans.forget_all()
     with running_on("cuda"):

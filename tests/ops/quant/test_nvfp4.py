@@ -35,7 +35,7 @@ def rows(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     x[-1, :16] = 0
     x[1, :16] *= 1e-6  # scales at the lower end of their range
     x = x.to(dtype)
-    x[0, 0] = torch.nan  # a conversion of many may have made it negative, and no product on a GPU keeps that
+    x[0, 0] = torch.nan  # a vectorised conversion may flip its sign, and no product on a GPU preserves it
     return x
 
 

@@ -287,7 +287,7 @@ def test_chosen_tiles_can_be_launched(experts: int) -> None:
                 assert tile.stages >= 2 and ring + 1024 + 16 * tile.stages <= 227 * 1024
                 shares = -(-tile.columns // 8 // tile.splits) * tile.splits  # where the ring was
                 assert tile.splits == 1 or shares * 32 * tile.rows <= ring
-                assert 4 * tile.rows * tile.columns <= ring  # results on their way to the copy engine
+                assert 4 * tile.rows * tile.columns <= ring  # results staged for TMA
 
 
 def test_the_model_finds_what_was_fastest() -> None:
@@ -298,7 +298,7 @@ def test_the_model_finds_what_was_fastest() -> None:
     assert _h200(8192, 128, 7168)[:3] == (128, 64, 1)
     assert _h200(4096, 256, 7168)[:3] == (128, 128, 2)
     assert _h200(12289, 192, 4096, 2)[:3] == (192, 96, 1)
-    assert _h200(4096, 64, 7168).splits > 1  # multiprocessors would be idle
+    assert _h200(4096, 64, 7168).splits > 1  # SMs would be idle
     assert _h200(1, 8, 64).splits == 1
 
 

@@ -78,7 +78,7 @@ def test_steps_and_outputs(place: str, way: str) -> None:
 
 
 def sent(dtype: torch.dtype, rows: int, columns: int, times: int = 1, *, fault: int = 0, device: str = "cpu") -> None:
-    """Send tiles to a matrix by the copy engine, and compare."""
+    """Store tiles to a matrix by TMA, and compare."""
     blocks, count = 2, 32 if dtype == torch.float32 else 64
     width = 2 * count
     columns = min(columns, width)
