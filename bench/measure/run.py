@@ -185,9 +185,9 @@ class Bench:
 
         The two passes of ours are pooled; of the two copies the faster counts, which is the stricter for us.
         """
-        copies_made = COPIES if row.bytes <= ROTATED_BYTES else 1
+        copy_count = COPIES if row.bytes <= ROTATED_BYTES else 1
         # Nothing runs on these: peers get the same inputs, whatever ours does to its own.
-        input_sets = [row.make(self.device, self._generator(i)) for i in range(copies_made)]
+        input_sets = [row.make(self.device, self._generator(i)) for i in range(copy_count)]
         reference = _reference(row, input_sets[0])
         mine = [_clone(inputs) for inputs in input_sets]
         error_ours, in_place = self._ours(row, mine[0], reference)

@@ -75,7 +75,7 @@ RTK_DEVICE V smallest() {
     return static_cast<V>(0x8000000000000000ull);
 }
 
-// A sum in fp32, of powers for norms.
+// A sum in fp32; of |x|^p for norms.
 struct FloatSum {
     using Value = float;
     struct State {

@@ -24,7 +24,7 @@ COLUMNS = ((7, 3), (64, 8), (2100, 8))
 
 
 def result(place: str, family: str, function: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return what our kernel makes of x, on the CPU."""
+    """Return the result of our kernel for x, on the CPU."""
     with taken(place, family):
         output = function(x.to(device_of(place)), *args, **kwargs)
     return [t.cpu() for t in output] if isinstance(output, tuple) else output.cpu()

@@ -158,7 +158,7 @@ def test_parts_keep_what_they_had() -> None:
 
 
 def _prism() -> nn.Module:
-    """Return a text model that is eager, whose modules are not causal, and whose mask is."""
+    """Return an eager text model with a causal mask although its modules are not causal."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

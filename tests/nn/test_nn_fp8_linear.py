@@ -109,22 +109,22 @@ def test_main_grad_of_the_weight(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "smooth"])
 def test_fixed_weights_are_quantised_one_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = build_layer(name), torch.randn(21, 128).bfloat16()
-    wanted, made_codes = run(layer, layer, x), []
+    wanted, quantised = run(layer, layer, x), []
     make = type(layer)._make_codes
-    monkeypatch.setattr(type(layer), "_make_codes", lambda *args: made_codes.append(args) or make(*args))
+    monkeypatch.setattr(type(layer), "_make_codes", lambda *args: quantised.append(args) or make(*args))
     with fixed_weights(nn.Sequential(layer)):
         same(run(layer, layer, x), wanted)
         same(run(layer, layer, x), wanted)
         with torch.no_grad():
             assert_same_bits(layer(x), wanted[0])
-            assert len(made_codes) == 1
+            assert len(quantised) == 1
             layer.weight.mul_(2)
             layer.bias.mul_(2)
         torch.testing.assert_close(layer(x), wanted[0] * 2, rtol=2e-2, atol=2e-2)
-        assert len(made_codes) == 2
+        assert len(quantised) == 2
     assert layer._kept is None
     layer(x)
-    assert len(made_codes) == 2
+    assert len(quantised) == 2
 
 
 def test_autocast_changes_nothing() -> None:

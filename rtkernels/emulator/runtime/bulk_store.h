@@ -115,7 +115,7 @@ static void end_stores() {
     for (const BulkStore& store : storing)
         if (store.thread == current->id && launch->races && !store.parts.empty())
             report(kRace, 16, false, -1, static_cast<long long>(shared_offset(store.parts[0].from)), nullptr,
-                   "the thread returns while its TMA store still reads it");
+                   "the thread returns while its store by TMA still reads it");
     ++current->store_group;
     if (!storing.empty()) bulk_store_wait_read();
 }

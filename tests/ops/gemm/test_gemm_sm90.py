@@ -152,7 +152,7 @@ def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
     return {"slack": FP8_SUMS} if place == "cuda" and options.get("a") == "e4m3" else {}
 
 
-# Those whose variant no other case has, as compiling it takes longest, and whose code others try too.
+# Cases with a variant of their own, which takes longest to compile; other cases cover the same code.
 SLOW = (
     "1d1d_two_rounds_shared",
     "1d1d_broad",
