@@ -4,13 +4,13 @@
     python -m bench.layers dense --ways transformers,ours,ours_fused
     python -m bench.layers --tiny                       # small, on the CPU: only the errors mean something
 
-Every way gets the same weights and tokens, and a process of its own: Liger changes the model's file for all that comes
-behind it, and torch.compile would then compile Liger's kernels. A row has the time of a step (forward and backward),
-the host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients
-against the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
+Every way gets the same weights and tokens, and a process of its own: Liger patches the model's module for everything
+after it, and torch.compile would then compile Liger's kernels. A row has the time of a step (forward and backward), the
+host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against
+the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
 (torch.compile of transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router),
-"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory), "fp8_fixed" (a micro-batch behind
-the first one: weights have their codes). Experts of the reference are chosen by 16-bit logits, as those of the ways.
+"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory), "fp8_fixed" (a later micro-batch:
+weights are already quantised). The reference chooses experts by 16-bit logits, like the ways.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def inputs(sizes: Sizes, device: str, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _host_ms(call: Callable[[], Any]) -> float:
-    """Return how long the host takes for a step that the device has room to queue."""
+    """Return the host time of a step whose launches all fit into the queue."""
     samples = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
     compiled = way == "compile"
     leaf, dy = inputs(sizes, device, torch.bfloat16)
     with ExitStack() as stack:
-        if not compiled:  # compiling is the host's business for a long time
+        if not compiled:  # compiling is long work on the host alone
             stack.enter_context(processes.alone())
         layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
         if way in _MICROBATCHES:
@@ -109,7 +109,7 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
         started = time.perf_counter()
         call()
         return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
-    torch._C._cuda_clearCublasWorkspaces()  # those of what came before: a layer that needs one allocates it again
+    torch._C._cuda_clearCublasWorkspaces()  # of earlier layers: a layer that needs one allocates it again
     call()
     row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
     timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
@@ -121,14 +121,15 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
 
 
 def _free(device: str) -> None:
-    """Give memory back, also that of modules with cycles: several processes share the device."""
+    """Release memory, also that of modules with reference cycles: several processes share the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
-    """Return output and gradients of the layer in fp32, kept on the host; of the first process that needs them."""
+    """Return output and gradients of the layer in fp32, on the host; the first process that needs them computes
+    them."""
     folder = os.environ.get(_REFERENCES)
     path = Path(folder) / f"{kind}.pt" if folder else None
     with processes.alone():
@@ -190,7 +191,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def _begun(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the result file has already, if that is to be kept."""
+    """Return the existing results of the file, if they are to be kept."""
     if not args.goes_on or args.out is None or not args.out.exists():
         return {}
     return json.loads(args.out.read_text())["layers"]
@@ -217,7 +218,7 @@ def _collect(layers: dict[str, Any], kinds: list[str], args: argparse.Namespace,
             sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
             entry = {"command": f"python -m bench.layers {kind}", "rows": [dict(sizes)]}
             entry = layers.setdefault(f"layer_{kind}", entry)
-            entry["rows"][0][way] = record.get(kind, record)  # of all layers: that it failed, or is absent
+            entry["rows"][0][way] = record.get(kind, record)  # for all layers: failed, or absent
             print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
         if args.out:  # way by way: what was measured stays if a later one fails
             processes.write(args.out, {"environment": meta.environment(), "layers": layers})

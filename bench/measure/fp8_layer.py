@@ -1,4 +1,4 @@
-"""Layers of fp8 products, forward and backward: step time and peak memory, beside the same layer in bf16.
+"""Layers of fp8 products, forward and backward: step time and peak memory, compared with the same layer in bf16.
 
     python -m bench.measure.fp8_layer linear              # 8192 tokens, 4096 x 14336
     python -m bench.measure.fp8_layer moe                 # 8192 tokens, hidden 2048, 128 experts of 768, top 8
@@ -31,7 +31,7 @@ Run = Callable[[Any, Tensor], Tensor]
 
 
 def experts_in_bf16(layer: Fp8MoE, x: Tensor) -> Tensor:
-    """Return what the layer computes, with products of bf16."""
+    """Return the same layer with bf16 products."""
     routing = layer.route(x)
     rows = rtkernels.moe_rows(len(x) * layer.top_k, 1, layer.experts, 16)
     index = rtkernels.moe_index(routing.indices, layer.experts, multiple_of=16, rows=rows)

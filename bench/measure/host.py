@@ -60,7 +60,7 @@ def _gradient_modes(call: Callable[..., Case], args: list[Any]) -> dict[str, Cas
 
 
 def cases(device: str = "cuda") -> dict[str, Case | str]:
-    """Every host case by name, all public functions among them; a text instead of a call says why there is none."""
+    """Every host case by name, all public functions among them; a string instead of a call says why there is none."""
     import torch
 
     import rtkernels as rtk

@@ -18,7 +18,7 @@ from bench.measure.timing import Call, Timer, TimingError, copy_calls
 from bench.rows.row import Row
 
 COPIES = 3
-# Above this a row runs on one copy of its inputs: nothing of it outlives a call in any cache, and three do not fit.
+# Above this a row uses one copy of its inputs: no cache keeps any of it between calls, and three copies do not fit.
 ROTATED_BYTES = 2 << 30
 PEAK_BYTES = 4 << 30
 # Relative error of a first output above which `check` says that a peer computes something else.
@@ -100,7 +100,7 @@ def _storages(value: Any) -> set[int]:
 
 
 def _reference(row: Row, inputs: dict[str, Any]) -> Any:
-    """The row's fp64 results; the inputs stay what they are."""
+    """The row's fp64 results; the inputs are unchanged."""
     return row.exact(**_clone(inputs)) if row.exact else row.torch(**_double(inputs))
 
 
@@ -113,7 +113,7 @@ def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
             continue
         if storage.nbytes() == out.nbytes:
             storage.fill_(255)
-        elif out.is_contiguous():  # the storage holds more than this result, which is not ours to overwrite
+        elif out.is_contiguous():  # the storage holds more than this result, so it must not be overwritten
             out.reshape(-1).view(torch.uint8).fill_(255)
     # The allocator hands the freed blocks out again.
     return row.ours(**inputs)
@@ -186,7 +186,7 @@ class Bench:
         The two passes of ours are pooled; of the two copies the faster counts, which is the stricter for us.
         """
         copy_count = COPIES if row.bytes <= ROTATED_BYTES else 1
-        # Nothing runs on these: peers get the same inputs, whatever ours does to its own.
+        # Kept unused: peers get the same inputs, whatever ours does to its own.
         input_sets = [row.make(self.device, self._generator(i)) for i in range(copy_count)]
         reference = _reference(row, input_sets[0])
         mine = [_clone(inputs) for inputs in input_sets]

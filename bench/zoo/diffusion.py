@@ -75,7 +75,7 @@ def class_of(name: str) -> type:
 
 
 def arguments(cls: type, level: int) -> dict[str, Any]:
-    """Return small values for the arguments of a constructor that tell by their names what they are."""
+    """Return small values for the constructor arguments whose names say what they are."""
     results: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         default = parameter.default
@@ -102,7 +102,7 @@ def arguments(cls: type, level: int) -> dict[str, Any]:
 
 
 class Maker:
-    """Makes inputs by the names of arguments."""
+    """Builds inputs from the names of arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, getattr(model, "config", {})
@@ -244,7 +244,7 @@ def _given(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _randomize(model: nn.Module) -> None:
-    """Let no parameter be zero or one: they hide mistakes."""
+    """Randomise parameters that are zero or one, because they hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel():

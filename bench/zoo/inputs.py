@@ -1,7 +1,7 @@
-"""Inputs for the forward of a model that was built small: by the names of its arguments, tried until one set works.
+"""Inputs for the forward of a small model, from the names of its arguments; sets are tried until one works.
 
 Where a name does not tell the form (audio as samples or as features, pictures as pixels or as patches), there are
-several forms, tried in turn. How many tokens stand for a picture is learnt from the error that a model raises.
+several forms, tried in turn. The number of tokens per picture is learnt from the model's error message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TRIES = 28
 
 
 def find(config: Any, *names: str, prefer: tuple[str, ...] = ()) -> Any:
-    """Return the first field of these names that a configuration has, or one inside of it; preferred ones first."""
+    """Return the first of these fields in a configuration or in a nested one; preferred ones first."""
     inner = [getattr(config, name) for name in prefer if getattr(config, name, None) is not None]
     below = [v for v in vars(config).values() if hasattr(v, "to_dict") and hasattr(v, "model_type")]
     for one in (*inner, config, *below):
@@ -38,7 +38,7 @@ def find(config: Any, *names: str, prefer: tuple[str, ...] = ()) -> Any:
 
 
 class Maker:
-    """Makes inputs for one class and configuration. `tokens` counts those that stand for a picture, or for audio."""
+    """Builds inputs for one class and configuration. `tokens` is the number of placeholders per picture or audio."""
 
     def __init__(self, cls: type, config: Any) -> None:
         self.cls, self.config = cls, config
@@ -229,7 +229,7 @@ class Maker:
         return inputs
 
     def others(self) -> dict[str, Any]:
-        """Return arguments whose form their name tells."""
+        """Return arguments whose names determine their form."""
         inputs: dict[str, Any] = {}
         length = TOKENS
         if self.has("decoder_input_ids"):
@@ -353,7 +353,7 @@ class Maker:
                 yield {**others, **inputs}
 
     def labels(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield labels of the forms that a class of this name may want."""
+        """Yield labels of the forms that a class of this name may take."""
         name, classes = self.cls.__name__, getattr(self.config, "num_labels", 2) or 2
         one = self.integers(0, min(classes, 2), BATCH)
         if self.has("start_positions"):
@@ -394,9 +394,9 @@ _MISMATCH = re.compile(
 
 
 def learn(maker: Maker, error: Exception) -> bool:
-    """Let a maker do what an error asks for; False if it asks for nothing that we know.
+    """Adapt the inputs to an error message; False if it is not understood.
 
-    That is as many tokens for pictures or audio in the text as there are features, or an argument that was left out.
+    It may ask for as many picture or audio tokens as there are features, or for a missing argument.
     """
     found = _MISMATCH.search(str(error))
     if not found:

@@ -44,7 +44,7 @@ def _of_head(q: torch.Tensor, k: torch.Tensor, head: int) -> slice:
 
 
 def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return `plain` of one sequence and one head of k and v after the other: scores of all are too large for a device.
+    """Return `plain` applied to one sequence and one head of k and v at a time: all scores would not fit on a device.
 
     Args:
         plain: The forward of q, k and v in plain torch.
@@ -71,7 +71,8 @@ def too_large(pairs: int) -> bool:
 
 
 def _gradients(plain: Any) -> Any:
-    """Return what makes the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
+    """Return a function that computes the gradients of q, k and v by autograd, one sequence and head of k and v at a
+    time."""
 
     def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         results = [torch.empty_like(t) for t in (q, k, v)]

@@ -37,7 +37,7 @@ def _add(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Tensor:
 
 
 def _twice(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Tensor:
-    """What two calls from zero leave in main_grad: the bench looks at the result of the second one."""
+    """main_grad after two calls from zero: the bench compares the result of the second one."""
     return torch.zeros(main_grad.shape, dtype=torch.float64, device=dy.device).index_add_(0, ids, 2 * dy.double())
 
 
