@@ -107,7 +107,7 @@ def test_strides_of_pointwise_results_are_torchs(name: str) -> None:
 
 
 def test_like_channels_last_is_what_torch_suggests() -> None:
-    """Beside ``cat`` of one tensor, whose result has the suggested format; where both formats are the same, none."""
+    """``cat`` of one tensor gives the suggested format; where both formats coincide, there is nothing to choose."""
     generator = torch.Generator().manual_seed(0)
     told_apart = 0
     for _ in range(400):

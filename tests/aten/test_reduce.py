@@ -124,7 +124,7 @@ def test_other_forms(place: str) -> None:
 
 @emulated
 def test_what_torch_does() -> None:
-    """float64, empty reductions and other dtypes of results are torch's; the results are right all the same."""
+    """float64, empty reductions and other result dtypes fall back to torch; the results are still right."""
     for function in (
         lambda: torch.ones(3, 5, dtype=torch.float64).sum(0),
         lambda: torch.ones(0, 5).sum(0),

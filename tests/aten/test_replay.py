@@ -1,4 +1,4 @@
-"""Calls like one before: which are repeated without their handlers, and that they see their own tensors."""
+"""Replayed calls: which calls skip their handlers, and that they use their own tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_arguments_that_are_one_tensor() -> None:
 
 
 def test_arguments_that_share_memory() -> None:
-    """Halves of an argument beside another view of its memory: which address is whose cannot be told."""
+    """Halves of an argument and another view of its memory: addresses alone cannot tell them apart."""
     buffer = torch.randn(3, 64)
     want = torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2])
     with taken("sm_80", ["addcmul", "addr"]):

@@ -88,7 +88,7 @@ def test_gradients_of_layer_norm_that_nobody_wants_are_none(place: str) -> None:
 @at(*PLACES)
 @pytest.mark.parametrize("shape", [(3, 40), (5, 1), (2, 7, 33)], ids=str)
 def test_rms_norm(place: str, shape: tuple[int, ...]) -> None:
-    """By its handlers: a torch without CUDA has no operator for them."""
+    """Called through its handlers: a torch without CUDA has no operator for them."""
     device, over = device_of(place), shape[-1:]
     given = [torch.randn(size, device=device, requires_grad=True) for size in (shape, over)]
     want = torch.nn.functional.rms_norm(given[0], over, given[1], 1e-5)
@@ -168,7 +168,7 @@ def test_a_target_outside_of_the_classes_stops_the_kernel() -> None:
 
 @emulated
 def test_the_gradient_of_nll_loss_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel divides for 2^31 elements and more."""
+    """The 64-bit divisions that the kernel uses for 2^31 elements and more."""
     monkeypatch.setattr(nll_loss, "divisor", lambda n: 0)
     x, target = torch.randn(6, 8, requires_grad=True), torch.randint(0, 8, (6,))
     dy = torch.randn(6)

@@ -39,7 +39,7 @@ def planes() -> list[tuple[torch.Tensor, int]]:
 @at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_first_nan_is_the_extreme(place: str, dtype: torch.dtype) -> None:
-    """Of several NaN the first one's index, wherever they are, beside infinities."""
+    """The index of the first NaN of several, wherever they are, also next to infinities."""
     torch.manual_seed(0)
     for x, dim in planes():
         n = x.shape[dim]
@@ -163,7 +163,7 @@ def test_windows_of_infinities(dtype: torch.dtype, kernel: int, stride: int, pad
 @emulated
 @at(*PLACES)
 def test_upsampling_to_the_same_size_copies(place: str) -> None:
-    """Torch looks at no factor where a size stays as it is; in the gradient where both do."""
+    """Torch ignores the factor of a size that does not change; in the gradient if neither changes."""
     x = torch.randn(2, 3, 6, 7)
     for size in ([6, 7], [12, 7], [6, 14]):
         want = F.interpolate(x, size)
@@ -224,7 +224,7 @@ def test_random_numbers_do_not_repeat(place: str) -> None:
 @at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_infinities_in_sums_of_rows(place: str, dtype: torch.dtype) -> None:
-    """They stay in their rows and columns, by a few rows and by many."""
+    """They stay in their rows and columns, for few rows and for many."""
     torch.manual_seed(0)
     for tokens, columns in ((9, 32), (9, 3), (9000, 24)):
         x = torch.zeros(6, columns, dtype=dtype)

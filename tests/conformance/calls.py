@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 12
 
 
 class Call(NamedTuple):
-    """Arguments of an overload, the tensors among them to be copied before each use."""
+    """Arguments of an overload; tensors must be copied before each use."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -171,7 +171,8 @@ def _with_out(other: str, outs: list[str]) -> Callable[[Call], Call | None]:
 
 
 def _numbers_for_tensors(listed: Any, wanted: Any, other: str, outs: list[str]) -> Callable[[Call], Call | None]:
-    """Return a function that gives first elements of tensors where this overload has numbers, and the other way."""
+    """Return a function that replaces tensors by their first element where this overload has numbers, and vice
+    versa."""
 
     def derive(call: Call) -> Call | None:
         values = list(call.args)

@@ -1,6 +1,6 @@
-"""Torch's own sample inputs (OpInfo) through an operator as torch has it and as ``rtkernels.use`` has it, compared.
+"""Torch's own sample inputs (OpInfo) through an operator of torch and the same under ``rtkernels.use``, compared.
 
-Private API of torch, which needs the package ``expecttest``: what this needs of it is here and nowhere else.
+All uses of this private API of torch, which needs the package ``expecttest``, are in this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cases(device: str) -> list[tuple[Any, torch.dtype]]:
 
 
 def case_name(case: Any) -> str:
-    """Return the name of a case for people: ``div-floor_rounding-bfloat16``."""
+    """Return the readable name of a case: ``div-floor_rounding-bfloat16``."""
     op, dtype = case
     variant = f"-{op.variant_test_name}" if op.variant_test_name else ""
     return f"{op.name}{variant}-{str(dtype).removeprefix('torch.')}"

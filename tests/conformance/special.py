@@ -24,11 +24,11 @@ POINTWISE = ("ew", "copy")
 
 
 class Outcome(NamedTuple):
-    """What a call did."""
+    """The outcome of a call."""
 
     result: list[Any]  # leaves; tensors among them
     arguments: list[torch.Tensor]  # after the call
-    versions: list[int]  # how far those of the arguments rose, then those of the results
+    versions: list[int]  # increments of the arguments' counters, then those of the results
     aliases: list[tuple[int, int]]  # results that share memory with arguments
     error: str
 
@@ -169,7 +169,7 @@ def _snapshot(outcome: Outcome) -> Outcome:
 
 
 def _shapes(call: Call) -> str:
-    """Return the arguments for people: shapes, strides of what is not contiguous, numbers."""
+    """Return the arguments in readable form: shapes, strides of non-contiguous tensors, numbers."""
 
     def text(value: Any) -> str:
         if not isinstance(value, torch.Tensor):
@@ -201,7 +201,7 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
 
 
 def _magnitude(call: Call) -> torch.Tensor | None:
-    """Return the largest finite operand at each place, as sums that cancel are no more exact than that."""
+    """Return the largest finite operand at each position, because sums that cancel are no more exact than that."""
     floats = [t.double().abs().nan_to_num(0, 0, 0) for t in harness.tensors(tuple(call)) if t.is_floating_point()]
     floats = [t for t in floats if t.numel()]
     try:

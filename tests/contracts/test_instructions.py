@@ -1,6 +1,6 @@
 """The instructions behind ``cuda_src/ptx``: their rounding, saturation, shapes and the order of their operands.
 
-The emulator has its own versions of these headers, so what the real ones say is read here, in the PTX of NVRTC.
+The emulator has its own versions of these headers, so this reads the real ones, in the PTX of NVRTC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients over saved tensors (`reuse="inputs"`): the same values in their memory, and what is refused."""
+"""Gradients over saved tensors (`reuse="inputs"`): the same values in their memory, and what is rejected."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_no_gradient_changes_nothing() -> None:
     x = _normal(4, 16)
     assert_same_bits(glu(x, reuse="inputs"), glu(x))
     kept, weight = x.clone(), torch.ones(4, requires_grad=True)
-    glu(x, weight=weight, reuse="inputs").sum().backward()  # x needs no gradient, so that it may be anybody's
+    glu(x, weight=weight, reuse="inputs").sum().backward()  # x needs no gradient, so its memory may belong to anybody
     assert_same_bits(x, kept)
     leaf = x.clone().requires_grad_()
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_gradients_that_lie_in_the_input_are_copied() -> None:
 
 
 def test_checkpointing_takes_new_memory() -> None:
-    """Torch does not count versions of what hooks for saved tensors unpack: nobody would notice another use."""
+    """Torch does not track versions of tensors unpacked by saved-tensor hooks: another use would go unnoticed."""
     leaf = torch.rand(4, 16, requires_grad=True)
 
     def block(x: Tensor, reuse: str | None) -> Tensor:

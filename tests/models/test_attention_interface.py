@@ -1,4 +1,4 @@
-"""attention=True: what models hand to an attention beside q, k, v and a mask is computed, handed on, or refused."""
+"""attention=True: arguments besides q, k, v and a mask are computed, passed on, or rejected."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_sparse_attention_that_knows_names_is_left_alone(kind: str) -> None:
 
 
 def test_parts_keep_what_they_had() -> None:
-    """A part of a model may have another attention than the whole, and may not know ours."""
+    """A part of a model may use another attention than the whole, one that does not know ours."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "DetrForObjectDetection"):
         pytest.skip("not in this transformers")

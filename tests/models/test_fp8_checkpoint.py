@@ -79,7 +79,7 @@ def test_names_are_those_of_deepseek_and_qwen(tmp_path: Path) -> None:
 
 
 def test_transformers_modules_take_these_tensors(tmp_path: Path) -> None:
-    """The modules that transformers makes for such a checkpoint have our names, shapes and dtypes."""
+    """The modules that transformers builds for such a checkpoint have our names, shapes and dtypes."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
     from transformers.utils.quantization_config import FineGrainedFP8Config
 

@@ -1,4 +1,4 @@
-"""fp8 under FSDP2, two processes on gloo: weights gathered as they are and then quantised, or gathered as codes."""
+"""fp8 under FSDP2, two processes on gloo: weights gathered and then quantised, or gathered as codes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _patched_model(mesh: Any) -> None:
     assert torch.equal(torch.cat([whole[name].grad.full_tensor().flatten().double() for name in names]), second)
     later = build("qwen3").bfloat16()
     fsdp.fully_shard(later, mesh=mesh)
-    models.patch(later, fp8=True)  # whose weights are gathered already: the same recipe without asking
+    models.patch(later, fp8=True)  # weights already gathered: the same recipe by default
     assert dict(later.model.layers[0].mlp.down_proj._rtkernels_kind.options)["recipe"] == recipe
 
 

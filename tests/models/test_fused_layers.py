@@ -1,4 +1,4 @@
-"""patch(fused_layers=True): same loss and gradients, separate parameters; a forward nobody knows is left alone."""
+"""patch(fused_layers=True): same loss and gradients, separate parameters; an unknown forward is left alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_loss_and_gradients_stay(kind: str) -> None:
     report = models.patch(model, fused_layers=True)
     fused_loss, fused_gradients = loss_and_gradients(model)
     assert fused_loss == pytest.approx(loss, rel=1e-5) and largest_error(fused_gradients, gradients) <= 1e-5
-    if kind == "glm4":  # a norm behind each part of a layer: known attention, unknown layer
+    if kind == "glm4":  # a norm after each part of a layer: known attention, unknown layer
         assert report.replaced["fused"] == 2
         assert {site.module for site in report.left_alone} == {"Glm4DecoderLayer"}
     else:

@@ -1,4 +1,4 @@
-"""Expert layers, routers, heads and losses that only look like those of the library are refused, and said to be."""
+"""Expert layers, routers, heads and losses that only look like those of the library are rejected, and reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Modules that look like norms, gated MLPs and rotations: the true ones are replaced, all others are refused.
+"""Modules that look like norms, gated MLPs and rotations: the real ones are replaced, all others are rejected.
 
-Every look-alike differs from an original beside it in one place. A refusal has a reason, and nothing may change.
+Every look-alike differs from an original in this file in one place. A rejection has a reason, and nothing changes.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def refused(module: nn.Module, reason: str, kind: str, x: Tensor | None = None, **options: Any) -> None:
-    """Patch a module, and expect that it was looked at, left alone for a reason, and computes as before."""
+    """Patch a module, and expect that it was inspected, left alone for a reason, and computes as before."""
     module = randomized(module)
     wanted = None if x is None else run(module, x)
     report = patched(module, **options)

@@ -1,4 +1,4 @@
-"""Memory that only a patched layer may reuse: same gradients, also where the graph is kept or somebody looks on."""
+"""Memory that only a patched layer may reuse: same gradients, also if the graph is kept or a hook reads the tensors."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ FP8_ADAPTERS = (["down_proj"], ["q_proj", "v_proj"], ["gate_proj"], "all-linear"
 @pytest.mark.parametrize("options", FP8)
 @pytest.mark.parametrize("order", ["patched first", "adapters first"])
 def test_adapters_of_fp8_layers(order: str, options: str, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is trained are adapters, so that the first layer reads what gets no gradient."""
+    """Only adapters are trained, so the input of the first layer needs no gradient."""
     monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
 
     def run_step(patch: Any) -> tuple[float, dict[str, Tensor]]:

@@ -54,7 +54,7 @@ class Mutant:
         new: What replaces it; of a statement, "" if it is dropped.
         name: Unique; the same after edits elsewhere in the file.
         is_statement: Whether the text is a statement, not an expression.
-        reason: What a person who wrote it meant.
+        reason: What the author of a hand-written one meant.
     """
 
     file: str
@@ -140,7 +140,7 @@ def _others(text: str, plain: str) -> Iterator[_Edit]:
             yield _Edit("tail", match.end(), end, "false" if leaves else "true")
     for match in _PHASE.finditer(plain):
         waits = "mbarrier" in plain[slice(*code.statement(plain, match.start()))]
-        # Scratch memory is used by turns: which turn is first decides nothing, no turns is a race.
+        # Scratch memory alternates: which half comes first does not matter, but no alternation is a race.
         yield _Edit("phase", match.start(), match.end(), f"{match[0]} ^ 1" if waits else "0")
     for match in _INDEXED.finditer(plain):
         end = code.closing(plain, match.end() - 1)

@@ -1,6 +1,6 @@
 """Planted bugs of order: fences, waits for earlier kernels and for TMA, barriers of a warp, launch bounds.
 
-A host orders all of this by itself; the emulator has to know what a GPU promises.
+A host orders all of this by itself; the emulator has to know what a GPU guarantees.
 """
 
 from __future__ import annotations
