@@ -103,7 +103,7 @@ def test_own_functions_empty_arrays_and_errors() -> None:
     _same(total, 2 * _torch(x) + 1)
     _same(product, (_torch(x) ** 2).t())
     assert jax.jit(rj.softmax)(jnp.zeros((0, 4))).shape == (0, 4)
-    with pytest.raises(Exception, match="ArgumentError: weight has shape"):  # by the handler, as an error of XLA
+    with pytest.raises(Exception, match="ArgumentError: weight has shape"):  # raised by the handler, as an error of XLA
         jax.jit(rj.rms_norm)(x, _array(5))
     with pytest.raises(ArgumentError, match="dtype complex64"):
         rj.softmax(jnp.zeros(3, jnp.complex64))

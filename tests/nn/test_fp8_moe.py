@@ -24,7 +24,7 @@ SHAPES = {
     "whole blocks": (160, 256, 128, 4, 3),
     "sizes of models": (40, 2880, 1152, 2, 1),
 }
-# Two products of two quantised operands each lie between x and the result, three between dy and the weights.
+# There are two products of quantised operands between x and the result, and three between dy and the weights.
 LIMIT = {"y": 0.08, "x": 0.08, "router_weight": 0.13, "gate_up_weight": 0.08, "down_weight": 0.08}
 
 
@@ -44,7 +44,7 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def exact(layer: Fp8MoE, x: Tensor) -> dict[str, Tensor]:
-    """Return the same in fp64, with the choice of experts that the layer makes."""
+    """Return the same in fp64, with the experts that the layer chooses."""
     chosen = layer.route(x.detach()).indices.long()
     leaves = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
     wide = x.detach().double().requires_grad_()
@@ -106,7 +106,7 @@ def test_no_tokens() -> None:
 
 
 def test_steps_one_by_one() -> None:
-    """The forward pass is the public functions in a row, to the bit."""
+    """The forward pass equals the public functions in sequence, bit for bit."""
     layer, x = build_layer("77 tokens")
     routing = layer.route(x)
     index = rtkernels.moe_index(routing.indices, layer.experts, multiple_of=128)
@@ -162,7 +162,7 @@ def test_checkpointing_changes_no_bits(reentrant: bool) -> None:
 
 
 def test_compiled_without_a_break() -> None:
-    """No step reads a value on the host: the graph is whole, whatever the routing."""
+    """No step reads a value on the host, so there is a single graph for any routing."""
     torch._dynamo.reset()
     layer, x = build_layer("77 tokens")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -206,7 +206,7 @@ def test_one_gradient_alone(trained: str) -> None:
 
 
 def test_what_is_saved() -> None:
-    """Codes of tokens, gated values and weights; gate and up; nothing else that large."""
+    """It saves codes of tokens, gated values and weights, and gate and up; nothing else that large."""
     layer, x = build_layer("whole blocks")
     layer, saved = layer.bfloat16(), []
     routing = layer.route(x)

@@ -1,4 +1,4 @@
-"""The fp8 linear layers as modules: in place of torch.nn.Linear, whatever torch does with a layer."""
+"""The fp8 linear layers as replacements for torch.nn.Linear, under everything that torch does with a layer."""
 
 from __future__ import annotations
 

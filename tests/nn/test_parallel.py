@@ -23,7 +23,8 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _compare(mesh: Any, call: Any, inputs: dict[str, tuple[Tensor, Any]], expected: Any) -> None:
-    """Compare results and gradients of a function of DTensors with those of plain tensors; results lie as expected."""
+    """Compare results and gradients of a function of DTensors with those of plain tensors, and the placements of
+    results."""
     from torch.distributed.tensor import distribute_tensor
 
     found = []
@@ -166,7 +167,7 @@ def check_ring_attention(rank: int, mesh: Any) -> None:
 
 
 def _products(matrices: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what experts compute, given rows sorted by expert: a matrix for each."""
+    """Return the experts' outputs for rows sorted by expert: one matrix each."""
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
         parts = torch.tensor_split(rows[: ends[-1]], ends[:-1].tolist())
@@ -183,7 +184,7 @@ def check_experts(rank: int, mesh: Any) -> None:
     g = _numbers(tokens, width, seed=3)
     chosen = torch.randint(0, count, (tokens, 2), generator=torch.Generator().manual_seed(4))
     chosen[3, 1] = -1  # no choice
-    for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets everything
+    for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets all tokens
         plain = [t.clone().requires_grad_() for t in (x, weights, matrices)]
         index = rtkernels.moe_index(experts, count)
         rows = _products(plain[2])(rtkernels.moe_permute(plain[0], index), index.offsets[1:])

@@ -120,7 +120,7 @@ def _clip_worker(rank: int, mesh: Any) -> None:
                 torch.testing.assert_close(_whole(p.grad), other.grad)
     shards = parameters()
     if rank == 1:
-        shards[0].grad.to_local()[0] = math.nan  # which the other process hears of
+        shards[0].grad.to_local()[0] = math.nan  # which the other process learns of
     assert clip_grad_norm_(shards, 1.0, math.inf).isnan()
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients is nan"):
         clip_grad_norm_(shards, 1.0, error_if_nonfinite=True)

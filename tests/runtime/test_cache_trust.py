@@ -53,7 +53,7 @@ def give(path: Path, user: int = STRANGER) -> None:
 
 
 def planted(directory: Path) -> None:
-    """Fill a cache with an entry whose image, ``planted``, is not what the compiler makes; its checksums hold."""
+    """Fill a cache with an entry whose image, ``planted``, does not come from the compiler; its checksums are valid."""
     entry = load(directory=directory)
     entry.path.write_bytes(b"planted")
     edit_meta(entry.path.parent, sha256=hashlib.sha256(b"planted").hexdigest())
@@ -158,7 +158,7 @@ def test_cache_directory_that_an_attacker_made_first(compiler, cache_dir, tmp_pa
 
 
 def test_cache_below_a_sticky_directory_is_used(compiler, tmp_path, monkeypatch, caplog):
-    """Others can add names to it, but not replace what is ours."""
+    """Others can add files to it, but not replace ours."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -237,7 +237,7 @@ def test_cache_symlinked_root_is_resolved_before_it_is_judged(compiler, tmp_path
 
 
 def test_cache_directory_that_appears_after_the_check(compiler, cache_dir, monkeypatch, caplog):
-    """Somebody else makes the directory between our look and our mkdir."""
+    """Somebody else creates the directory between our check and our mkdir."""
     make = os.mkdir
 
     def attacked(path, mode=0o777):

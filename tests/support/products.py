@@ -120,7 +120,7 @@ def dense(
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay as they were.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged.
     """
     b = b or a
     left = operand(a, m, k, across=across[0], device=device)
@@ -212,7 +212,7 @@ def grouped(
     if kind in ("rows", "depth"):
         if align == 1:
             tensors["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
-        else:  # groups begin where the one before ends: padding belongs to it, but for the last
+        else:  # groups begin where the previous one ends, so padding belongs to it, except for the last
             padded = [*starts[1:], ends[-1]]
             tensors["ends"] = torch.tensor(padded, dtype=torch.int32, device=device)
             ends = padded

@@ -22,7 +22,7 @@ NAMES = ("a", "b", "scale_a", "scale_b", "global_scale", "bias", "add", "out")
 
 
 class Operand(NamedTuple):
-    """Codes as they lie in memory ``[rows, pitch]``, how, and what they stand for, fp64 ``[rows, k]``."""
+    """Codes in memory ``[rows, pitch]``, their layout, and their values, fp64 ``[rows, k]``."""
 
     codes: Tensor
     matrix: Matrix
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Scales as they lie in memory, how, and the factor of every element, fp64 ``[rows, k]``."""
+    """Scales in memory, their layout, and the factor of every element, fp64 ``[rows, k]``."""
 
     tensor: Tensor
     scales: Scales
@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
 
 
 def operand(token: str, rows: int, k: int, seed: int = 0, pad: int = 0) -> Operand:
-    """Return random codes; `pad`: bytes behind each row, which hold what must not be read as numbers."""
+    """Return random codes; `pad`: bytes after each row, filled with values that must not be read."""
     generator = torch.Generator().manual_seed(seed)
     if BYTES[token] < 1:
         nibbles = torch.randint(0, 16, (rows, k + k % 2), generator=generator)
@@ -179,7 +179,8 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
 
 
 def check(case: SkinnyCase, got: Tensor) -> float:
-    """Raise if a result is not exact but for fp32 sums and one rounding; return the largest error by its bound."""
+    """Raise if a result has more error than fp32 sums and one rounding; return the largest error relative to its
+    bound."""
     got, exact = got.double().cpu(), case.exact
     if case.product.out.token == "int32":
         assert torch.equal(got, exact)
@@ -197,6 +198,6 @@ def check(case: SkinnyCase, got: Tensor) -> float:
 
 
 def poisoned(m: int, n: int, token: str, device: str = "cpu") -> Tensor:
-    """Return memory for a result, with numbers in it that a result cannot have."""
+    """Return memory for a result, filled with numbers that a result cannot have."""
     out = torch.full((m, n), -77, dtype=DTYPES[token], device=device)
     return out if token == "int32" else out.fill_(float("nan"))

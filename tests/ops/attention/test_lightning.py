@@ -241,7 +241,7 @@ def test_parts_continue_each_other() -> None:
 
 
 def test_with_group_norm_and_gate() -> None:
-    """The block of linear-attention models: what ``group_rms_norm_gate`` takes is what comes out."""
+    """A block of linear-attention models: ``group_rms_norm_gate`` takes the output as it is."""
     q = random(2, 6, 4, 16).requires_grad_()
     out = lightning_attention(q, q, q, torch.full((4,), 0.1)).flatten(2)
     gate, weight = random(2, 6, 64, seed=2), torch.ones(64, dtype=BF16)
@@ -334,7 +334,7 @@ def test_fp16_has_the_error_of_fp16(case: str, place: str) -> None:
     width, heads = (128, 1) if case == "wide" else (64, 2)
     with running_on(place) as device:
         leaves = [random(1, 150, heads, width, seed=i, dtype=FP16, device=device) for i in range(3)]
-        decay = torch.tensor([0.02, 0.0])[:heads].to(device)  # what came before a chunk counts
+        decay = torch.tensor([0.02, 0.0])[:heads].to(device)  # the state before a chunk matters
         state = None
         if case == "large state":  # beyond what fp16 holds, as the sum of a long sequence may be
             state = 2e6 * random(1, heads, width, width, seed=7, dtype=torch.float32, device=device)
@@ -369,7 +369,7 @@ def test_fp16_has_the_error_of_fp16(case: str, place: str) -> None:
 
 @at("sm_80", "cuda")
 def test_fp16_state_with_infinities(place: str) -> None:
-    """An element that is not finite reaches its own column only, and does not set the scale of the others."""
+    """A non-finite element affects only its own column, and does not set the scale of the others."""
     with running_on(place) as device:
         q, k, v = (random(1, 70, 1, 64, seed=i, dtype=FP16, device=device) for i in range(3))
         state = 1e6 * random(1, 1, 64, 64, seed=7, dtype=torch.float32, device=device)

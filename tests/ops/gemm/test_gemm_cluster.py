@@ -1,4 +1,4 @@
-"""Products of few rows by clusters of blocks: sizes nobody tuned for, what follows the sums, launches that overlap."""
+"""Products of few rows by clusters of blocks: untuned sizes, epilogues, launches that overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def _sms_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulated device has 4 instead of 132, which would leave no tile to more than one block."""
+    """The emulated device has 4 instead of 132, with which no tile would be shared by blocks."""
     if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("where") != "cuda":
         monkeypatch.setattr(cluster_plan, "_ROUND", cluster_plan._ROUND * 132 / 4)
 
@@ -116,7 +116,7 @@ def test_what_it_does_not_make() -> None:
 
 
 def test_a_launch_waits_for_the_one_before_it() -> None:
-    """The emulator says what reads or writes too early."""
+    """The emulator reports premature reads and writes."""
     a, b = operands(4, 64, 64, torch.bfloat16, "sm_90")
     with rtkernels.emulate("sm_90"):
         half = rtkernels.scaled_mm(a, b, backend="cluster")

@@ -1,4 +1,4 @@
-"""Products with mma.sync: every pair of operands, every recipe of scales, every ending and kind of groups."""
+"""Products with mma.sync: every pair of operands, every scaling recipe, every epilogue and kind of groups."""
 
 from __future__ import annotations
 

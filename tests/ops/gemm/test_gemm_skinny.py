@@ -1,4 +1,4 @@
-"""The skinny product: every format of weights and activations, sizes nobody tuned for, all that follows the sums."""
+"""The skinny product: every format of weights and activations, untuned sizes, all epilogues."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_depths(name: str, k: int) -> None:
 
 @pytest.mark.parametrize("name", ("bf16", "e4m3", "int4_128", "w4a8", "nvfp4"))
 def test_rows_in_any_place(name: str) -> None:
-    """Rows whose addresses are multiples of nothing."""
+    """Unaligned rows."""
     pad = 2 if name == "bf16" else 3
     case = _case(name, 3, 17, 290, pad_a=2, pad_b=pad)
     assert not case.product.b.aligned and not case.product.a.aligned
@@ -101,7 +101,7 @@ def test_rows_in_any_place(name: str) -> None:
 
 
 def test_small_shared_memory() -> None:
-    """Where it holds no 64 tokens of a stage, they come in two launches."""
+    """If it cannot hold 64 tokens of a stage, there are two launches."""
     _checked(_case("int4_128", 61, 40, 300, bias="fp32", add="bf16"), target="sm_89")
 
 
@@ -178,7 +178,7 @@ def test_not_numbers_of_activations(name: str) -> None:
 
 
 def test_every_code_has_its_value() -> None:
-    """All codes of a byte or of a nibble, one at a time: a has a single 1."""
+    """All codes of a byte or nibble, one at a time: a has a single 1."""
     for token, k in (("e4m3", 256), ("e5m2", 256), ("int8", 256), ("int4", 16), ("uint4", 16), ("e2m1", 16)):
         for math in ("bf16", "fp16"):
             case = make(8, 8, k, math, token, out="fp32")

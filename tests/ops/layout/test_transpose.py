@@ -270,7 +270,7 @@ def test_matrices_of_a_list_in_one_launch(place: str, dtype: torch.dtype) -> Non
 
 @at("cpu", "sm_90", "cuda")
 def test_conjugates_in_a_list(place: str) -> None:
-    """Their memory holds other values than they have."""
+    """Their memory holds the conjugate values."""
     x = torch.view_as_complex(torch.randn(2, 5, 6, 2).half())
     with running_on(place) as device:
         found = transpose([t.conj() for t in x.to(device).clone().unbind()])

@@ -144,7 +144,7 @@ def test_nothing_counts(place: str) -> None:
 def test_chunk_rule() -> None:
     rule = linear.default_chunk_rows
     assert rule(32768, 4096, 151936) == 4096
-    assert rule(9000, 4096, 151936) == 3072  # about alike, of whole tiles
+    assert rule(9000, 4096, 151936) == 3072  # about equal, in whole tiles
     assert rule(8192, 0, 151936) == 896  # without a gradient of the weight
     assert rule(16384, 256, 32000) == 4096  # 256 MiB of logits whatever the hidden size
     assert rule(5, 4096, 32) == 5
@@ -157,7 +157,7 @@ def test_chunk_rule() -> None:
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests are about what happens to large tensors, with small ones."""
+    """These tests exercise the handling of large tensors, with small ones."""
     monkeypatch.setattr(linear, "_SMALL", 0)
     monkeypatch.setattr(slabs, "slab_columns", lambda device: 128)
 
@@ -191,7 +191,7 @@ def widths(rows: int, vocabulary: int, columns: int, size: int = 8) -> list[int]
 
 
 def test_slabs_cover_the_vocabulary() -> None:
-    """The smaller one is first; with many rows the last that is kept may be half a slab."""
+    """The smaller slab comes first; with many rows the last kept one may be half a slab."""
     assert widths(1, 10, 4) == [2, 4, 4] and widths(1, 8, 4) == [4, 4] and widths(1, 3, 4) == [3]
     assert widths(16, 38, 4) == [2] + [4] * 4 + [4, 4, 2] + [4, 4, 2]
     assert widths(100, 38, 4) == [2] + [4] * 9  # none is kept
@@ -231,7 +231,7 @@ def test_memory_at_the_size_of_a_large_model() -> None:
 def test_gradient_of_the_weight_is_rounded_once(
     place: str, small: int, nothing_is_small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As close to exact as torch's two steps, whatever the number of rows and the way."""
+    """As close to exact as torch's two steps, for any number of rows and any method."""
     monkeypatch.setattr(linear, "_SMALL", small)
     with running_on(place) as device:
         for rows in (30, 1000):

@@ -22,7 +22,7 @@ from rtkernels.ops.norm import norm_fp8_operators as operators
 
 
 class _Multiplied(torch.autograd.Function):
-    """Stands for a product with the codes: uses them, and hands the gradient to the place of y."""
+    """Simulates a product with the codes: uses them, and returns the gradient in place of y."""
 
     @staticmethod
     def forward(ctx, q, scale, y):

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm with the options of inference: kernels, the order of steps, gradients, memory, errors."""
+"""rms_norm and layer_norm with inference-only options: kernels, the order of steps, gradients, memory, errors."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("centred", (False, True))
 @pytest.mark.parametrize("cols", (18, 64))
 def test_gradients_in_one_launch(where: str, centred: bool, cols: int) -> None:
-    """Of everything but weights, with operands that have a row for each, for some and for all."""
+    """Gradients of everything except weights, with one operand row per row, per several rows, and for all."""
     shapes = ((2, 3, cols), (2, 3, cols), (2, 1, cols), (2, 3, cols), (cols,), (cols,), (2, 3, cols), (2, 3, cols))
     x, residual, gate, scale, shift, x_bias, dy, dh = (normal(*shape, dtype=torch.float32) for shape in shapes)
     weight, bias, factors = (torch.linspace(0.5, top, cols) for top in (1.5, 2.5, 2.0))

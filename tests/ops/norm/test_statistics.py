@@ -1,4 +1,4 @@
-"""The normalisations with memory of the caller's (``out``) and with statistics in and out."""
+"""The normalisations with caller-provided memory (``out``) and with statistics as inputs and outputs."""
 
 from __future__ import annotations
 

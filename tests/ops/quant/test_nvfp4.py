@@ -62,7 +62,7 @@ def test_nvfp4_has_the_bits_of_the_reference(where: str, rule: str) -> None:
 
 @EVERYWHERE
 def test_quotients_next_to_ties(where: str) -> None:
-    """Small integers over small integers are ties but for the rounding of the steps."""
+    """Ratios of small integers are ties except for the rounding of the steps."""
     sixteenths = torch.arange(-56, 57).float() / 16
     x = sixteenths[torch.randint(113, (96, 64), generator=torch.Generator().manual_seed(2))].bfloat16()
     x[0, 0] = 3.5  # of which 2688 is a multiple
@@ -74,7 +74,8 @@ def test_quotients_next_to_ties(where: str) -> None:
 
 
 def _two_part_quotients_agree(steps: Tensor, bits: int) -> bool:
-    """Whether quotients by a reciprocal in two parts (common/block_formats.cuh) lie as divisions do, next to all ties.
+    """Whether quotients by a reciprocal in two parts (common/block_formats.cuh) fall on the same side of all ties as
+    divisions.
 
     Each rounding is one of fp64 to fp32: what is rounded is exact in fp64.
     """
@@ -181,7 +182,7 @@ def test_scales_follow_their_rule() -> None:
 
     assert (error("mse") <= error("rne")).all()
     codes, scale, _ = rtkernels.quantize_nvfp4(torch.full((1, 16), 1e-9), global_scale=1.0)
-    assert scale.view(torch.uint8).item() == 0 and codes.eq(0).all()  # a scale that underflows leaves nothing
+    assert scale.view(torch.uint8).item() == 0 and codes.eq(0).all()  # a scale that underflows gives zeros
     _, scale, _ = rtkernels.quantize_nvfp4(torch.full((1, 16), 1e6), global_scale=1.0)
     assert scale.view(torch.uint8).item() == 0x7E
 

@@ -1,4 +1,4 @@
-"""Norm, codes and logits together: the bits of the two ops apart, gradients, errors; the single kernel."""
+"""Norm, codes and logits together: the bits of two separate ops, gradients, errors; the single kernel."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 def check_single(inputs: Inputs, **options) -> module.NormRouter:
-    """Hold the kernel to: rstd within roundings, everything else the bits that follow from rstd, logits as promised."""
+    """Check the kernel: rstd within roundings, everything else exact given rstd, logits as documented."""
     with poisoned():
         got = together(inputs, **options)
     want = apart(inputs, **options)
@@ -217,7 +217,7 @@ def test_single_kernel(single: Callable[[], int], shape: tuple[int, int, int]) -
 @emulated
 @pytest.mark.parametrize("order", ORDERS[:2])
 def test_single_kernel_in_the_emulator(single: Callable[[], int], order: str | int) -> None:
-    """Eight slabs in six slots, so that two come twice; the last one and the last rows are not whole."""
+    """Eight slabs in six slots, so that two are loaded twice; the last slab and the last rows are partial."""
     with rtkernels.emulate("sm_90", order):
         check_single(make(lambda n: Inputs(n(70, 904).to(BF16), n(904), n(20, 904).to(BF16), 0.5), "cpu"))
     assert single() == 1
