@@ -10,25 +10,25 @@
 //
 // Why this cannot deadlock:
 // 1. The producer of use i waits only for the release of use i - STAGES; for the first STAGES uses it does not wait,
-//   because on a new barrier the phase of parity 1 counts as complete.
+//    because on a new barrier the phase of parity 1 counts as complete.
 // 2. The consumers of use i wait only for the producer of use i.
 // 3. So the smallest unfinished use has a producer that need not wait, hence its bytes arrive, hence its consumers
-//   release it. This ends with the last use if both sides go through equally many, if the announced bytes are those
-//   copied, and if nobody waits for a later use (of this or another pipeline) before it has released an earlier one.
+//    release it. This ends with the last use if both sides go through equally many, if the announced bytes are those
+//    copied, and if nobody waits for a later use (of this or another pipeline) before it has released an earlier one.
 // 4. A wait names one bit of the phase, and two uses of a stage with the same bit are never confused: the phase of
-//   `full` advances by two only after all consumers have released the first of them, that of `empty` only after the
-//   producer has filled the stage in between. Therefore only threads that release (or whose warp does) may wait.
+//    `full` advances by two only after all consumers have released the first of them, that of `empty` only after the
+//    producer has filled the stage in between. Therefore only threads that release (or whose warp does) may wait.
 //
 // Why every thread sees the right data:
 // 1. init() fences the barriers for TMA and for other blocks; the block-wide barrier after it makes them visible to
-//   threads.
+//    threads.
 // 2. Copies complete their bytes at `full` after they have written them; whoever waited for that phase sees them, wgmma
-//   too.
+//    too.
 // 3. Plain stores precede their thread's commit(), a release; commit_warp() orders the warp's stores before it by
-//   __syncwarp. If wgmma or TMA is to read them, every thread that stored fences first (fence_async_shared).
+//    __syncwarp. If wgmma or TMA is to read them, every thread that stored fences first (fence_async_shared).
 // 4. Reads of a stage precede the reader's release(), or the __syncwarp of release_warp(), and the next producer's
-//   acquire() follows all of these. Products read asynchronously: wait for them (wgmma_wait), then release. Consumers
-//   that write to a stage call fence_async_shared before they release it, if copies fill it next.
+//    acquire() follows all of these. Products read asynchronously: wait for them (wgmma_wait), then release. Consumers
+//    that write to a stage call fence_async_shared before they release it, if copies fill it next.
 //
 // All `full` barriers are stored first, then the `empty` ones. Blocks of a cluster have them at the same offsets, so a
 // multicast copy arrives at the same stage of all blocks; `consumers` then counts those of all of them.

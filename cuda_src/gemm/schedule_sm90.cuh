@@ -103,7 +103,7 @@ struct ProductTiles {
 // Why this cannot deadlock:
 // 1. All blocks are resident: the launch is cooperative where tiles are shared.
 // 2. A block waits only for blocks with larger numbers: those that own the rest of a tile whose first k block is its
-//   own.
+//    own.
 // 3. A block writes the part that others wait for, at the beginning of its share, before it waits for anybody.
 template <bool SPLITS>
 struct TileShare {

@@ -10,9 +10,9 @@
 // Why this cannot deadlock:
 // 1. Blocks wait for each other, so all of them must be resident: the launch is cooperative.
 // 2. A strip is complete when all blocks that have pairs of it have added their sums. A block adds those of a pair as
-//   soon as it has arrived in shared memory, and waits for no other block before it does.
+//    soon as it has arrived in shared memory, and waits for no other block before it does.
 // 3. The slot of a pair previously held a pair of the same block from at least three rounds before, hence of an earlier
-//   strip, because strips are no wider than two rounds.
+//    strip, because strips are no wider than two rounds.
 // 4. So all pairs of the first incomplete strip get their slots, and it becomes complete.
 #include "norm/norm_fp8_single_read.cuh"
 #include "norm/norm_fp8_ring_codes.cuh"

@@ -96,9 +96,9 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
 //
 // Why this cannot deadlock:
 // 1. A tile waits for statistics from blocks with smaller numbers only; a block that computes statistics waits for
-//   nobody.
+//    nobody.
 // 2. Numbers are claimed from `ticket`, so blocks with smaller ones have begun. Without a ticket they are blockIdx;
-//   GPUs start blocks in that order, although CUDA does not guarantee it.
+//    GPUs start blocks in that order, although CUDA does not guarantee it.
 // 3. So whatever a tile waits for is in progress, or done.
 //
 // `x_is_older`: x was written before the previous kernel of the stream. CENTRED with null for mean and bias is not
