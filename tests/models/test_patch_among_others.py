@@ -1,5 +1,4 @@
-"""patch() among other libraries and modes: wrappers, hooks of accelerate, Liger applied afterwards, modes of the
-caller."""
+"""patch() among other libraries and modes: wrappers, hooks of accelerate, Liger applied later, caller modes."""
 
 from __future__ import annotations
 
@@ -211,7 +210,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_the_modes_of_the_caller_change_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = build("qwen3_moe", num_hidden_layers=1), build("qwen3_moe", num_hidden_layers=1)
     wanted = models.patch(plain, router=True)
-    monkeypatch.setattr(known, "_answers", {})  # modules are tried again
+    monkeypatch.setattr(known, "_answers", {})  # modules are tried anew
     state, before = torch.get_rng_state(), torch.get_default_dtype()
     with MODES[mode]():
         during = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm with inference-only options: kernels, the order of steps, gradients, memory, errors."""
+"""rms_norm and layer_norm with the inference-only options: kernels, the order of steps, gradients, memory, errors."""
 
 from __future__ import annotations
 
