@@ -128,8 +128,7 @@ def _free(device: str) -> None:
 
 
 def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
-    """Return output and gradients of the layer in fp32, on the host; the first process that needs them computes
-    them."""
+    """Return output and gradients of the layer in fp32, on the host, computed by the first process that needs them."""
     folder = os.environ.get(_REFERENCES)
     path = Path(folder) / f"{kind}.pt" if folder else None
     with processes.alone():

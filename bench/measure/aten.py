@@ -235,8 +235,7 @@ def wall_us(call: Callable[[], Any], max_calls: int, budget_us: float) -> dict[s
 
 
 def _waits(call: Callable[[], Any]) -> bool:
-    """Return True for a call in which torch waits for the device: its kernels cannot be timed separately from the
-    host."""
+    """Return True for a call in which torch waits for the device: its kernels cannot be timed by themselves."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -138,8 +138,7 @@ def _embedding_bwd(ids: Any, dy: Any, weight: Any, **_: Any) -> Call:
 
 
 def _embedding_into(dy: Any, ids: Any, main_grad: Any, **_: Any) -> Call:
-    """FlagGems cannot accumulate into an embedding's gradient; this is its index_add_, whose check of the ids
-    synchronises."""
+    """FlagGems cannot accumulate into an embedding's gradient; this is its index_add_, which synchronises."""
     _flaggems()
     from flag_gems.ops.index_add import index_add_
 

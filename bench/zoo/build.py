@@ -123,8 +123,7 @@ def config_of(cls: type, model_type: str, level: int, changes: dict[str, Any] | 
 
 
 def _compute_caps(config: Any) -> bool:
-    """Make models with soft-capped attention eager, because transformers' sdpa ignores the cap; return whether it
-    did."""
+    """Make a model with soft-capped attention eager, because sdpa ignores the cap; return whether it did."""
     inner = [_compute_caps(part) for part in vars(config).values() if hasattr(part, "_attn_implementation")]
     if any(inner) or getattr(config, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"

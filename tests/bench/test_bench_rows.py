@@ -1,5 +1,4 @@
-"""Every benchmark row's plain torch gives what ours gives, by shapes: a peer that computes something else is no
-comparison."""
+"""Plain torch of every benchmark row has the shapes of our results: other peers would be no comparison."""
 
 from __future__ import annotations
 

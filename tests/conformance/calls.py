@@ -171,8 +171,7 @@ def _with_out(other: str, outs: list[str]) -> Callable[[Call], Call | None]:
 
 
 def _numbers_for_tensors(listed: Any, wanted: Any, other: str, outs: list[str]) -> Callable[[Call], Call | None]:
-    """Return a function that replaces tensors by their first element where this overload has numbers, and vice
-    versa."""
+    """Return a function that replaces tensors by numbers where this overload has numbers, and vice versa."""
 
     def derive(call: Call) -> Call | None:
         values = list(call.args)

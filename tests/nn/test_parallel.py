@@ -23,8 +23,7 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _compare(mesh: Any, call: Any, inputs: dict[str, tuple[Tensor, Any]], expected: Any) -> None:
-    """Compare results and gradients of a function of DTensors with those of plain tensors, and the placements of
-    results."""
+    """Compare results and gradients of a function of DTensors with those of plain tensors; check placements."""
     from torch.distributed.tensor import distribute_tensor
 
     found = []

@@ -179,8 +179,7 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
 
 
 def check(case: SkinnyCase, got: Tensor) -> float:
-    """Raise if a result has more error than fp32 sums and one rounding; return the largest error relative to its
-    bound."""
+    """Raise if a result has more error than fp32 sums and one rounding; return the largest error by its bound."""
     got, exact = got.double().cpu(), case.exact
     if case.product.out.token == "int32":
         assert torch.equal(got, exact)

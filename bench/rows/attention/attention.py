@@ -71,8 +71,7 @@ def too_large(pairs: int) -> bool:
 
 
 def _gradients(plain: Any) -> Any:
-    """Return a function that computes the gradients of q, k and v by autograd, one sequence and head of k and v at a
-    time."""
+    """Return a function for the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
 
     def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         results = [torch.empty_like(t) for t in (q, k, v)]

@@ -1,5 +1,4 @@
-"""Attention on a GPU, at sizes that are too slow for the emulator: tile edges, shared heads, errors compared with
-torch's."""
+"""Attention on a GPU, at sizes too slow for the emulator: tile edges, shared heads, errors compared with torch's."""
 
 from __future__ import annotations
 
