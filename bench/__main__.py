@@ -16,7 +16,7 @@ from bench.report import tables as report
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "plot", "record")
-# What `check` calls unless told otherwise: inductor would compile every row for minutes.
+# Default peers of `check`: without inductor, which would compile every row for minutes.
 CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
 
 

@@ -16,7 +16,7 @@ Sizes = dict[str, int]
 
 
 class Kind(NamedTuple):
-    """A layer: sizes, small sizes, ways, and what makes one: ``build(sizes, device, dtype, way)``."""
+    """A layer: sizes, small sizes, ways, and its constructor: ``build(sizes, device, dtype, way)``."""
 
     sizes: Sizes
     tiny: Sizes
@@ -57,7 +57,7 @@ def _model(kind: str, device: str, dtype: torch.dtype, **sizes: Any) -> nn.Modul
 
 
 def _changed(model: nn.Module, way: str, router: bool = False) -> None:
-    """Patch a model as a way needs it; with `router`, that of a way that is fused is replaced."""
+    """Patch a model for a way; with `router`, also replace the router of fused ways."""
     if way in PATCHES:
         options = PATCHES[way]
         rtkernels.models.patch(model, loss=False, router=router and "fused_layers" in options, **options)

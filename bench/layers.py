@@ -4,13 +4,13 @@
     python -m bench.layers dense --ways transformers,ours,ours_fused
     python -m bench.layers --tiny                       # small, on the CPU: only the errors mean something
 
-Every way gets the same weights and tokens, and a process of its own: Liger changes the model's file for all that comes
-behind it, and torch.compile would then compile Liger's kernels. A row has the time of a step (forward and backward),
-the host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients
-against the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
+Every way gets the same weights and tokens, and a process of its own: Liger patches the model's module for everything
+after it, and torch.compile would then compile Liger's kernels. A row has the time of a step (forward and backward), the
+host's share of it, peak memory, and the largest relative errors (Frobenius) of the output and of the gradients against
+the same layer in fp32. Ways: "eager" (plain torch), "transformers" (the model's own code), "liger", "compile"
 (torch.compile of transformers' code), "ours" (patched), "ours_fused" (with fused_layers, our attention and router),
-"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory), "fp8_fixed" (a micro-batch behind
-the first one: weights have their codes). Experts of the reference are chosen by 16-bit logits, as those of the ways.
+"fp8" and "fp8_fused" (the same with fp8 products), "fp8_saving" (with less memory), "fp8_fixed" (a later micro-batch:
+weights are already quantised). The reference chooses experts by 16-bit logits, like the ways.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def inputs(sizes: Sizes, device: str, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _host_ms(call: Callable[[], Any]) -> float:
-    """Return how long the host takes for a step that the device has room to queue."""
+    """Return the host time of a step whose launches all fit into the queue."""
     samples = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def measure(kind: str, way: str, sizes: Sizes, device: str, wanted: dict[str, Te
     compiled = way == "compile"
     leaf, dy = inputs(sizes, device, torch.bfloat16)
     with ExitStack() as stack:
-        if not compiled:  # compiling is the host's business for a long time
+        if not compiled:  # compiling is long work on the host alone
             stack.enter_context(processes.alone())
         layer = KINDS[kind].build(sizes, device, torch.bfloat16, way)
         if way in _MICROBATCHES:
@@ -109,7 +109,7 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
         started = time.perf_counter()
         call()
         return {"forward_and_backward_ms": round((time.perf_counter() - started) * 1000, 3)}
-    torch._C._cuda_clearCublasWorkspaces()  # those of what came before: a layer that needs one makes it anew
+    torch._C._cuda_clearCublasWorkspaces()  # of earlier layers: a layer that needs one allocates it again
     call()
     row: dict[str, Any] = {"peak_mib": round(peak_mib(call)), "host_ms": round(_host_ms(call), 3)}
     timer = Timer(CudaDevice(), iterations=repeats, batch=3)  # its buffer is not the layer's memory
@@ -121,14 +121,14 @@ def _timed(kind: str, way: str, call: Callable[[], Tensor], device: str, repeats
 
 
 def _free(device: str) -> None:
-    """Give memory back, also that of modules with cycles: several processes share the device."""
+    """Release memory, also that of modules with reference cycles: several processes share the device."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
-    """Return output and gradients of the layer in fp32, kept on the host; of the first process that needs them."""
+    """Return output and gradients of the layer in fp32, on the host, computed by the first process that needs them."""
     folder = os.environ.get(_REFERENCES)
     path = Path(folder) / f"{kind}.pt" if folder else None
     with processes.alone():
@@ -136,21 +136,21 @@ def reference(kind: str, sizes: Sizes, device: str) -> dict[str, Tensor]:
             return torch.load(path, mmap=True)
         layer = KINDS[kind].build(sizes, device, torch.float32, "reference")
         leaf, dy = inputs(sizes, device, torch.float32)
-        made = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
+        outputs = {name: t.cpu() for name, t in results(layer, leaf, dy).items()}
         del layer, leaf, dy
         _free(device)
         if path is not None:
-            torch.save(made, path)
-        return made
+            torch.save(outputs, path)
+        return outputs
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
-    made.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
-    made.add_argument("--ways", help="comma-separated; all of a layer when left out")
-    made.add_argument("--repeats", type=int, default=20)
-    processes.add_options(made, "also write a file that `python -m bench record --layers` takes")
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench.layers", description=__doc__.splitlines()[0])
+    options.add_argument("kinds", nargs="*", metavar="layer", help="dense, head, moe; all when left out")
+    options.add_argument("--ways", help="comma-separated; all of a layer when left out")
+    options.add_argument("--repeats", type=int, default=20)
+    processes.add_options(options, "also write a file that `python -m bench record --layers` takes")
+    return options
 
 
 def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -180,47 +180,47 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     kinds = args.kinds or list(KINDS)
     ways = args.ways.split(",") if args.ways else list(dict.fromkeys(way for kind in kinds for way in KINDS[kind].ways))
-    made = _begun(args)
-    ways = [way for way in ways if not all(_has(made, kind, way) for kind in kinds if way in KINDS[kind].ways)]
+    layers = _begun(args)
+    ways = [way for way in ways if not all(_has(layers, kind, way) for kind in kinds if way in KINDS[kind].ways)]
     print(f"{'layer':7}{'way':14}{'step':>12}{'host':>11}{'peak':>12}{'output':>10}{'gradients':>11}")
     passed = sys.argv[1:] if arguments is None else arguments
     with _references() as environment:
-        _collect(made, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
-    return made
+        _collect(layers, kinds, args, processes.records("bench.layers", ways, passed, args.together, environment))
+    return layers
 
 
 def _begun(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the result file has already, if that is to be kept."""
+    """Return the existing results of the file, if they are to be kept."""
     if not args.goes_on or args.out is None or not args.out.exists():
         return {}
     return json.loads(args.out.read_text())["layers"]
 
 
-def _has(made: dict[str, Any], kind: str, way: str) -> bool:
+def _has(layers: dict[str, Any], kind: str, way: str) -> bool:
     """Return True if a way of a layer was measured."""
-    rows = made.get(f"layer_{kind}", {}).get("rows", [{}])
+    rows = layers.get(f"layer_{kind}", {}).get("rows", [{}])
     return way in rows[0] and "failed" not in rows[0][way]
 
 
 @contextmanager
 def _references() -> Iterator[dict[str, str]]:
-    """Give the environment by which processes find the references that one of them has made."""
+    """Return the environment that tells processes where one of them stores the references."""
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         yield {_REFERENCES: folder}
 
 
-def _collect(made: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
-    """Print what processes measured, put it in `made`, and write that."""
+def _collect(layers: dict[str, Any], kinds: list[str], args: argparse.Namespace, records: Iterable[Any]) -> None:
+    """Print what processes measured, add it to `layers`, and write that."""
     for way, record in records:
         for kind in (kind for kind in kinds if way in KINDS[kind].ways):
             sizes = KINDS[kind].tiny if args.tiny else KINDS[kind].sizes
             entry = {"command": f"python -m bench.layers {kind}", "rows": [dict(sizes)]}
-            entry = made.setdefault(f"layer_{kind}", entry)
-            entry["rows"][0][way] = record.get(kind, record)  # of all layers: that it failed, or is absent
+            entry = layers.setdefault(f"layer_{kind}", entry)
+            entry["rows"][0][way] = record.get(kind, record)  # for all layers: failed, or absent
             print(f"{kind:7}{_line(way, entry['rows'][0][way])}", flush=True)
         if args.out:  # way by way: what was measured stays if a later one fails
-            processes.write(args.out, {"environment": meta.environment(), "layers": made})
+            processes.write(args.out, {"environment": meta.environment(), "layers": layers})
 
 
 def _line(way: str, row: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Generate text with a model of transformers: patched, with weights in fp8 if asked for, a step in a CUDA graph.
+"""Generate text with a model of transformers: patched, optionally with fp8 weights, and with the decoding step in a
+CUDA graph.
 
     python examples/generate.py MODEL --prompt "Once upon a time"      # a folder or a name of the hub
     python examples/generate.py MODEL --fp8                            # linear layers and experts by fp8 codes
@@ -53,7 +54,7 @@ def generate(model: torch.nn.Module, prompt: torch.Tensor, count: int) -> torch.
 
     found, replay = [token.clone()], step
     for i in range(count - 1):
-        if i == 1 and token.is_cuda:  # the step before it compiled what was missing
+        if i == 1 and token.is_cuda:  # the previous step compiled what was missing
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer in bf16, forward and backward, beside the same layer in plain PyTorch.
+"""A mixture-of-experts layer in bf16, forward and backward, compared with the same layer in plain PyTorch.
 
 Router logits in fp32, top-k routing, permutation into padded expert order, expert GEMMs through torch, SwiGLU weighted
 by the router's probabilities, and the way back. Nothing waits for the host: counts and offsets stay on the device.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import rtkernels as rk
 
-PADDING = 16  # rows of an expert start at a multiple of this: torch's grouped GEMM wants its rows so
+PADDING = 16  # rows of an expert start at a multiple of this, which torch's grouped GEMM requires
 
 
 class MoeLayer(nn.Module):
@@ -83,7 +83,7 @@ def gradients(layer: MoeLayer, run: Callable[[Tensor], Tensor], x: Tensor, dy: T
 
 
 def measure(run: Callable[[], object], device: str, repeats: int) -> tuple[float, float]:
-    """Return milliseconds of one call, and the MiB it needs at most beside what is there before."""
+    """Return milliseconds of one call, and its peak memory in MiB in addition to what was allocated before."""
     for _ in range(2):
         run()
     if device == "cpu":

@@ -2,7 +2,7 @@
 
     python examples/train.py                        # a GPU: 0.3 B parameters in bf16; without one add --tiny
     python examples/train.py --tiny --steps 20      # a CPU
-    python examples/train.py --plain                # the same model as transformers computes it
+    python examples/train.py --plain                # the same model in plain transformers
 
 Needs `pip install transformers`. Prints what was replaced, then loss and tokens per second.
 """
@@ -31,7 +31,7 @@ TINY = {
 
 
 def text(characters: int) -> Tensor:
-    """Return the bytes of the standard library's files, one behind the other, as token ids."""
+    """Return the concatenated bytes of the standard library's files as token ids."""
     parts, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         parts.append(path.read_bytes())

@@ -1,8 +1,8 @@
 """The parts of ``vla_policy.py``: sizes, random weights, the policy, and its math in plain torch and in rtkernels.
 
-``Policy`` says what is computed, in terms of a few functions that ``TorchMath`` and ``OurMath`` have. A layer starts
-with the norm that adds what the layer before has left, so that each layer is a function of its own and nothing is lost
-at the border between two.
+``Policy`` defines the computation in terms of a few functions that ``TorchMath`` and ``OurMath`` implement. A layer
+starts with the norm that adds the residual of the previous layer, so that each layer is a separate function and no
+fusion is lost between two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of pi0.5: SigLIP So400m, PaliGemma 2B, an action expert of 300M, 10 steps of flow matching."""
+    """The sizes of pi0.5: SigLIP So400m, PaliGemma 2B, an action expert of 300M, 10 steps of flow matching."""
 
     views: int = 3
     image: int = 224
@@ -68,8 +68,8 @@ def make_weights(sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        made = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
-        return (made * gain / math.sqrt(columns)).bfloat16()
+        weight = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
+        return (weight * gain / math.sqrt(columns)).bfloat16()
 
     def vector(n: int, around: float = 0.0) -> Tensor:
         return (around + 0.1 * torch.randn(n, generator=generator, device=device)).bfloat16()
@@ -93,7 +93,7 @@ def make_weights(sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
     prefix = [gemma(width, sizes.inner) for _ in range(sizes.layers)]
     for layer in prefix:
         layer |= {"norm1": vector(width, 1.0), "norm2": vector(width, 1.0)}
-    # The time of a step is known before anything runs, and so is what norms of the expert make of it.
+    # The time of a step is known in advance, and so are the modulations of the expert's norms.
     times = 1.0 - torch.arange(sizes.steps, device=device) / sizes.steps
     angles = times[:, None] * torch.logspace(0, 3, expert // 2, device=device)
     condition = F.silu(torch.cat([angles.sin(), angles.cos()], 1).bfloat16() @ matrix(expert, expert).t())
@@ -190,7 +190,8 @@ class Policy:
         return ops.linear(ops.narrowed(y, layer, "down"), layer, "down"), h
 
     def read(self, seen: Tensor, prompt: Tensor) -> Any:
-        """Return the keys and values of all layers. What the last layer would do with them nobody reads."""
+        """Return the keys and values of all layers. The rest of the last layer is skipped because nothing reads its
+        output."""
         ops, x, h = self.ops, torch.cat([seen, self.ops.embedding(prompt, self.table)]), None
         cache = ops.new_cache(self.sizes, x)
         for i, layer in enumerate(self.layers["prefix"][:-1]):
@@ -242,7 +243,7 @@ class Policy:
 
 
 class TorchMath:
-    """What a policy needs, as one would write it in torch."""
+    """The functions of a policy in plain torch."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
@@ -319,9 +320,9 @@ class OurMath:
     Args:
         sizes: Of the model.
         device: Where it runs.
-        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight. Where codes would
-            need a launch of their own they are not worth it for the ten tokens of the expert: its `out` and `down` stay
-            in bfloat16. Inputs of the prefix' `down` leave the product before as codes with a scale for 128 of them.
+        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight. Where quantisation
+            would need a launch of its own it does not pay off for the ten tokens of the expert: its `out` and `down`
+            stay in bfloat16. The product before the prefix's `down` writes codes with one scale per 128 elements.
         calibration: Knows the scales of inputs (fp8), or records what they must be (without).
     """
 
@@ -331,17 +332,17 @@ class OurMath:
         self.fp8, self.calibration = fp8, calibration
 
     def prepare(self, site: str, layer: Layer) -> Layer:
-        """Return a layer with codes, scales and where its inputs are recorded."""
-        made = {**layer, "site": site}
-        if site == "ends":  # rows of 3 * 14 * 14 elements are no multiples of 16 bytes, which products are fast with
-            made["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
+        """Return a layer with codes, scales and the call sites of its inputs."""
+        parts = {**layer, "site": site}
+        if site == "ends":  # rows of 3 * 14 * 14 elements are not multiples of 16 bytes, which fast products need
+            parts["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
         if not self.fp8 or site == "ends":
-            return made
+            return parts
         names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
         for name in [name for name in names if name in layer]:
-            made[name], made[f"{name}_scale"] = rk.quantize_fp8(layer[name])
-            made[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
-        return made
+            parts[name], parts[f"{name}_scale"] = rk.quantize_fp8(layer[name])
+            parts[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
+        return parts
 
     def _seen(self, x: Tensor, layer: Layer, name: str | None) -> None:
         if self.calibration is not None and not self.fp8 and name is not None:
@@ -353,13 +354,13 @@ class OurMath:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         options = {"residual": residual, "gate": gate, "style": style, "quant": layer.get(f"{feeds}_quant")}
         if f"{name}_bias" in layer:
-            made = rk.layer_norm(x, layer[name], layer[f"{name}_bias"], eps=1e-6, **options)
+            result = rk.layer_norm(x, layer[name], layer[f"{name}_bias"], eps=1e-6, **options)
         else:
-            made = rk.rms_norm(x, layer.get(name), **options)
-        if isinstance(made, Tensor):
-            y, h, gate = made, x, None
+            result = rk.rms_norm(x, layer.get(name), **options)
+        if isinstance(result, Tensor):
+            y, h, gate = result, x, None
         else:
-            y, h, gate = made[0], made[1] if residual is not None else x, made.gate if style is not None else None
+            y, h, gate = result[0], result[1] if residual is not None else x, result.gate if style is not None else None
         self._seen(y, layer, feeds)
         return y, h, gate
 
@@ -389,7 +390,7 @@ class OurMath:
         return self.linear(rk.gated_mm(*given, act="gelu_tanh", out_dtype=torch.bfloat16), layer, "down")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.shape[1] < k.shape[1]:  # actions over all that was read: few queries, whose keys are shared out to blocks
+        if q.shape[1] < k.shape[1]:  # actions attend to all tokens: few queries, so blocks split the keys
             return rk.attention_decode(q, k, v, self.keys, causal=False)
         return rk.attention(q, k, v)
 

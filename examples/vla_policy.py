@@ -39,7 +39,7 @@ WANTED = {"rtkernels bf16": 0.999, "rtkernels fp8": 0.99}
 
 
 class Measured(NamedTuple):
-    """What is printed of one way to run the policy; None where there is no GPU."""
+    """Printed results of one way to run the policy; None where there is no GPU."""
 
     actions: Tensor
     milliseconds: float
@@ -61,7 +61,7 @@ def calibrated(sizes: Sizes, weights: dict[str, Any], device: str, inputs: tuple
     calibration = rk.Calibration()
     Policy(sizes, weights, OurMath(sizes, device, calibration=calibration))(*inputs)
     calibration.freeze()
-    with tempfile.TemporaryDirectory() as folder:  # as one would keep them beside a checkpoint
+    with tempfile.TemporaryDirectory() as folder:  # as one would store them next to a checkpoint
         calibration.save(Path(folder) / "scales.json")
         loaded = rk.Calibration()
         loaded.load(Path(folder) / "scales.json", device=device)

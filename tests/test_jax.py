@@ -34,7 +34,7 @@ def test_functions_under_jit() -> None:
     cos, sin = _array(5, 8, seed=2), _array(5, 8, seed=3)
     heads = _array(1, 5, 2, 16, seed=4)
     t = _torch
-    for made, wanted in (
+    for result, wanted in (
         (jax.jit(lambda a, b: rj.rms_norm(a, b, eps=1e-5) * 2)(x, w), rtkernels.rms_norm(t(x), t(w), eps=1e-5) * 2),
         (jax.jit(rj.layer_norm)(x, w, w), rtkernels.layer_norm(t(x), t(w), t(w))),
         (jax.jit(lambda a: rj.layer_norm(a, None, w))(x), rtkernels.layer_norm(t(x), None, t(w))),
@@ -42,7 +42,7 @@ def test_functions_under_jit() -> None:
         (jax.jit(rj.rope)(heads, cos, sin), rtkernels.rope(t(heads), t(cos), t(sin))),
         (jax.jit(rj.softmax)(x), rtkernels.softmax(t(x))),
     ):
-        _same(made, wanted)
+        _same(result, wanted)
     q, scale = jax.jit(lambda a: rj.quantize_fp8(a, granularity="row"))(x)
     wanted = rtkernels.quantize_fp8(t(x), granularity="row")
     _same(q, wanted[0])
@@ -103,7 +103,7 @@ def test_own_functions_empty_arrays_and_errors() -> None:
     _same(total, 2 * _torch(x) + 1)
     _same(product, (_torch(x) ** 2).t())
     assert jax.jit(rj.softmax)(jnp.zeros((0, 4))).shape == (0, 4)
-    with pytest.raises(Exception, match="ArgumentError: weight has shape"):  # by the handler, as an error of XLA
+    with pytest.raises(Exception, match="ArgumentError: weight has shape"):  # raised by the handler, as an error of XLA
         jax.jit(rj.rms_norm)(x, _array(5))
     with pytest.raises(ArgumentError, match="dtype complex64"):
         rj.softmax(jnp.zeros(3, jnp.complex64))
@@ -122,6 +122,6 @@ def test_on_a_gpu() -> None:
     if not [d for d in jax.devices() if d.platform == "gpu"]:
         pytest.skip("this jax has no GPU")
     x, w = _array(1024, 2048, dtype="bfloat16"), _array(2048, dtype="bfloat16", seed=1)
-    made = jax.jit(lambda a, b: rj.rms_norm(a, b) * 1)(x, w)
+    result = jax.jit(lambda a, b: rj.rms_norm(a, b) * 1)(x, w)
     wanted = rtkernels.rms_norm(_torch(x).cuda(), _torch(w).cuda()).cpu()
-    _same(made, wanted)
+    _same(result, wanted)

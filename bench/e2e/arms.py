@@ -31,7 +31,7 @@ MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
 def build(
     model: str, vocabulary: int, length: int, *, tiny: bool, device: str, dtype: torch.dtype, layers: int | None = None
 ) -> nn.Module:  # fmt: skip
-    """Return a model with random weights, the same at every call; `layers` of it, or as many as it has above."""
+    """Return a model with random weights, the same at every call; with `layers` layers, or the number above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[model]
@@ -41,8 +41,8 @@ def build(
     config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return made.train()
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return built.train()
 
 
 def prepare(arm: str, model: nn.Module, backend: str = "inductor") -> tuple[nn.Module, str]:
@@ -67,7 +67,7 @@ def prepare(arm: str, model: nn.Module, backend: str = "inductor") -> tuple[nn.M
 
 
 class MasterAdamW:
-    """torch's fused AdamW on fp32 copies of 16-bit parameters, with clipping: what the arms that are not ours use."""
+    """torch's fused AdamW on fp32 copies of 16-bit parameters, with clipping: used by the arms that are not ours."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, max_norm: float) -> None:
         self.parameters = list(parameters)
@@ -90,7 +90,7 @@ class MasterAdamW:
 
 
 class OurAdamW:
-    """The same with our optimizer, whose master weights are its own."""
+    """The same with our optimizer, which keeps its own master weights."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, max_norm: float) -> None:
         import rtkernels
@@ -108,8 +108,8 @@ class OurAdamW:
 
 def optimizer(arm: str, model: nn.Module, lr: float, max_norm: float = 1.0) -> MasterAdamW | OurAdamW:
     """Return an arm's optimizer."""
-    made = OurAdamW if arm in ("ours", "ours_fused", "ours_compile", "fp8") else MasterAdamW
-    return made([p for p in model.parameters() if p.requires_grad], lr, max_norm)
+    optimizer_class = OurAdamW if arm in ("ours", "ours_fused", "ours_compile", "fp8") else MasterAdamW
+    return optimizer_class([p for p in model.parameters() if p.requires_grad], lr, max_norm)
 
 
 def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -1,11 +1,11 @@
-"""What the arms of ``bench e2e train`` have to reach, beside one another."""
+"""What the arms of ``bench e2e train`` have to reach, relative to one another."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-# Arm, the arm it is compared with, what of them, and the limit for dense and for MoE models.
+# Arm, the arm it is compared with, the quantity, and the limit for dense and for MoE models.
 SPEED = (
     ("ours_fused", "hf", 1.50, 1.60),
     ("ours_fused", "liger", 1.03, 1.10),
@@ -14,7 +14,7 @@ SPEED = (
     ("fp8", "ours_fused", 1.10, 1.05),
 )
 MEMORY = (("ours_fused", "hf", 0.50, 0.65), ("ours_fused", "liger", 1.03, 1.03), ("fp8", "ours_fused", 0.97, 1.00))
-# Of hf's loss in the first step, where all have the same weights and batch. What becomes of losses: `bench e2e parity`.
+# Share of hf's loss in the first step, with equal weights and batch. `bench e2e parity` compares later losses.
 LOSS = {"ours": 1e-3, "ours_fused": 1e-3, "ours_compile": 1e-3, "fp8": 5e-3}
 BF16_LOSS, HELD_OUT, SPREAD, COSINE, NORM = 1e-3, 5e-3, 1e-2, 0.97, 0.03
 WARM_START_S = 3.0
@@ -27,10 +27,10 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
     Without `starts`, the time to the first step says nothing: processes were started at the same time. With `cold`,
     the cache of our kernels was empty.
     """
-    at, made = (2 if model == "dense" else 3), []
+    at, result = (2 if model == "dense" else 3), []
 
     def add(name: str, value: float, must: float, passed: bool) -> None:
-        made.append({"gate": name, "value": round(value, 4), "must": must, "passed": passed})
+        result.append({"gate": name, "value": round(value, 4), "must": must, "passed": passed})
 
     def pairs(table: Any, key: str) -> Any:
         for row in table:
@@ -53,23 +53,23 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
         add(f"first step, ours_fused, {'cold' if cold else 'warm'}, s", value, must, value <= must)
     if starts and not cold and first and other:
         add("first step, ours_fused - hf, s", first - other, WARM_START_S, first - other <= WARM_START_S)
-    return made
+    return result
 
 
 def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the gates of ``bench e2e parity`` with their values; those without data are left out.
 
-    16-bit arms: the mean loss of the last fifth of the steps is hf's but for 0.1 %, or for twice of what two runs of hf
-    differ by whose weights differ by 1e-3. fp8, for several orders of the data: the mean held-out loss is that of our
-    16-bit arm but for 0.5 %, runs are 1 % apart at most, or as far as those of the 16-bit arm, and the gradient has a
-    cosine of 0.97 with bf16's and its norm but for 3 %, in the first and the last step. The arm with a mistake misses
-    one of these.
+    16-bit arms: the mean loss of the last fifth of the steps is within 0.1 % of hf's, or within twice the difference of
+    two runs of hf with weights that differ by 1e-3. fp8, for several orders of the data: the mean held-out loss is
+    within 0.5 % of our 16-bit arm's, runs differ by at most 1 %, or as much as those of the 16-bit arm, and the
+    gradient has a cosine of 0.97 with bf16's and a norm within 3 % of it, in the first and the last step. The arm with
+    a planted mistake fails one of these.
     """
-    made: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     runs = {arm: record["runs"] for arm, record in arms.items() if record.get("runs")}
 
     def add(name: str, value: float, must: float, passed: bool, **more: str) -> None:
-        made.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed, **more})
+        results.append({"gate": name, "value": round(value, 5), "must": round(must, 5), "passed": passed, **more})
 
     def held_out(arm: str, count: int | None = None) -> list[float]:
         return [run["held_out"] for run in runs[arm]][:count]
@@ -106,7 +106,7 @@ def parity_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     if "ours_fused" in runs and "fp8_saturated" in runs:
         missed = sum(not gate["passed"] for gate in fp8_gates("fp8_saturated"))
         add("gates missed by fp8_saturated", missed, 1, missed >= 1)
-    return made
+    return results
 
 
 def _last(run: dict[str, Any]) -> float:

@@ -3,7 +3,7 @@
 ``python -m bench e2e infer --model dense|moe --arms hf,hf_compile,ours,ours_graph,fp8`` starts this file for each arm
 and writes a result file with the gates that the arms have to pass. All arms have the same weights and prompts. "hf" is
 transformers as it is; "hf_compile" has a static cache and ``torch.compile(mode="reduce-overhead")``; "ours" is patched,
-"ours_graph" the same with a static cache and a step in a ``torch.cuda.graph``, "fp8" that with weights of codes.
+"ours_graph" the same with a static cache and a step in a ``torch.cuda.graph``, "fp8" that with quantised weights.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from bench.e2e.gates import text
 
 ARMS = ("hf", "hf_compile", "ours", "ours_graph", "fp8")
 PARITY_TOKENS = 16
-# Ours to another arm's, decode at batch 1 and the largest prefill: what it has to reach at least.
+# Minimum ratio of ours to another arm, for decode at batch 1 and for the largest prefill.
 GATES = (
     ("decode, ours_graph : hf", "decode_1", "ours_graph", "hf", 6.0),
     ("decode, ours_graph : hf_compile", "decode_1", "ours_graph", "hf_compile", 0.95),
     ("prefill, ours : hf", "prefill", "ours", "hf", 1.3),
     ("prefill, ours : hf_compile", "prefill", "ours", "hf_compile", 1.0),
 )
-FIRST_TOKEN_S = 3.0  # with patching, from a model that is there: imports and weights take as long for all arms
+FIRST_TOKEN_S = 3.0  # with patching, from a loaded model: imports and weights take equally long for all arms
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
-    made.add_argument("--prefill", default="1,8", help="batches of the prefill")
-    made.add_argument("--decode", default="1,32", help="batches of the decode")
-    made.add_argument("--new", type=int, default=256, help="tokens that are decoded")
-    made.add_argument("--repeats", type=int, default=5)
-    processes.add_options(made)
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench e2e infer", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    options.add_argument("--prefill", default="1,8", help="batches of the prefill")
+    options.add_argument("--decode", default="1,32", help="batches of the decode")
+    options.add_argument("--new", type=int, default=256, help="tokens that are decoded")
+    options.add_argument("--repeats", type=int, default=5)
+    processes.add_options(options)
+    return options
 
 
 class Runner:
@@ -64,7 +64,7 @@ class Runner:
             import rtkernels
 
             report = rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
-            if not report.replaced.get("fused"):  # else a plain model would be measured under our name
+            if not report.replaced.get("fused"):  # otherwise a plain model would be measured under our name
                 raise RuntimeError(f"the model's layers were not recognised:\n{report}")
             self.note = str(report)
         self.model = self.decode_model = model
@@ -108,7 +108,7 @@ class Runner:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step()  # outside of the graph: compiles what is not compiled yet
+            step()  # outside of the graph, to compile what is missing
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -132,8 +132,8 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
     def model(dtype: Any) -> Any:
         options = {"tiny": args.tiny, "device": device, "dtype": dtype, "layers": args.layers}
-        made = arms.build(args.model, args.vocab, room, **options)
-        return made.eval().requires_grad_(False)
+        result = arms.build(args.model, args.vocab, room, **options)
+        return result.eval().requires_grad_(False)
 
     dtype = torch.bfloat16 if device == "cuda" or arm == "fp8" else torch.float32
     record: dict[str, Any] = {"prefill": {}, "decode": {}}
@@ -141,7 +141,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         with processes.sharing():
             built = model(dtype)
             processes.wait(device)
-        with nullcontext() if "compile" in arm else processes.sharing():  # the host's business for a long time
+        with nullcontext() if "compile" in arm else processes.sharing():  # long work on the host alone
             before = time.perf_counter()
             runner = Runner(arm, built, room, args.tiny)
             record["note"] = runner.note
@@ -227,20 +227,22 @@ def gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         found = record.get("prefill", {})
         return found[max(found, key=int)]["tokens_per_s"] if found else None
 
-    made: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name, what, ours, other, must in GATES:
         a, b = rate(ours, what), rate(other, what)
         if a and b:
-            made.append({"gate": name, "value": round(a / b, 3), "must": must, "passed": a / b >= must})
+            results.append({"gate": name, "value": round(a / b, 3), "must": must, "passed": a / b >= must})
     wanted = arms.get("hf", {}).get("tokens")
     for arm in ("hf_compile", "ours", "ours_graph"):
         if wanted and arms.get(arm, {}).get("tokens"):
             same = arms[arm]["tokens"] == wanted
-            made.append({"gate": f"fp32 tokens, {arm} = hf", "value": same, "must": True, "passed": same})
+            results.append({"gate": f"fp32 tokens, {arm} = hf", "value": same, "must": True, "passed": same})
     if (first := arms.get("ours", {}).get("first_token_itself_s")) is not None:
         passed = first <= FIRST_TOKEN_S
-        made.append({"gate": "first token, ours, warm cache", "value": first, "must": FIRST_TOKEN_S, "passed": passed})
-    return made
+        results.append(
+            {"gate": "first token, ours, warm cache", "value": first, "must": FIRST_TOKEN_S, "passed": passed}
+        )
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 """Train a model with random weights in several ways, and compare losses and gradients.
 
 ``python -m bench e2e parity --model dense|moe`` starts this file for each arm and writes a result file with the gates.
-"hf" is transformers as it is; "hf_perturbed" has weights that differ by 1e-3, which says how far apart runs end that
-are equally good; "ours_fused" and "fp8" are patched, and trained with several orders of the data; "fp8_saturated"
-multiplies codes of scales that are eight times too small, a mistake that the gates have to find. Times mean nothing
-here: arms share the device.
+"hf" is transformers as it is; "hf_perturbed" has weights that differ by 1e-3, which shows how much equally good runs
+differ; "ours_fused" and "fp8" are patched, and trained with several orders of the data; "fp8_saturated" uses scales
+that are eight times too small, a mistake that the gates have to detect. Times are meaningless here: arms share the
+device.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ ARMS = ("hf", "hf_perturbed", "ours_fused", "fp8", "fp8_saturated")
 _PATCHED_AS = {"hf_perturbed": "hf", "fp8_saturated": "fp8"}
 _SEVERAL_ORDERS = ("ours_fused", "fp8")
 LEARNING_RATE = 3e-4
-WARMUP = 0.1  # of the steps, in which the learning rate rises: without, losses jump and part for no reason of interest
+WARMUP = 0.1  # share of warm-up steps: without warm-up, losses jump and diverge for uninteresting reasons
 HELD_OUT_SEQUENCES = 16
 PERTURBATION = 1e-3
 TOO_SMALL = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--tokens", type=int, default=8192, help="of a step")
-    made.add_argument("--seq", type=int, default=2048)
-    add_text_options(made)
-    made.add_argument("--steps", type=int, default=200)
-    made.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
-    processes.add_options(made)
-    return made
+    options = argparse.ArgumentParser(prog="python -m bench e2e parity", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--tokens", type=int, default=8192, help="of a step")
+    options.add_argument("--seq", type=int, default=2048)
+    add_text_options(options)
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--seeds", type=int, default=3, help="orders of the data, for ours_fused and fp8")
+    processes.add_options(options)
+    return options
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trained(arm: str, args: argparse.Namespace, corpus: Any, seed: int) -> dict[str, Any]:
-    """Train a model from the weights that all have; return losses, and how gradients of fp8 compare with bf16's."""
+    """Train a model from the common weights; return losses, and how gradients of fp8 compare with bf16's."""
     import torch
 
     from bench.e2e import arms
@@ -96,7 +96,7 @@ def _trained(arm: str, args: argparse.Namespace, corpus: Any, seed: int) -> dict
 
 
 def _against(trained: Any, plain: Any, ids: Any) -> dict[str, float]:
-    """Return cosine and quotient of the norms of the gradient that a model has and that of transformers in bf16."""
+    """Return cosine and ratio of norms of a model's gradient and that of transformers in bf16."""
     import torch
 
     from bench.e2e import arms
@@ -115,7 +115,7 @@ def _against(trained: Any, plain: Any, ids: Any) -> dict[str, float]:
 
 
 def _held_out(model: Any, loss_of: Any, corpus: Any, args: argparse.Namespace, device: str) -> float:
-    """Return the mean loss of the text that nobody trained on."""
+    """Return the mean loss of the held-out text."""
     import torch
 
     whole = corpus.held_out[: min(len(corpus.held_out) // args.seq, HELD_OUT_SEQUENCES) * args.seq].view(-1, args.seq)
@@ -127,7 +127,7 @@ def _held_out(model: Any, loss_of: Any, corpus: Any, args: argparse.Namespace, d
 
 
 def _perturb(model: Any) -> None:
-    """Move weights by 1e-3 of themselves; in bf16, whose steps are larger, that is some of them by a whole step."""
+    """Change weights by 1e-3 of themselves; bf16 is coarser, so there some of them change by a whole step."""
     import torch
 
     generator = torch.Generator(next(model.parameters()).device).manual_seed(1)
@@ -138,7 +138,7 @@ def _perturb(model: Any) -> None:
 
 
 def _saturate() -> None:
-    """Let all products of this process have scales that are too small: the largest codes are cut."""
+    """Make all scales of this process too small, so that the largest codes saturate."""
     import torch
 
     from rtkernels.models import fp8_products

@@ -1,4 +1,4 @@
-"""Arms in processes of their own, and moments on the device."""
+"""Arms in processes of their own, and timestamps on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the
 
 
 def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], arms: Sequence[str]) -> None:
-    """Add what says which model is built, and by which arms."""
+    """Add the options that select the model and the arms."""
     parser.add_argument("--model", choices=models, default="dense")
     parser.add_argument("--arms", default=",".join(arms), help="comma-separated: " + ", ".join(arms))
     parser.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other if left out")
@@ -26,7 +26,7 @@ def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], ar
 
 
 def add_options(parser: argparse.ArgumentParser, out: str = "result file") -> None:
-    """Add what every benchmark has whose ways are measured in processes of their own."""
+    """Add the options of benchmarks that measure each way in a process of its own."""
     parser.add_argument("--tiny", action="store_true", help="small, on the CPU where there is no GPU")
     parser.add_argument("--together", action="store_true", help="start all at once; they do not measure at once")
     parser.add_argument("--out", type=Path, help=out)
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, out: str = "result file") -> No
 
 
 def one(run: Callable[[], dict[str, Any]], out: Path) -> int:
-    """Write the record of the arm of this process; one whose library is missing is recorded so."""
+    """Write the record of this process's arm, also if its library is missing."""
     try:
         record = run()
     except ImportError as error:
@@ -49,9 +49,9 @@ def records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Run each arm by the same command line in a new process; yield arms with their records.
 
-    One after the other, or all started `together`, so that imports, text and weights of all are made at the same time
-    (inside of :func:`sharing`); what they measure inside of :func:`alone` is still one after the other, but how long a
-    start takes says nothing then.
+    One after the other, or all started `together`, so that imports, text and weights of all are prepared at the same
+    time (inside of :func:`sharing`); measurements inside of :func:`alone` still run one after the other, but start
+    times are then meaningless.
     """
     with tempfile.TemporaryDirectory() as folder:
         lock = {_LOCK: str(Path(folder) / "lock")} if together else {}
@@ -63,7 +63,7 @@ def records(
             started[arm] = _started(module, arm, argv, folder, environment)
             started[arm][0].wait()
             yield arm, _record_of(started[arm][1])
-        while together and started:  # in the order in which they end, so that a last one takes no others with it
+        while together and started:  # in the order in which they end, so that a failing one does not lose the others
             ended = [arm for arm, (process, _) in started.items() if process.poll() is not None]
             for arm in ended:
                 yield arm, _record_of(started.pop(arm)[1])
@@ -76,9 +76,9 @@ def _record_of(out: Path) -> dict[str, Any]:
 
 
 def begun(out: Path | None, goes_on: bool, head: dict[str, Any]) -> dict[str, Any]:
-    """Return the result that a file has of the same command, without arms that failed; a new one if it has none.
+    """Return the result of the same command in a file, without failed arms; a new one if there is none.
 
-    `head` is what both have to agree in: what was run, and its sizes.
+    `head` must be equal in both: what was run, and its sizes.
     """
     if not goes_on or out is None or not out.exists():
         return {**head, "arms": {}}
@@ -89,7 +89,7 @@ def begun(out: Path | None, goes_on: bool, head: dict[str, Any]) -> dict[str, An
 
 
 def write(out: Path | None, result: dict[str, Any]) -> None:
-    """Write what there is, in one step: whoever ends this process finds a whole file."""
+    """Write atomically: if this process is killed, the file is complete."""
     if out is not None:
         part = out.with_name(out.name + ".part")
         part.write_text(json.dumps(result, indent=1))
@@ -99,7 +99,7 @@ def write(out: Path | None, result: dict[str, Any]) -> None:
 def _started(module: str, arm: str, argv: list[str], folder: str, environment: dict[str, str]) -> Any:
     out = Path(folder) / f"{arm}.json"
     command = [sys.executable, "-m", module, *_without_out(argv), "--one", arm, "--out", str(out)]
-    with _errors(out).open("w") as errors:  # no pipe: nobody reads while others are waited for
+    with _errors(out).open("w") as errors:  # no pipe: nobody would read it while waiting for others
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors), out
 
 
@@ -118,7 +118,7 @@ def alone() -> Iterator[None]:
 def sharing() -> Iterator[None]:
     """Wait until no process measures, for work on the device that is not measured.
 
-    Processes have the device in slices of time, so that one that makes its weights slows down one that measures.
+    Processes share the device in time slices, so one that initialises its weights slows down one that measures.
     """
     with _locked(exclusive=False):
         yield
@@ -147,7 +147,7 @@ def _without_out(argv: list[str]) -> list[str]:
 
 
 def mark(device: str) -> Any:
-    """Return a moment: an event on the device, or the time."""
+    """Return a timestamp: an event on the device, or the time."""
     if device == "cpu":
         return time.perf_counter()
     import torch
@@ -158,7 +158,7 @@ def mark(device: str) -> Any:
 
 
 def between(a: Any, b: Any) -> float:
-    """Return the milliseconds between two moments."""
+    """Return the milliseconds between two timestamps."""
     return (b - a) * 1000 if isinstance(a, float) else a.elapsed_time(b)
 
 

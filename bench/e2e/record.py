@@ -1,8 +1,8 @@
-"""``python -m bench e2e record FILES...``: take result files of ``e2e train``, ``infer`` and ``parity`` over.
+"""``python -m bench e2e record FILES...``: accept result files of ``e2e train``, ``infer`` and ``parity``.
 
-Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. One that is recorded
-takes the place of the one of the same command, model, number of layers and state of the cache. Files of the same that
-are given together are parts of one run: their arms become one result. Arms that failed are left out.
+Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. A new result replaces
+that of the same command, model, number of layers and state of the cache. Several files of the same command are parts of
+one run: their arms become one result. Arms that failed are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "results" / "e2e"
 
 
 def name_of(result: dict[str, Any]) -> str:
-    """Return what a result is of: "train dense", "infer dense, 4 layers", "train dense, cold"."""
+    """Return the label of a result: "train dense", "infer dense, 4 layers", "train dense, cold"."""
     more = [f"{result['layers']} layers"] if result.get("layers") else []
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
 

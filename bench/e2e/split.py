@@ -1,4 +1,4 @@
-"""Where the device's time of a step goes: products, attention, our other kernels, all else."""
+"""How the device time of a step is split: products, attention, our other kernels, everything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# The first that is found in the name of a kernel says what it is.
+# The first pattern found in a kernel's name determines its kind.
 _KINDS = (
     ("attention", re.compile(r"rtk::attention|flash|fmha|sdpa|attn", re.I)),
     ("gemm", re.compile(r"rtk::(gemm|grouped|skinny|mma_gemm)|nvjet|gemm|cutlass|xmma|splitk|cublas", re.I)),
@@ -15,7 +15,7 @@ _KINDS = (
 
 
 def kind_of(kernel: str) -> str:
-    """Return what a kernel is by its name."""
+    """Return the kind of a kernel by its name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(kernel)), "other")
 
 
@@ -30,7 +30,7 @@ def split(kernels: Iterable[tuple[str, float]]) -> dict[str, Any]:
 
 
 def of_step(step: Callable[[], Any]) -> dict[str, Any]:
-    """Return the split of one call, which is not measured otherwise: the profiler slows the host down."""
+    """Return the split of one extra call, because the profiler slows the host down."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

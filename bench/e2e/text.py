@@ -1,4 +1,4 @@
-"""Text that every machine has, as token ids: the source files of Python's standard library, or a file of one's own."""
+"""Text that every machine has, as token ids: the source files of Python's standard library, or another file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = 256
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which text a model is trained on."""
+    """Add the options that select the training text."""
     parser.add_argument("--text", type=Path, help="a file; the standard library's source files when left out")
     parser.add_argument("--bytes", action="store_true", help=f"tokens are bytes, and --vocab is {BYTES}")
 

@@ -1,7 +1,8 @@
 """Train a model with random weights in several ways, each in a process of its own: time, memory, loss.
 
 ``python -m bench e2e train --model dense|moe --arms hf,liger,compile,ours`` starts this file for each arm and writes a
-result file. Every arm has the same weights, batches and learning rate; an arm whose library is missing is recorded so.
+result file. Every arm has the same weights, batches and learning rate; an arm with a missing library is recorded as
+such.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ PEAK_FLOPS = 989e12  # bf16, of an H200
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
-    processes.add_model_options(made, MODELS, ARMS)
-    made.add_argument("--tokens", type=int, default=16384, help="of a step")
-    made.add_argument("--seq", type=int, default=2048)
-    add_text_options(made)
-    made.add_argument("--steps", type=int, default=30, help="measured ones")
-    made.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
-    made.add_argument("--seed", type=int, default=0, help="of the order of the data")
-    made.add_argument("--cold", action="store_true", help="begin with an empty cache of our kernels")
-    made.add_argument(
+    options = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
+    processes.add_model_options(options, MODELS, ARMS)
+    options.add_argument("--tokens", type=int, default=16384, help="of a step")
+    options.add_argument("--seq", type=int, default=2048)
+    add_text_options(options)
+    options.add_argument("--steps", type=int, default=30, help="measured ones")
+    options.add_argument("--warmup", type=int, default=5, help="steps before them, at least 1")
+    options.add_argument("--seed", type=int, default=0, help="of the order of the data")
+    options.add_argument("--cold", action="store_true", help="begin with an empty cache of our kernels")
+    options.add_argument(
         "--rounds", type=int, default=1, help="processes of each arm, in shuffled order; the fastest counts"
     )
-    processes.add_options(made)
-    return made
+    processes.add_options(options)
+    return options
 
 
 def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     losses: list[Any] = []
 
     def train(ids: Any) -> list[Any]:
-        """Make a step; return moments before it, behind its backward pass and behind the optimizer's step."""
+        """Run a step; return timestamps before it, after its backward pass and after the optimizer's step."""
         marks = [processes.mark(device)]
         loss = loss_of(ids)
         loss.backward()
@@ -64,7 +65,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         return [*marks, processes.mark(device)]
 
     def first_step() -> tuple[float, float]:
-        """Make the first step; return the seconds since the process began, and those of the step."""
+        """Run the first step; return the seconds since the process began, and those of the step."""
         before = time.perf_counter()
         train(batches.pop(0))
         processes.wait(device)
@@ -80,7 +81,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
         loss_of, optimizer = arms.loss_of(prepared), arms.optimizer(arm, model, LEARNING_RATE)
         orders = range(args.steps + args.warmup)
         batches = [corpus.batch(i, args.tokens, args.seq, args.seed).to(device) for i in orders]
-    if "compile" in arm:  # the host's business for a long time, in which others may measure
+    if "compile" in arm:  # long work on the host alone, during which others may measure
         first = first_step()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -120,7 +121,7 @@ def _products(model: Any, args: argparse.Namespace) -> float:
     config = model.config
     active = 0
     for name, p in model.named_parameters():
-        if p.dim() == 3:  # experts: a token visits some of them
+        if p.dim() == 3:  # experts: a token goes to some of them
             active += p.numel() * config.num_experts_per_tok // config.num_experts
         elif p.dim() == 2 and "embed" not in name:
             active += p.numel()

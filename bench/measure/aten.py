@@ -7,7 +7,7 @@ Speed-ups are torch's time over the other's; summaries are geometric means over 
 arithmetic ones). Losses are shown.
 
 A case follows from a row of the table: tensors of the core shape for the schema's tensors, ``VALUES`` for its other
-arguments, or ``CASES`` where the operator wants something special.
+arguments, or ``CASES`` where the operator needs something special.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 _INTEGER = re.compile(r"bitwise|shift")
 WAYS = ("torch", "rtkernels", "flaggems", "inductor")
 
-# Arguments that are no tensors, by their names in schemas; a case whose schema needs another one is in CASES.
+# Arguments other than tensors, by their names in schemas; operators that need others are in CASES.
 VALUES: dict[str, Any] = {
     "alpha": 1, "approximate": "none", "beta": 1, "dim": 1, "exponent": 3, "input_scale": 1, "is_result": False,
     "max": 0.5, "memory_format": torch.contiguous_format, "min": -0.5, "other": 0.5, "repeats": (2, 2),
@@ -92,7 +92,7 @@ _TWO_DIMENSIONS = {"addr", "triu", "tril", "clone", "copy_", "repeat", "constant
 
 
 def arguments(row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Arguments | None:
-    """Return arguments for one case; None where the table does not say enough for one."""
+    """Return arguments for one case; None if the table does not determine them."""
     if _INTEGER.search(row.name):
         dtype = torch.int32 if dtype == torch.float32 else torch.int16
     if (functional := row.name.replace("_.", ".").removesuffix("_")) in CASES or row.name in CASES:
@@ -142,15 +142,15 @@ def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.O
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-# With `quick`: sizes around those where the time of the host ends to count, two dtypes, and, for plain pointwise
-# operators and copies, two shapes of bfloat16.
+# With `quick`: sizes around those where host time stops mattering, two dtypes, and, for plain pointwise operators and
+# copies, two shapes of bfloat16.
 _QUICK_SHAPES = {
     "red": [(64, 64), (1 << 20,), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
     "ew": [(64, 64), (1024, 1024), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
 }
 _QUICK_OTHERS = [(64, 64), (4096, 4096)]
 _QUICK_ORDER = ("row", "scan", "sort", "idx", "win", "copy", "ew", "rng", "red")
-_LARGE = 1 << 28  # elements from which on one dtype will do, and no kernel is timed apart
+_LARGE = 1 << 28  # from this size on one dtype is enough, and kernels are not timed separately
 
 
 def quick_cases(pattern: str = "") -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
@@ -174,11 +174,11 @@ def is_candidate(row: table.Overload) -> bool:
 
 
 def is_candidate_of(family: str, overload: str) -> bool:
-    """The same of names."""
+    """The same for names."""
     return family not in ("ew", "copy", "rng") or overload in EXPECTED
 
 
-# Of the pointwise operators and copies those that torch does by several kernels, or by a slow one.
+# Pointwise operators and copies for which torch launches several kernels, or a slow one.
 EXPECTED = {
     "isinf", "isfinite", "isclose", "pow.Scalar", "glu", "glu_backward", "addr", "fill.Tensor", "fill_.Tensor",
     "masked_fill.Scalar", "masked_fill.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor", "native_dropout",
@@ -187,7 +187,7 @@ EXPECTED = {
 
 
 def timer(device: Device, quick: bool) -> Timer:
-    """Return what takes times of the device alone."""
+    """Return the timer of device time."""
     return Timer(device, iterations=10, warm_us=500.0) if quick else Timer(device, iterations=50)
 
 
@@ -199,9 +199,9 @@ def operator_of(row: table.Overload) -> Any:
 
 @contextlib.contextmanager
 def way_in_use(name: str, row: table.Overload) -> Iterator[None]:
-    """Let one of ``WAYS`` do this overload."""
+    """Route this overload to one of ``WAYS``."""
     if name == "rtkernels":
-        limits = dict(table.MIN_ELEMENTS)  # which follow from what is measured here
+        limits = dict(table.MIN_ELEMENTS)  # which follow from these measurements
         table.MIN_ELEMENTS.update(dict.fromkeys(limits, 0))
         try:
             with rtkernels.use(row.name):
@@ -235,7 +235,7 @@ def wall_us(call: Callable[[], Any], max_calls: int, budget_us: float) -> dict[s
 
 
 def _waits(call: Callable[[], Any]) -> bool:
-    """Return True for a call in which torch waits for the device: its kernels cannot be timed apart from the host."""
+    """Return True for a call in which torch waits for the device: its kernels cannot be timed by themselves."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -277,7 +277,7 @@ def measure_case(
     ways = tuple(way for way in ways if way != "flaggems" or row.name in aten_flaggems.overloads())
     functions = {way: torch.compile(op, dynamic=False) if way == "inductor" else op for way in ways}
     found: dict[str, Any] = {}
-    # The better of two rounds, as a host has other things to do now and then; ways by turns, as clocks drift.
+    # The better of two rounds, because the host is sometimes busy; ways alternate, because clocks drift.
     for way in (*ways, *ways):
         times = found.get(way)
         if times is not None and times.get("operator", math.inf) > budget_us / 3:
@@ -301,6 +301,6 @@ def measure_case(
             elif taken["operator"] < times["operator"]:
                 times |= taken
         except Exception as error:
-            if times is None:  # else there are those of the first round
+            if times is None:  # otherwise the first round's are kept
                 found[way] = {"error": f"{type(error).__name__}: {error}"[:200]}
     return found

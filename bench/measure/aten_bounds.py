@@ -1,9 +1,8 @@
-"""How near pointwise operators come to the speed of a copy, and reductions to that of reading, at sizes where memory is
-all that counts.
+"""How close pointwise operators come to the speed of a copy, and reductions to that of a read, at memory-bound sizes.
 
 Classes as in ``rtkernels.aten.strides``: V (dense), R (rows with gaps between them), T (an operand transposed). A
 reduction's share is the time of reading its bytes, at the speed of the largest read below, over its own. L2 is flushed
-by reading, as a flush that writes leaves work that the next kernel would pay for.
+by reading, because a flush that writes leaves write-backs to the next kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of reductions, scans, sorts, choices by index, random operators and windows in ``python -m bench aten``.
+"""Arguments of reductions, scans, sorts, index operators, random operators and windows in ``python -m bench aten``.
 
 As FlagGems measures them: dimension 1, or the only one; k = 5; windows of 3 with stride 2; indices of half the size.
 """
@@ -20,7 +20,7 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.T
 
 
 def _one(*args: Any, **kwargs: Any) -> Case:
-    """One tensor, then these; a function gets the dimension."""
+    """One tensor, then these arguments; a function of the dimension is called with it."""
 
     def case(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Arguments:
         dim = min(1, len(shape) - 1)

@@ -29,7 +29,7 @@ def _journal(out: Path) -> Path:
 
 
 def append(case: dict[str, Any], out: Path) -> None:
-    """Add a case to what ``load`` reads, should no ``save`` follow."""
+    """Append a case, so that ``load`` finds it even if no ``save`` follows."""
     with _journal(out).open("a", encoding="utf-8") as file:
         file.write(json.dumps(_short_numbers(case), default=str) + "\n")
 

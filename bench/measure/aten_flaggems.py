@@ -1,9 +1,9 @@
 """FlagGems in ``python -m bench aten``: which overloads it has, and its Triton kernels compiled before they are timed.
 
-Compiling takes seconds of a case, timing milliseconds. So processes that share Triton's cache call each case one time
-first (``python -m bench.measure.aten_flaggems``), and note how that ended; after one that breaks the device for its
-process this starts anew. FlagGems tries up to some dozens of configurations of a kernel: here three of them, first,
-middle and last, by the process that measures.
+Compiling takes seconds of a case, timing milliseconds. So processes that share Triton's cache first call each case once
+(``python -m bench.measure.aten_flaggems``), and record the outcome; after a case that breaks the device for its
+process, a new process continues. FlagGems tries dozens of configurations of a kernel; here the measuring process tries
+three: first, middle and last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_representative(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 @cache
 def library() -> Any:
     """Import FlagGems, with few configurations to try."""
-    os.environ.setdefault("GEMS_VENDOR", "nvidia")  # else it runs the tools of every vendor it knows
+    os.environ.setdefault("GEMS_VENDOR", "nvidia")  # otherwise it runs the tools of every vendor it knows
     import triton
 
     pruned = triton.runtime.Autotuner.prune_configs
@@ -79,13 +79,13 @@ def overloads() -> dict[str, str]:
 
 @contextlib.contextmanager
 def in_use(overload: str) -> Iterator[None]:
-    """Let FlagGems do this overload."""
+    """Route this overload to FlagGems."""
     with library().use_gems(include=[overloads()[overload]]):
         yield
 
 
 def compile_cases(cases: Sequence[Case], *, seconds: float, processes: int = 12) -> dict[Case, str]:
-    """Call each case one time, in processes that share Triton's cache.
+    """Call each case once, in processes that share Triton's cache.
 
     Return errors, empty for cases that worked. Those that FlagGems lacks, or that were not reached within the time, are
     left out.

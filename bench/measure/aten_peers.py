@@ -1,8 +1,8 @@
-"""Peers in ``python -m bench aten`` have a process of their own, which measures torch's own operators beside them.
+"""Peers in ``python -m bench aten`` have a process of their own, which also measures torch's own operators.
 
-FlagGems' gradient of layer norm reads outside of its tensors now and then, and after that its process can do nothing
-on the device any more. So a case that ends the process counts as failed, the next one starts another process, and our
-times are taken elsewhere. Cases go in and times come out as lines of JSON.
+FlagGems' gradient of layer norm reads outside of its tensors now and then, which makes the device unusable for its
+process. So a case that ends the process counts as failed, the next one starts another process, and our times are taken
+elsewhere. Cases go in and times come out as lines of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 Case = tuple[str, tuple[int, ...], str]  # overload, shape, dtype
 
 COMMAND = (sys.executable, "-m", "bench.measure.aten_peers")
-STARTS = 3  # in a row that end without an answer: there is no peer here, it seems
+STARTS = 3  # consecutive ends without an answer: there seems to be no peer
 
 
 class Worker:

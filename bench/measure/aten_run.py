@@ -32,11 +32,11 @@ def run(
     pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, resume: bool = False,
     seconds: float | None = None, host: dict[str, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure all cases and return what the file has then. Each finished case is in it at once.
+    """Measure all cases and return the contents of the file. Each finished case is written at once.
 
     Ours and torch's come first, candidates for the default set before the others; then peers' kernels are compiled, and
-    the peers are measured in the same order, in a process of their own. So the last of these are missing if the time
-    ends: ``complete`` is false then, and `resume` goes on.
+    the peers are measured in the same order, in a process of their own. If the time runs out, the last of these are
+    missing: ``complete`` is then false, and `resume` continues.
 
     Args:
         pattern: Regular expression on "family overload".
@@ -108,7 +108,7 @@ def _measure_cases(asked: _Run, result: dict[str, Any], clock: Timer) -> None:
 
 
 def _measure_ours(asked: _Run, cases: Cases, wanted: list[Wanted], clock: Timer) -> bool:
-    """Measure torch's and our kernels; return True if the time ends before."""
+    """Measure torch's and our kernels; return True if the time runs out."""
     wanted = _only(wanted, _OURS)
     if asked.quick and any("rtkernels" in ways for *_, ways in wanted):
         warm([case[:3] for case in wanted])
@@ -126,7 +126,7 @@ def _measure_ours(asked: _Run, cases: Cases, wanted: list[Wanted], clock: Timer)
 
 
 def _measure_peers(asked: _Run, cases: Cases, wanted: list[Wanted]) -> bool:
-    """Measure the peers; return True if the time ends before, or if there seem to be none."""
+    """Measure the peers; return True if the time runs out, or if there seem to be none."""
     wanted = _only(wanted, asked.peers)
     if not wanted or asked.is_over:
         return bool(wanted)
@@ -196,9 +196,7 @@ def _compiled(asked: _Run, wanted: list[Wanted]) -> dict[Case, str]:
 
 
 def warm(listed: list[tuple[table.Overload, tuple[int, ...], torch.dtype]], threads: int = 16) -> None:
-    """Call every case one time, in threads: kernels are compiled there, several at a time. Those of the largest shapes
-    are the same.
-    """
+    """Call every case once, in threads, to compile several kernels at a time; large shapes use the same kernels."""
 
     def one(case: tuple[table.Overload, tuple[int, ...], torch.dtype]) -> None:
         row, shape, dtype = case
@@ -224,7 +222,7 @@ _ENABLE = (
 
 
 def host_times() -> dict[str, float]:
-    """Return the host's µs of small calls: torch's own, through an override that gives them back, and our kernels'."""
+    """Return the host's µs of small calls: torch's own, through an override that passes them on, and our kernels'."""
     x = torch.randn(64, 64, device="cuda")
     calls = {
         "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x, [1]),

@@ -1,9 +1,9 @@
-"""Layers of fp8 products, forward and backward: step time and peak memory, beside the same layer in bf16.
+"""Layers of fp8 products, forward and backward: step time and peak memory, compared with the same layer in bf16.
 
     python -m bench.measure.fp8_layer linear              # 8192 tokens, 4096 x 14336
     python -m bench.measure.fp8_layer moe                 # 8192 tokens, hidden 2048, 128 experts of 768, top 8
 
-Ways of the linear layer: "fp8" (codes of the weight made in every step), "fixed" (made in an earlier one, inside of
+Ways of the linear layer: "fp8" (the weight quantised in every step), "fixed" (quantised in an earlier one, inside of
 ``fixed_weights``), "row" and "tensor" (other recipes), "main_grad" (the weight's gradient added in fp32), "bf16"
 (torch.nn.Linear). Of the experts: "fp8", "fixed", "bf16" (torch._grouped_mm with the other functions of this library).
 """
@@ -31,7 +31,7 @@ Run = Callable[[Any, Tensor], Tensor]
 
 
 def experts_in_bf16(layer: Fp8MoE, x: Tensor) -> Tensor:
-    """Return what the layer computes, with products of bf16."""
+    """Return the same layer with bf16 products."""
     routing = layer.route(x)
     rows = rtkernels.moe_rows(len(x) * layer.top_k, 1, layer.experts, 16)
     index = rtkernels.moe_index(routing.indices, layer.experts, multiple_of=16, rows=rows)

@@ -47,7 +47,7 @@ def _differentiable_calls(rtk: Any, device: str) -> dict[str, tuple[Callable[...
 
 
 def _gradient_modes(call: Callable[..., Case], args: list[Any]) -> dict[str, Case]:
-    """The ways a differentiable call is made: in inference mode, with grad, forward and backward."""
+    """The modes of a differentiable call: in inference mode, with grad, forward and backward."""
     import torch
 
     leaves = [a.clone().requires_grad_() for a in args]
@@ -60,7 +60,7 @@ def _gradient_modes(call: Callable[..., Case], args: list[Any]) -> dict[str, Cas
 
 
 def cases(device: str = "cuda") -> dict[str, Case | str]:
-    """Every host case by name, all public functions among them; a text instead of a call says why there is none."""
+    """Every host case by name, all public functions among them; a string instead of a call says why there is none."""
     import torch
 
     import rtkernels as rtk
@@ -72,9 +72,9 @@ def cases(device: str = "cuda") -> dict[str, Case | str]:
             found[name] = call(*args)
         for mode, case in _gradient_modes(call, args).items():
             found[f"{name} {mode}"] = case
-    for name, (_, made) in calls(rtk, device).items():
+    for name, (_, result) in calls(rtk, device).items():
         try:
-            case = made()
+            case = result()
             case()
             found[f"{name} no_grad"] = case
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A decoder layer like Qwen3's in bf16, forward and backward: step time and peak memory, beside plain torch.
+"""A decoder layer like Qwen3's in bf16, forward and backward: step time and peak memory, compared with plain torch.
 
 RMSNorm, qkv projection, normalised and rotated heads, causal attention, output projection, residual sum with RMSNorm,
 gate and up projection, SwiGLU, down projection, residual sum. Every way has the same matrix products and the same
@@ -9,7 +9,7 @@ attention.
 
 ``python -m bench.layers`` has layers of real models, with errors; here are ours written out by hand.
 
-Peak memory is all that torch had allocated at a time during a step: parameters, their gradients, activations. Steps
+Peak memory is the most that torch had allocated at once during a step: parameters, their gradients, activations. Steps
 begin without gradients.
 """
 
@@ -83,12 +83,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with the attention of this library."""
+    """The same with this library's attention."""
     return rtkernels.attention(q, k, v, causal=True).flatten(2)
 
 
 def ours(layer: Layer, x: Tensor, reuse: str | None = None, attention: Attention = attention) -> Tensor:
-    """Return the layer of x, ``[batch, length, hidden]``, with the functions of this library."""
+    """Return the layer's output for x, ``[batch, length, hidden]``, with this library's functions."""
     s = layer.shape
     qkv = F.linear(rtkernels.rms_norm(x, layer.first, eps=EPS, reuse=reuse), layer.qkv)
     q, k, v = rtkernels.qk_norm_rope(

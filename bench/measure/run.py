@@ -18,7 +18,7 @@ from bench.measure.timing import Call, Timer, TimingError, copy_calls
 from bench.rows.row import Row
 
 COPIES = 3
-# Above this a row runs on one copy of its inputs: nothing of it outlives a call in any cache, and three do not fit.
+# Above this a row uses one copy of its inputs: no cache keeps any of it between calls, and three copies do not fit.
 ROTATED_BYTES = 2 << 30
 PEAK_BYTES = 4 << 30
 # Relative error of a first output above which `check` says that a peer computes something else.
@@ -100,7 +100,7 @@ def _storages(value: Any) -> set[int]:
 
 
 def _reference(row: Row, inputs: dict[str, Any]) -> Any:
-    """The row's fp64 results; the inputs stay what they are."""
+    """The row's fp64 results; the inputs are unchanged."""
     return row.exact(**_clone(inputs)) if row.exact else row.torch(**_double(inputs))
 
 
@@ -113,7 +113,7 @@ def _poisoned(row: Row, inputs: dict[str, Any]) -> Any:
             continue
         if storage.nbytes() == out.nbytes:
             storage.fill_(255)
-        elif out.is_contiguous():  # the storage holds more than this result, which is not ours to overwrite
+        elif out.is_contiguous():  # the storage holds more than this result, so it must not be overwritten
             out.reshape(-1).view(torch.uint8).fill_(255)
     # The allocator hands the freed blocks out again.
     return row.ours(**inputs)
@@ -142,7 +142,7 @@ class Bench:
 
     Args:
         timer: Takes the samples.
-        device: torch device the inputs are made on.
+        device: torch device of the inputs.
         wanted: Peer families to measure; None for all.
         log: Receives one line per measurement.
     """
@@ -185,25 +185,27 @@ class Bench:
 
         The two passes of ours are pooled; of the two copies the faster counts, which is the stricter for us.
         """
-        copies_made = COPIES if row.bytes <= ROTATED_BYTES else 1
-        # Nothing runs on these: peers get the same inputs, whatever ours does to its own.
-        made = [row.make(self.device, self._generator(i)) for i in range(copies_made)]
-        reference = _reference(row, made[0])
-        mine = [_clone(inputs) for inputs in made]
+        copy_count = COPIES if row.bytes <= ROTATED_BYTES else 1
+        # Kept unused: peers get the same inputs, whatever ours does to its own.
+        input_sets = [row.make(self.device, self._generator(i)) for i in range(copy_count)]
+        reference = _reference(row, input_sets[0])
+        mine = [_clone(inputs) for inputs in input_sets]
         error_ours, in_place = self._ours(row, mine[0], reference)
-        error_torch = self._error(lambda: _result(functools.partial(row.torch, **_clone(made[0])), in_place), reference)
+        error_torch = self._error(
+            lambda: _result(functools.partial(row.torch, **_clone(input_sets[0])), in_place), reference
+        )
         first = tensors(reference)[:1]
         del reference
 
         calls: list[Call] = [lambda inputs=inputs: row.ours(**inputs) for inputs in mine]
         copies = [self._copy(row.bytes)]
         passes = [self.timer.measure(calls)]
-        times, errors, waiting = self._peers(row, forward, made, first, in_place)
+        times, errors, waiting = self._peers(row, forward, input_sets, first, in_place)
         passes.append(self.timer.measure(calls))
         copies.append(self._copy(row.bytes))
 
         ours = passes[0] + passes[1]
-        x = made[0].get("x", next(iter(tensors(made[0])), None))
+        x = input_sets[0].get("x", next(iter(tensors(input_sets[0])), None))
         return {
             "row": row.name,
             "shape": row.shape,
@@ -232,7 +234,7 @@ class Bench:
         self,
         row: Row,
         forward: Row | None,
-        made: list[dict[str, Any]],
+        input_sets: list[dict[str, Any]],
         first: list[torch.Tensor],
         in_place: bool,
     ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -244,7 +246,7 @@ class Bench:
             if not peers.selected(name, self.wanted):
                 continue
             try:
-                with self._peer(make_call, made, first, in_place) as (calls, error):
+                with self._peer(make_call, input_sets, first, in_place) as (calls, error):
                     errors[name] = error
                     try:
                         times[name] = self.timer.measure(calls).us
@@ -266,7 +268,7 @@ class Bench:
     def _peer(
         self,
         make_call: peers.Prepare,
-        made: list[dict[str, Any]],
+        input_sets: list[dict[str, Any]],
         first: list[torch.Tensor],
         in_place: bool,
     ) -> Iterator[tuple[list[Call], float | dict[str, str]]]:
@@ -278,7 +280,7 @@ class Bench:
         torch._dynamo.reset()
         # A compiled graph that frees its buffers in the backward could run it only once.
         with torch._functorch.config.patch(donated_buffer=False):
-            calls = [make_call(**_clone(inputs)) for inputs in made]
+            calls = [make_call(**_clone(inputs)) for inputs in input_sets]
             compare = getattr(calls[0], "compare", lambda out: out)
             # Before any timing: some peers overwrite their inputs.
             yield calls, self._error(lambda: tensors(compare(_result(calls[0], in_place)))[:1], first)

@@ -1,7 +1,7 @@
 """Ours and a copy over many shapes, without peers: where are the cliffs, and how much memory does a call take?
 
 Efficiency is compared between neighbours: hidden sizes beside powers of two, few and many rows, short and long
-vocabularies. Correctness at such shapes is the business of the tests; here nothing is compared.
+vocabularies. Tests check correctness at such shapes; nothing is compared here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COPIES, ROTATED_BYTES = 3, 2 << 30
 
 
 class Point(NamedTuple):
-    """One op at one shape; `make` gives a call, `nbytes` is the least it can move."""
+    """One op at one shape; `make` gives a call, `nbytes` is the minimum it must move."""
 
     name: str
     rows: int
@@ -107,7 +107,7 @@ def _losses(rows: int, cols: int, device: str) -> Iterator[Point]:
 
 
 def _autograd(rows: int, cols: int, device: str) -> Iterator[Point]:
-    """Yield the same through autograd: also torch's fill of the loss' gradient, and the kernel that looks at it."""
+    """Yield the same through autograd: also torch's fill of the loss gradient, and the kernel that checks it."""
     import rtkernels as rtk
 
     def make() -> Callable[[], Any]:
@@ -164,7 +164,7 @@ _BYTES_PER_US, _FLUSH_US, _SPIN_US, _HOST_US, _MAKING_US = 4.0e6, 100.0, 500.0, 
 
 
 def estimate_s(chosen: Sequence[Point], timer: Timer) -> float:
-    """Return about how long it takes to measure these points and the copies beside them, without compilation."""
+    """Return an estimate of the time to measure these points and their copies, without compilation."""
     batches = timer.iterations / timer.batch
     fixed = (
         _MAKING_US + timer.warm_us + timer.iterations * _FLUSH_US + batches * (_SPIN_US + 2 * timer.batch * _HOST_US)
@@ -173,7 +173,7 @@ def estimate_s(chosen: Sequence[Point], timer: Timer) -> float:
 
 
 def _extra_bytes(call: Callable[[], Any]) -> int | None:
-    """Return what a call allocates at most beside its results, None without a CUDA device."""
+    """Return the peak memory of a call in addition to its results, None without a CUDA device."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()

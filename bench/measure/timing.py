@@ -47,7 +47,7 @@ class Timing:
 
 
 class Device(Protocol):
-    """What the timer needs of a device; tests put a simulated one here."""
+    """The timer's interface to a device; tests use a simulated one."""
 
     def spin(self, us: float) -> None: ...
     def flush(self) -> None: ...

@@ -2,7 +2,7 @@
 
 ``ADAPTERS[row][peer]``, where row is a row's name or whole label, is called as ``prepare(**inputs)`` with what the
 row's ``make`` gives, and returns the call to time: what a backward needs from its forward (1/rms, a graph) and another
-layout of an input are made while preparing. Libraries are imported while preparing, before anything else is done, so
+layout of an input are prepared in advance. Libraries are imported while preparing, before anything else is done, so
 that one which is not installed costs nothing and is reported as absent. The first tensor a call returns is compared
 with the row's first output.
 

@@ -12,12 +12,12 @@ Table = dict[str, dict[str, Prepare]]
 
 
 class Absent(Exception):
-    """This peer has nothing for this row; the text says why."""
+    """This peer does not support this row; the text says why."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A call whose result becomes comparable with the row's only by ``compare``, which is not timed."""
+    """A call with a result that ``compare``, which is not timed, makes comparable with the row's."""
 
     call: Call
     compare: Callable[[Any], Any]
@@ -27,7 +27,7 @@ class Compared:
 
 
 def silu_only(act: str, library: str) -> None:
-    """Leave a row out whose activation the library does not have."""
+    """Skip a row if the library lacks its activation."""
     if act != "silu":
         raise Absent(f"{library} has no merged-input GLU for act={act!r}")
 

@@ -109,7 +109,7 @@ def _cross_entropy_bwd(dy: Any, logits: Any, labels: Any, **_: Any) -> Call:
 
 
 def _cross_entropy_both(logits: Any, labels: Any, **_: Any) -> Call:
-    """Its backward reads the number of labels on the host, so it is timed with the gap that leaves."""
+    """Its backward reads the number of labels on the host, so its time includes that gap."""
     _flaggems()
     from flag_gems.fused.cross_entropy_loss import cross_entropy_loss
     from torch.autograd import grad
@@ -138,7 +138,7 @@ def _embedding_bwd(ids: Any, dy: Any, weight: Any, **_: Any) -> Call:
 
 
 def _embedding_into(dy: Any, ids: Any, main_grad: Any, **_: Any) -> Call:
-    """Nothing of FlagGems adds to an embedding's gradient; this is its index_add_, whose check of the ids waits."""
+    """FlagGems cannot accumulate into an embedding's gradient; this is its index_add_, which synchronises."""
     _flaggems()
     from flag_gems.ops.index_add import index_add_
 

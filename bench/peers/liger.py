@@ -97,7 +97,7 @@ def _ab_glu_bwd(dy: Any, x: Any, act: str = "silu", **_: Any) -> Call:
 
 
 def _rope_fwd(q: Any, k: Any, tables: Any, **_: Any) -> Call:
-    """Liger rotates q and k in place; it takes views with heads before tokens and turns them back, uncopied."""
+    """Liger rotates q and k in place; it takes views with heads before tokens and returns views."""
     from liger_kernel.ops.rope import rope_forward
 
     q, k, dim = q.transpose(1, 2), k.transpose(1, 2), q.shape[-1]
@@ -174,7 +174,7 @@ def _linear_cross_entropy(fp32: bool) -> Any:
     def prepare(hidden: Any, weight: Any, labels: Any, **_: Any) -> Call:
         """Gradients of a bf16 weight are summed over chunks in bf16 unless fp32 is asked for.
 
-        Counts its labels on the host, so it is timed with the gap that leaves.
+        Counts its labels on the host, so its time includes that gap.
         """
         import torch
         from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
@@ -198,7 +198,7 @@ def _linear_cross_entropy(fp32: bool) -> Any:
 
 
 def _kl_div(x: Any, target: Any, **_: Any) -> Call:
-    """Forward and backward as its autograd function runs them, but for a comparison of dy with 1 on the host."""
+    """Forward and backward as its autograd function runs them, except for a comparison of dy with 1 on the host."""
     import torch
     from liger_kernel.ops.kl_div import MAX_FUSED_SIZE, _kldiv_kernel_backward, get_num_warps, kldiv_forward_triton
 
@@ -224,7 +224,7 @@ def _kl_div(x: Any, target: Any, **_: Any) -> Call:
 
 
 def _jsd(x: Any, target: Any, **_: Any) -> Call:
-    """The forward makes the gradient too; the backward for dy = 1 returns it as it is."""
+    """The forward computes the gradient too; the backward for dy = 1 returns it unchanged."""
     from liger_kernel.ops.jsd import jsd_forward
 
     return lambda: jsd_forward(x, target, None, 0.5, -100, False)

@@ -137,7 +137,7 @@ def _embedding_fwd(ids: Any, weight: Any, **_: Any) -> Call:
 
 
 def _embedding_bwd(ids: Any, dy: Any, weight: Any, **_: Any) -> Call:
-    """linghe takes a batch dimension (here 1) and writes into zeros, which its autograd function also makes."""
+    """linghe takes a batch dimension (here 1) and writes into zeros, which its autograd function also allocates."""
     import torch
     from linghe.utils.emb import triton_embedding_backward
 
@@ -209,7 +209,7 @@ def _row_dot(x: Any, y: Any, **_: Any) -> Call:
 
 
 def _add(x: Any, y: Any, **_: Any) -> Call:
-    """linghe has no factor: zeros stand in for the row's factor 0, so that x stays what it is."""
+    """linghe has no factor: zeros replace the row's factor 0, so that x stays unchanged."""
     import torch
     from linghe.utils.add import triton_inplace_add
 

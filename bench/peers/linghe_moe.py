@@ -16,7 +16,7 @@ def _row_id_map(routing_map: Any, **_: Any) -> Call:
 
 
 def _moe_index(routing: Any, experts: int, rows: int, **_: Any) -> Call:
-    """From a routing map, which is made beforehand, to a dense map and the token of each row."""
+    """From a routing map, which is built beforehand, to a dense map and the token of each row."""
     from linghe.utils.gather import triton_make_row_id_map_and_index
 
     routing_map = routing.new_zeros((routing.shape[0], experts), dtype=bool).scatter_(1, routing, True)

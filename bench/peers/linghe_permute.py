@@ -30,7 +30,7 @@ def _power_of_two(size: int) -> None:
 
 
 def _permute(rows: Any, experts: Any, counts: Any, slots: Any, x: Any, probs: Any = None, **_: Any) -> Call:
-    """The map is made beforehand; probabilities are its dense ones."""
+    """The map is built beforehand; probabilities are its dense ones."""
     from linghe.utils.gather import triton_permute_with_mask_map
 
     _power_of_two(x.shape[1])
@@ -45,7 +45,7 @@ def _unpermute_bwd(dout: Any, **inputs: Any) -> Call:
 
 
 def _unpermute(rows: Any, experts: Any, counts: Any, y: Any, dprobs: Any = None, **_: Any) -> Call:
-    """The map is made beforehand."""
+    """The map is built beforehand."""
     from linghe.utils.scatter import triton_unpermute_with_mask_map
 
     table = _map(rows, experts, counts)
@@ -66,7 +66,7 @@ def _permute_quant(x: Any, rows: Any, counts: Any, slots: Any, **_: Any) -> Call
 
 
 def _permute_smooth(x: Any, rows: Any, experts: Any, counts: Any, slots: Any, smooth: Any, **_: Any) -> Call:
-    """The map is made beforehand; ``reverse`` multiplies by the factors as the row does. Pad rows are not written."""
+    """The map is built beforehand; ``reverse`` multiplies by the factors as the row does. Pad rows are not written."""
     from linghe.utils.gather import triton_smooth_permute_with_mask_map
 
     _power_of_two(x.shape[1])

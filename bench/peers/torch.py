@@ -1,4 +1,4 @@
-"""torch itself: rows carry the functions, so these adapters are made from the row."""
+"""torch itself: rows carry the functions, so these adapters come from the row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The accepted numbers of one GPU: ``bench/results/<gpu>.json``, one measurement of every row at every shape.
 
 A run replaces a row's measurement unless it leaves out the peer that was fastest before (it may have been asked for
-some peers only). Runs are listed once, with everything needed to take them again; rows name theirs by its place in
+some peers only). Runs are listed once, with everything needed to take them again; rows refer to theirs by its index in
 that list.
 """
 
@@ -41,7 +41,7 @@ def load(path: Path) -> Accepted:
 
 
 def save(accepted: Accepted, path: Path) -> None:
-    """Write a file of accepted numbers, a row a line, leaving out runs that no row comes from any more."""
+    """Write a file of accepted numbers, one row per line, without runs that no row refers to any more."""
     used = sorted({entry["run"] for entry in _entries(accepted)})
     place = {run: i for i, run in enumerate(used)}
     for entry in _entries(accepted):
@@ -61,7 +61,7 @@ def save(accepted: Accepted, path: Path) -> None:
 
 
 def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
-    """Take over what counts of a run, a sweep or a layer's measurement, and return the labels of rows that do not."""
+    """Accept the valid rows of a run, a sweep or a layer measurement, and return the labels of the others."""
     accepted["runs"].append({**result["environment"], "copy_peak_gbps": result.get("copy_peak_gbps")})
     run, refused = len(accepted["runs"]) - 1, []
     if layers := result.get("layers"):

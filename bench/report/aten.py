@@ -1,11 +1,11 @@
-"""What follows from a recorded run of ``python -m bench aten``: the default set of ``rtkernels.enable()``, and sizes
+"""Conclusions from a recorded run of ``python -m bench aten``: the default set of ``rtkernels.enable()``, and sizes
 below which calls go to torch. ``python -m bench aten --record FILE`` keeps a result as ``bench/results/aten/h200.json``
 and writes ``rtkernels/aten/measured.py`` from it.
 
-A call that is given back to torch costs the host's time of an override. Of each overload the threshold is the size with
-which the fewest cases are below 0.98 of torch's speed, and then the geometric mean over all of them is best. No case is
-taken at half of torch's speed or below, and none below 0.9 that would not be below 0.98 if it were given back. The
-overload belongs to the default set if that mean is 1.05 or more.
+A call that is passed on to torch costs the host time of an override. The threshold of each overload is the size with
+the fewest cases below 0.98 of torch's speed and, among those, the best geometric mean over all cases. No case is taken
+at half of torch's speed or below, nor one below 0.9 that would reach 0.98 if it were passed on. The overload belongs to
+the default set if that mean is 1.05 or more.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "aten" / "h200.json"
 MEASURED = ROOT / "rtkernels" / "aten" / "measured.py"
 WANTED = 1.05  # torch's time over ours, geometric mean
-SLOWER = 0.98  # the same, of one case: below it counts
-WORST = 0.9  # the same, of one case that giving back would make faster
-HALF = 0.5  # the same, of one case: never taken
+SLOWER = 0.98  # the same, for one case: counted below this
+WORST = 0.9  # the same, for one case that would be faster if passed on
+HALF = 0.5  # the same, for one case: never taken below this
 NEVER = 1 << 62
-# Faster on core shapes, and all the same not in the default set: in models they are called so often on so little that
-# the host's time of an override, which counts where a model waits for its host, is more than what the device saves
-# (T5 in bfloat16: of 249 calls a step that were taken 195 are `clone`, which saves the device 0.8 ms; the host's time
-# of the step rose by 25 ms with all of them, that of T5 in float32 by 2.6 ms).
+# Faster on core shapes, but not in the default set: models call them so often on so little data that the host time of
+# an override exceeds what the device saves (T5 in bfloat16: 195 of the 249 calls taken per step are `clone`, which
+# saves the device 0.8 ms; with all of them the host time of the step rose by 25 ms, that of T5 in float32 by 2.6 ms).
 SLOWER_IN_MODELS = frozenset({"clone"})
 
 
@@ -41,7 +40,7 @@ def load(path: Path = RESULT) -> dict[str, Any]:
 
 
 def given_back_us(result: dict[str, Any]) -> float:
-    """Return what an override adds to the host's time of a call that it gives back to torch."""
+    """Return what an override adds to the host time of a call that it passes on to torch."""
     host = result["host"]
     extra = [host[f"given back {name[6:]}"] - us for name, us in host.items() if name.startswith("torch ")]
     return max(sum(extra) / len(extra), 0.0)
@@ -58,7 +57,7 @@ def cases_of(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def ratios(cases: list[dict[str, Any]], threshold: int, given_back: float) -> list[float]:
-    """Return torch's time over ours of each case, where cases below the threshold are given back to torch."""
+    """Return torch's time over ours of each case, where cases below the threshold are passed on to torch."""
     return [
         case["torch"]["operator"] / case["rtkernels"]["operator"]
         if case["elements"] >= threshold
@@ -84,7 +83,7 @@ def slower(cases: list[dict[str, Any]], threshold: int, given_back: float) -> in
 
 
 def _is_allowed(cases: list[dict[str, Any]], threshold: int, given_back: float) -> bool:
-    """Return False if a case is taken at half of torch's speed, or that giving back would make much faster."""
+    """Return False if a case is taken at half of torch's speed, or would be much faster if passed on."""
     taken, back = ratios(cases, 0, given_back), ratios(cases, NEVER, given_back)
     return not any(
         ours <= HALF or (ours < WORST and other >= SLOWER)

@@ -1,7 +1,8 @@
-"""Efficiency of a sweep along rows and along columns, and where it falls beside a power of two.
+"""Efficiency of a sweep along rows and along columns, and where it drops next to a power of two.
 
-A kernel should be no slower beside a power of two than at it: every size is compared with the powers of two below and
-above it that were measured, and a fall by more than ``LIMIT`` is named. Powers of two are compared with each other too.
+A kernel should be no slower next to a power of two than at it: every size is compared with the powers of two below and
+above it that were measured, and a drop by more than ``LIMIT`` is reported. Powers of two are compared with each other
+too.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def row_table(result: dict[str, Any]) -> list[str]:
-    """The device rows; times in µs. Rows of matrix products have another column."""
+    """The device rows; times in µs. Rows of matrix products have an extra column."""
     products = any("tflops" in row for row in result["rows"])
     head = ["row", "shape", "dtype", "MB", "ours", "p20-p80", "copy", "floor", "efficiency"]
     head += ["TFLOP/s"] * products + ["error", "torch's error", "best peer / ours", "peers"]

@@ -30,7 +30,7 @@ class Built(NamedTuple):
 
 
 def seed(number: int = 0) -> None:
-    """Let random numbers be the same at every call: of torch, Python and NumPy."""
+    """Seed the random numbers of torch, Python and NumPy."""
     torch.manual_seed(number)
     random.seed(number)
     try:
@@ -80,7 +80,7 @@ def _line(error: BaseException) -> str:
 
 
 def kind_of(cls: type, model_type: str) -> str:
-    """Return what a class is counted as."""
+    """Return the kind under which a class is counted."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -123,7 +123,7 @@ def config_of(cls: type, model_type: str, level: int, changes: dict[str, Any] | 
 
 
 def _compute_caps(config: Any) -> bool:
-    """Let models with soft caps on attention be eager: transformers' sdpa leaves them out. Returns True if it is."""
+    """Make a model with soft-capped attention eager, because sdpa ignores the cap; return whether it did."""
     inner = [_compute_caps(part) for part in vars(config).values() if hasattr(part, "_attn_implementation")]
     if any(inner) or getattr(config, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"
@@ -132,7 +132,7 @@ def _compute_caps(config: Any) -> bool:
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model's result by their place in it; caches are left out."""
+    """Return the tensors of a model's result by their path in it; caches are left out."""
     found: dict[str, Tensor] = {}
 
     def walk(path: str, value: Any) -> None:
@@ -153,7 +153,7 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
 
 
 def with_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return inputs of which the floating-point ones are leaves of a graph."""
+    """Return inputs with the floating-point ones as leaves of a graph."""
     return {
         name: value.detach().clone().requires_grad_()
         if isinstance(value, Tensor) and value.is_floating_point()

@@ -75,8 +75,8 @@ def class_of(name: str) -> type:
 
 
 def arguments(cls: type, level: int) -> dict[str, Any]:
-    """Return small values for the arguments of a constructor that tell by their names what they are."""
-    made: dict[str, Any] = {}
+    """Return small values for the constructor arguments whose names say what they are."""
+    results: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         default = parameter.default
         if name == "self" or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -96,13 +96,13 @@ def arguments(cls: type, level: int) -> dict[str, Any]:
                 break
             elif isinstance(value, tuple) and not isinstance(default, (tuple, list)):
                 break
-            made[name] = value
+            results[name] = value
             break
-    return {**made, **CHANGES.get(cls.__name__, {})}
+    return {**results, **CHANGES.get(cls.__name__, {})}
 
 
 class Maker:
-    """Makes inputs by the names of arguments."""
+    """Builds inputs from the names of arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, getattr(model, "config", {})
@@ -173,23 +173,23 @@ class Maker:
             "encoder_hidden_states", "pooled_projections", "img_ids", "txt_ids", "class_labels", "img_shapes",
             "added_cond_kwargs", "guidance", "encoder_hidden_states_mask", "fps",
         }  # fmt: skip
-        made: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, parameter in names.items():
             needed = parameter.default is inspect.Parameter.empty
             if name in tables and (needed or name in optional):
                 value = tables[name]()
                 if value is not None:
-                    made[name] = value
+                    results[name] = value
         clock = next((n for n in ("timestep", "timesteps", "t", "timestep_ratio", "timestep_r") if n in names), None)
         clocks = [torch.tensor([3, 7]), torch.tensor([0.3, 0.7])] if clock else [None]
         for sample, time in itertools.product(self.samples(), clocks):
-            given = dict(made)
+            given = dict(results)
             if first is not None:
                 given[first] = sample
             if clock is not None:
                 given[clock] = time
             yield given
-            for left_out in ({"guidance"}, {"class_labels", "added_cond_kwargs"}, set(made) - _required(names)):
+            for left_out in ({"guidance"}, {"class_labels", "added_cond_kwargs"}, set(results) - _required(names)):
                 if left_out & set(given):
                     yield {name: value for name, value in given.items() if name not in left_out}
 
@@ -244,7 +244,7 @@ def _given(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _randomize(model: nn.Module) -> None:
-    """Let no parameter be zero or one: they hide mistakes."""
+    """Randomise parameters that are zero or one, because they hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel():

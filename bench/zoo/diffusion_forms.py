@@ -1,4 +1,4 @@
-"""Models of diffusers whose constructor or inputs no name explains: arguments, and inputs by name.
+"""Arguments and inputs of diffusers models that names do not explain.
 
 An input is a shape of random numbers, or a function that returns what is passed.
 """

@@ -1,7 +1,7 @@
-"""Inputs for the forward of a model that was built small: by the names of its arguments, tried until one set works.
+"""Inputs for the forward of a small model, from the names of its arguments; sets are tried until one works.
 
 Where a name does not tell the form (audio as samples or as features, pictures as pixels or as patches), there are
-several forms, tried in turn. How many tokens stand for a picture is learnt from the error that a model raises.
+several forms, tried in turn. The number of tokens per picture is learnt from the model's error message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TRIES = 28
 
 
 def find(config: Any, *names: str, prefer: tuple[str, ...] = ()) -> Any:
-    """Return the first field of these names that a configuration has, or one inside of it; preferred ones first."""
+    """Return the first of these fields in a configuration or in a nested one; preferred ones first."""
     inner = [getattr(config, name) for name in prefer if getattr(config, name, None) is not None]
     below = [v for v in vars(config).values() if hasattr(v, "to_dict") and hasattr(v, "model_type")]
     for one in (*inner, config, *below):
@@ -38,7 +38,7 @@ def find(config: Any, *names: str, prefer: tuple[str, ...] = ()) -> Any:
 
 
 class Maker:
-    """Makes inputs for one class and configuration. `tokens` counts those that stand for a picture, or for audio."""
+    """Builds inputs for one class and configuration. `tokens` is the number of placeholders per picture or audio."""
 
     def __init__(self, cls: type, config: Any) -> None:
         self.cls, self.config = cls, config
@@ -94,24 +94,24 @@ class Maker:
             rows = BATCH * GRID * GRID
             for width in (channels * depth * patch * patch, channels * patch * patch):
                 for count in (rows, rows * depth):
-                    made = {name: self.random(count, width)}
+                    inputs = {name: self.random(count, width)}
                     for grid_name in grid_names:
-                        made[grid_name] = grid[:, 1:] if grid_name.endswith("hw") and "thw" not in grid_name else grid
+                        inputs[grid_name] = grid[:, 1:] if grid_name.endswith("hw") and "thw" not in grid_name else grid
                     if self.has("image_merge_sizes"):
-                        made["image_merge_sizes"] = torch.full((BATCH,), 1)
+                        inputs["image_merge_sizes"] = torch.full((BATCH,), 1)
                     if self.has("merge_sizes"):
-                        made["merge_sizes"] = torch.full((BATCH,), 1)
-                    yield made
+                        inputs["merge_sizes"] = torch.full((BATCH,), 1)
+                    yield inputs
             yield {name: self.random(rows, channels, patch, patch), **dict.fromkeys(grid_names, grid)}
             yield {name: self.random(BATCH, channels, side, side), **dict.fromkeys(grid_names, grid)}
         if self.has("spatial_shapes"):
-            made = {
+            inputs = {
                 name: self.random(BATCH, GRID * GRID, channels * patch * patch),
                 "spatial_shapes": torch.tensor([[GRID, GRID]] * BATCH),
             }
             if self.has("pixel_attention_mask"):
-                made["pixel_attention_mask"] = torch.ones(BATCH, GRID * GRID, dtype=torch.long)
-            yield made
+                inputs["pixel_attention_mask"] = torch.ones(BATCH, GRID * GRID, dtype=torch.long)
+            yield inputs
         if self.has("pixel_position_ids") or self.has("image_position_ids"):
             where = "pixel_position_ids" if self.has("pixel_position_ids") else "image_position_ids"
             rows = torch.stack(torch.meshgrid(torch.arange(GRID), torch.arange(GRID), indexing="xy"), -1).view(1, -1, 2)
@@ -165,15 +165,15 @@ class Maker:
         for frames in dict.fromkeys((2 * positions if positions else FRAMES, FRAMES, 200)):
             for shape in ((BATCH, mel, frames), (BATCH, frames, mel), (BATCH, 1, frames, mel)):
                 for masked in (True, False):
-                    made = {name: self.random(*shape)}
+                    inputs = {name: self.random(*shape)}
                     for mask in ("input_features_mask", "feature_attention_mask"):
                         if self.has(mask) and masked:
-                            made[mask] = torch.ones(BATCH, frames, dtype=torch.long)
+                            inputs[mask] = torch.ones(BATCH, frames, dtype=torch.long)
                     if self.has("is_longer"):
-                        made["is_longer"] = torch.zeros(BATCH, 1, dtype=torch.bool)
-                    if masked and len(made) == 1:
+                        inputs["is_longer"] = torch.zeros(BATCH, 1, dtype=torch.bool)
+                    if masked and len(inputs) == 1:
                         continue
-                    yield made
+                    yield inputs
 
     def values(self) -> Iterator[dict[str, Any]]:
         mel = find(self.config, "num_mel_bins") or 16
@@ -211,29 +211,29 @@ class Maker:
                 ids = torch.cat([ids[:, :before], inserted, ids[:, before:]], 1)
                 kinds = torch.cat([kinds[:, :before], torch.full_like(inserted, number + 1), kinds[:, before:]], 1)
                 before += count
-        made: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {"input_ids": ids}
         if self.has("attention_mask"):
-            made["attention_mask"] = torch.ones_like(ids)
+            inputs["attention_mask"] = torch.ones_like(ids)
         for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
             if self.has(name) and any(self.tokens.values()):
-                made[name] = kinds
+                inputs[name] = kinds
         if self.has("bbox"):
-            made["bbox"] = torch.tensor([2, 4, 30, 40]).repeat(*ids.shape, 1)
+            inputs["bbox"] = torch.tensor([2, 4, 30, 40]).repeat(*ids.shape, 1)
         if self.has("entity_ids") and re.search("Entity", self.cls.__name__):
             entities = 2 if "Pair" in self.cls.__name__ or "Span" in self.cls.__name__ else 1
-            made["entity_ids"] = torch.ones(BATCH, entities, dtype=torch.long)
-            made["entity_attention_mask"] = torch.ones(BATCH, entities, dtype=torch.long)
-            made["entity_position_ids"] = torch.arange(4).repeat(BATCH, entities, 1)
-            made["entity_start_positions"] = torch.zeros(BATCH, entities, dtype=torch.long)
-            made["entity_end_positions"] = torch.ones(BATCH, entities, dtype=torch.long)
-        return made
+            inputs["entity_ids"] = torch.ones(BATCH, entities, dtype=torch.long)
+            inputs["entity_attention_mask"] = torch.ones(BATCH, entities, dtype=torch.long)
+            inputs["entity_position_ids"] = torch.arange(4).repeat(BATCH, entities, 1)
+            inputs["entity_start_positions"] = torch.zeros(BATCH, entities, dtype=torch.long)
+            inputs["entity_end_positions"] = torch.ones(BATCH, entities, dtype=torch.long)
+        return inputs
 
     def others(self) -> dict[str, Any]:
-        """Return arguments whose form their name tells."""
-        made: dict[str, Any] = {}
+        """Return arguments whose names determine their form."""
+        inputs: dict[str, Any] = {}
         length = TOKENS
         if self.has("decoder_input_ids"):
-            made["decoder_input_ids"] = self.integers(FIRST_TOKEN, 96, BATCH, DECODED)
+            inputs["decoder_input_ids"] = self.integers(FIRST_TOKEN, 96, BATCH, DECODED)
         simple = {
             "visual_feats": lambda: self.random(BATCH, 6, find(self.config, "visual_feat_dim") or 2048),
             "visual_pos": lambda: self.random(BATCH, 6, 4).abs(),
@@ -275,10 +275,10 @@ class Maker:
             if self.required(name) or (self.has(name) and (name in optional or name in self.wanted)):
                 value = make()
                 if value is not None:
-                    made[name] = value
-        if "past_values" in made:
-            made |= self._time(made["past_values"])
-        return made
+                    inputs[name] = value
+        if "past_values" in inputs:
+            inputs |= self._time(inputs["past_values"])
+        return inputs
 
     def _flattened(self) -> Tensor:
         patches = self.random(BATCH, 16, self.patch * self.patch * self.channels + 2)
@@ -302,22 +302,22 @@ class Maker:
         return self.random(BATCH, length, channels) if channels else self.random(BATCH, length)
 
     def _time(self, past: Tensor) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         horizon = find(self.config, "prediction_length") or 8
         features = find(self.config, "num_time_features") or 0
         if self.has("past_time_features"):
-            made["past_time_features"] = self.random(*past.shape[:2], features)
-            made["future_time_features"] = self.random(BATCH, horizon, features)
+            inputs["past_time_features"] = self.random(*past.shape[:2], features)
+            inputs["future_time_features"] = self.random(BATCH, horizon, features)
         if self.has("past_observed_mask"):
-            made["past_observed_mask"] = torch.ones_like(past)
+            inputs["past_observed_mask"] = torch.ones_like(past)
         if self.has("future_values"):
             shape = (BATCH, horizon, *past.shape[2:]) if past.dim() > 2 else (BATCH, horizon)
-            made["future_values"] = self.random(*shape).abs()
+            inputs["future_values"] = self.random(*shape).abs()
         if self.has("freq"):
-            made["freq"] = torch.zeros(BATCH, 1, dtype=torch.long)
+            inputs["freq"] = torch.zeros(BATCH, 1, dtype=torch.long)
         if self.has("past_values_padding"):
-            made["past_values_padding"] = torch.zeros(past.shape[0], past.shape[1], dtype=torch.long)
-        return made
+            inputs["past_values_padding"] = torch.zeros(past.shape[0], past.shape[1], dtype=torch.long)
+        return inputs
 
     # ---- all of them ----
 
@@ -345,15 +345,15 @@ class Maker:
             combinations += [[p] for p in parts if len(parts) > 1] + [[]]
         for chosen in combinations:
             for combination in itertools.islice(itertools.product(*chosen), 20 if len(chosen) < 2 else 7):
-                made: dict[str, Any] = {}
+                inputs: dict[str, Any] = {}
                 for part in combination:
-                    made |= part
-                if text and "input_ids" not in made:
-                    made = {**self.text(), **made}
-                yield {**others, **made}
+                    inputs |= part
+                if text and "input_ids" not in inputs:
+                    inputs = {**self.text(), **inputs}
+                yield {**others, **inputs}
 
     def labels(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield labels of the forms that a class of this name may want."""
+        """Yield labels of the forms that a class of this name may take."""
         name, classes = self.cls.__name__, getattr(self.config, "num_labels", 2) or 2
         one = self.integers(0, min(classes, 2), BATCH)
         if self.has("start_positions"):
@@ -394,9 +394,9 @@ _MISMATCH = re.compile(
 
 
 def learn(maker: Maker, error: Exception) -> bool:
-    """Let a maker do what an error asks for; False if it asks for nothing that we know.
+    """Adapt the inputs to an error message; False if it is not understood.
 
-    That is as many tokens for pictures or audio in the text as there are features, or an argument that was left out.
+    It may ask for as many picture or audio tokens as there are features, or for a missing argument.
     """
     found = _MISMATCH.search(str(error))
     if not found:

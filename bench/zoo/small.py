@@ -1,6 +1,6 @@
-"""Configurations of transformers made small: sizes by the names that fields have, in nested configurations too.
+"""Small configurations of transformers: sizes chosen by field names, in nested configurations too.
 
-There is no table of models but :data:`CHANGES`, which has what names cannot tell. Sizes are chosen so that mistakes
+The only table of models is :data:`CHANGES`, for what names cannot tell. Sizes are chosen so that mistakes
 show: widths differ from one another, groups of heads share keys, every kind of layer that a configuration has is kept.
 """
 
@@ -209,7 +209,7 @@ def _shrink_one(config: Any, base: type, level: int, tokens: dict[int, int]) -> 
             if len(new) != len(value) or list(new) != list(value):
                 _set(config, name, type(value)(new))
         elif isinstance(value, dict):
-            if name == "rope_parameters" and "rope_theta" in value:  # nobody reads it where there are no sections
+            if name == "rope_parameters" and "rope_theta" in value:  # unused if there are no sections
                 half = int((getattr(config, "head_dim", None) or HEAD) * value.get("partial_rotary_factor", 1.0)) // 2
                 value["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
     _picture(config, old)
@@ -226,7 +226,7 @@ def _shrink_one(config: Any, base: type, level: int, tokens: dict[int, int]) -> 
 
 
 def _stages(config: Any, old: dict[str, Any], layers: int) -> None:
-    """Let a backbone give its last stages, as many as before."""
+    """Make a backbone return its last stages, as many as before."""
     names, outs = old.get("stage_names"), old.get("_out_indices") or [-1]
     if not isinstance(names, list):
         return
@@ -238,7 +238,7 @@ def _stages(config: Any, old: dict[str, Any], layers: int) -> None:
 
 
 def _transformers_backbone(config: Any) -> None:
-    """Let a backbone that is timm's be one of transformers' own."""
+    """Replace a timm backbone by one of transformers."""
     for name, value in list(vars(config).items()):
         if getattr(value, "model_type", None) == "timm_backbone":
             from transformers import ResNetConfig
@@ -246,15 +246,15 @@ def _transformers_backbone(config: Any) -> None:
             count = len(getattr(value, "out_indices", None) or [4])
             sizes = [16, 16, 32, 64]
             stages = [f"stage{i}" for i in range(5 - min(count, 4), 5)]
-            made = ResNetConfig(
+            small_config = ResNetConfig(
                 embedding_size=16, hidden_sizes=sizes, depths=[1] * 4, layer_type="basic", out_features=stages
             )
-            _set(config, name, made)
+            _set(config, name, small_config)
             _set(config, "use_timm_backbone", False)
 
 
 def _picture(config: Any, old: dict[str, Any]) -> None:
-    """Let pictures have few patches: 4 x 4 of 8 x 8 pixels; of smaller patches, 64 x 64 pixels."""
+    """Make pictures small: 4 x 4 patches of 8 x 8 pixels; for smaller patches, 64 x 64 pixels."""
     patch = old.get("patch_size")
     if isinstance(patch, int) and not isinstance(patch, bool) and patch >= 8:
         _set(config, "patch_size", 8)

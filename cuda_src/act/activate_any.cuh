@@ -1,4 +1,4 @@
-// Activations that are chosen at run time: a switch for N values, so that one variant of a kernel serves all of them.
+// Activations chosen at run time: a switch for N values, so that one variant of a kernel serves all of them.
 #pragma once
 #include "act/activations.cuh"
 
@@ -8,7 +8,7 @@ inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below; ACT
 
 template <typename Act, bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate(bool slope, float (&v)[N]) {
-    if (SLOPE && slope) {  // of the launch, so not in the loop
+    if (SLOPE && slope) {  // uniform across the launch, so outside of the loop
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = Act::template at<kFast>(v[i]).slope;
         return;
@@ -17,7 +17,7 @@ RTK_DEVICE void activate(bool slope, float (&v)[N]) {
     for (int i = 0; i < N; ++i) v[i] = Act::template at<kFast>(v[i]).value;
 }
 
-// Comparisons, not a switch: the addresses of its cases would come from memory.
+// Comparisons, not a switch: a jump table would be loaded from memory.
 template <bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
     if (act >= kIdentity) {

@@ -1,7 +1,7 @@
-// Activation functions with their derivatives. Each is a type with `at<kFast>(x)` giving both; a caller that uses one
-// of the two pays for one, the compiler drops the rest. kFast is for 16-bit tensors (common/math.cuh).
+// Activation functions with their derivatives. Each is a type with `at<kFast>(x)`, which gives both; the compiler drops
+// whichever the caller does not use. kFast is for 16-bit tensors (common/math.cuh).
 //
-// NaN stays NaN; at the infinities value and slope are what torch gives, NaN where it has 0 * inf.
+// NaN stays NaN; at the infinities value and slope are those of torch, NaN where it computes 0 * inf.
 #pragma once
 #include "common/math.cuh"
 
@@ -73,7 +73,7 @@ struct Identity {
     }
 };
 
-// GPT-OSS: x * sigmoid(1.702 x) with x cut at 7 (slope 0 beyond).
+// GPT-OSS: x * sigmoid(1.702 x) with x clamped at 7 (slope 0 beyond).
 struct SwigluOai {
     static constexpr float kLimit = 7.0f;
 
@@ -87,7 +87,7 @@ struct SwigluOai {
     }
 };
 
-// What the activation of the gate is multiplied with, as a function of `up`: up itself, for most.
+// The factor of the activated gate, as a function of `up`: up itself, for most activations.
 template <typename Act>
 RTK_DEVICE ValueSlope partner(float up) {
     if constexpr (is_same<Act, SwigluOai>::value) {

@@ -2,15 +2,15 @@
 //
 //     y = act(x + add0 + add1) * mul0 * mul1 * alpha + base0 + base1        (`kSubtract`: x - add0)
 //
-// with what is absent left out, stored as T or fp32, as 8-bit codes or as NVFP4 (common/row_output.cuh). `kSlope`: the
-// derivative of act instead of act. `kInterleaved`: x has 2 * cols columns, the values of x and mul0 in turn. All operands are of
-// T or fp32; each has a row for every `each` neighbouring rows of the result, or (each < 0) -each rows that come over and over,
-// or one (stride 0). alpha is a number, times *factor. fp32 arithmetic, one rounding.
+// Absent operands are left out. y is stored as T or fp32, as 8-bit codes or as NVFP4 (common/row_output.cuh). `kSlope`:
+// the derivative of act instead of act. `kInterleaved`: x has 2 * cols columns, alternating values of x and mul0.
+// Operands are of T or fp32; each has one row per `each` neighbouring rows of the result, or (each < 0) -each rows that
+// repeat, or a single one (stride 0). alpha is a number, times *factor. Arithmetic is fp32, rounded once.
 //
-// A RowGroup owns a row, or one of `slices` parts of it (one block, then): thread i the columns [i * N, i * N + N) of each
-// stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does. Nearly every call
-// has at most three operands, all of T, in rows of 16-byte units: that is `combine_three`, which asks for all operands of the
-// next stretch before it works on one. `combine` takes everything else.
+// A RowGroup owns a row, or one of `slices` parts of it (then the group is a block): thread i the columns [i * N, i * N
+// + N) of each stretch of threads * N. Grid: row blocks times slices. A thread reads what it overwrites before it does.
+// Nearly every call has at most three operands, all of T, in rows of 16-byte units: `combine_three` serves those and
+// loads all operands of the next stretch before it works on one. `combine` takes everything else.
 #include "act/activate_any.cuh"
 #include "common/row_output.cuh"
 #include "ptx/pdl.cuh"
@@ -29,7 +29,7 @@ RTK_DEVICE i64 operand_row(i64 row, i64 stride, i64 each) {
     return (each == 1 ? number : each > 0 ? number / static_cast<u32>(each) : number % static_cast<u32>(-each)) * stride;
 }
 
-// What a thread may have: as much as lets four blocks of 256 share a multiprocessor where rows allow accesses of 16 bytes.
+// Register limit of a thread: four blocks of 256 share an SM where rows allow 16-byte accesses.
 constexpr int combine_registers(int format, bool aligned, int bytes) {
     if (aligned) return format == kFp4Output ? (bytes == 4 ? 168 : 128) : 64;
     return format == kFp4Output ? 168 : format == kByteOutput ? 128 : 96;
@@ -57,7 +57,7 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
     const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
     const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);
-    // Operands are read one after the other; those of the first columns come nearer meanwhile.
+    // Operands are read one after the other; those of the first columns are prefetched meanwhile.
     auto come_nearer = [&](const void* p, i64 stride, i64 each, i64 fp32) {
         const i64 column = begin + group.thread * N;
         if (p == nullptr || column >= end) return;
@@ -121,7 +121,7 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
     output.finish(group, scratch, 0, row, row < rows, end, begin, stop, amax, make_y);
 }
 
-// What p and q of `combine_three` are: bits 8 to 10, and 11 to 13, of its flags.
+// Roles of p and q in `combine_three`: bits 8 to 10, and 11 to 13, of its flags.
 inline constexpr int kAbsent = 0, kAdded = 1, kSubtracted = 2, kPartner = 3, kFactor = 4, kBase = 5;
 
 // x, p and q of a vector.
@@ -164,14 +164,15 @@ RTK_DEVICE void scale_to_base(const Asked<T, N>& operand, float times, float (&y
     for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
 }
 
-// What a thread may have: four blocks of 256 share a multiprocessor but for NVFP4. Targets with its conversions need some more.
+// Register limit of a thread: four blocks of 256 share an SM, except for NVFP4. Targets with its conversions need a few
+// more.
 constexpr int three_registers(int format, int bytes) {
     return format == kPlainOutput ? 64 : bytes == 4 ? (format == kByteOutput ? 80 : 128) : format == kByteOutput ? 64 : 96;
 }
 
-// Where an operand's row for a row of the result begins: `own` elements for each row and `jump` for each quotient by
-// `divisor` (runtime/layout.py): 0 and 0 of one row for all, 0 and its stride of one for several neighbours, its stride and that
-// of all its rows, negative, of those that come over and over.
+// Where an operand's row for a row of the result begins: `own` elements per row plus `jump` per quotient by `divisor`
+// (runtime/layout.py). One row for all: 0 and 0. One row for several neighbours: 0 and its stride. Repeating rows: its
+// stride, and minus the extent of all its rows.
 RTK_DEVICE i64 row_offset(u32 row, i64 own, i64 jump, i64 divisor) {
     return static_cast<i64>(row) * own + static_cast<i64>(divided(row, divisor)) * jump;
 }

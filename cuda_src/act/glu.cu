@@ -1,5 +1,5 @@
-// Gated linear units:  y = act(gate) * up * weight,  weight one number per row (or none). fp32 arithmetic, one rounding
-// at each store. Rows of 16-byte units; for all others: act/glu_generic.cu.
+// Gated linear units:  y = act(gate) * up * weight,  weight one number per row (or none). Arithmetic is fp32, rounded
+// once at each store. For rows of 16-byte units; act/glu_generic.cu serves all others.
 //
 // gate and up are halves of one tensor (up is null: it follows gate in each row) or two tensors; inputs have any row
 // stride, y and the gradients are dense. Without a weight gradient everything is elementwise: a thread owns one vector
@@ -10,8 +10,8 @@
 
 namespace rtk {
 
-// Where a thread works: `column` in rows `row`, `row + step`, ... (ROWS of them). A block is a strip of one row, or
-// (1 << lane_bits) lanes for each of several rows; lane_bits is 31 for the strip. Grid: strips, row blocks over y and z.
+// A thread's position: `column` in rows `row`, `row + step`, ... (ROWS of them). A block is a strip of one row, or (1
+// << lane_bits) lanes for each of several rows; lane_bits is 31 for the strip. Grid: strips, row blocks over y and z.
 template <int VEC, int ROWS>
 struct Tile {
     i64 column, row;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(256)
 }
 
 // Gradients of N columns of a row, from the incoming gradient g: g becomes that of gate, u that of up. Returns the sum
-// of g * act(gate) * up, their part of the weight gradient.
+// of g * act(gate) * up, their contribution to the weight gradient.
 template <typename T, typename Act, int N>
 RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N], float w) {
     float total = 0.0f;

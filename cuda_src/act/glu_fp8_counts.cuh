@@ -4,7 +4,7 @@
 
 namespace rtk {
 
-// Whether no expert's count is negative and all of them add up to the rows: for debugging.
+// True if no expert's count is negative and they add up to the number of rows: for debugging.
 RTK_DEVICE bool adds_up(const void* counts, i64 width, i64 experts, i64 rows) {
     i64 sum = 0;
     bool negative = false;
@@ -16,7 +16,7 @@ RTK_DEVICE bool adds_up(const void* counts, i64 width, i64 experts, i64 rows) {
     return !negative && sum == rows;
 }
 
-// The expert that a row belongs to; it must be one of some expert's.
+// The expert that owns a row; some expert must.
 RTK_DEVICE int expert_of(const ExpertTable& table, u32 row) {
     int low = 0, high = table.experts;
     while (high - low > 1) {
@@ -30,7 +30,7 @@ RTK_DEVICE int expert_of(const ExpertTable& table, u32 row) {
     return low;
 }
 
-// Where rows of an expert begin if those of each are rounded up to a multiple of `pad`. All lanes of a warp call it.
+// Where an expert's rows begin if the rows of each are padded to a multiple of `pad`. All lanes of a warp call this.
 RTK_DEVICE u32 padded_start(const ExpertTable& table, int expert, u32 pad) {
     u32 sum = 0;
     for (int e = static_cast<int>(threadIdx.x % kWarp); e < expert; e += kWarp)

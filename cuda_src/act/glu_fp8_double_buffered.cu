@@ -1,10 +1,9 @@
-// SwiGLU of 16-bit tensors as fp8 codes, and its gradient: y = silu(gate) * up * weight in fp32, quantised without another
-// rounding, with inputs of the next tile on their way to shared memory meanwhile. Recipe: common/fp8_scale.cuh. Layouts:
-// act/glu_tile.cuh. Everything else a gated linear unit can be is in act/glu_fp8_generic.cu.
+// SwiGLU of 16-bit tensors as fp8 codes, and its gradient: y = silu(gate) * up * weight in fp32, quantised without an
+// intermediate rounding, while inputs of the next tile are copied to shared memory. Recipe: common/fp8_scale.cuh.
+// Layouts: act/glu_tile.cuh. act/glu_fp8_generic.cu serves all other gated linear units.
 //
-// Without `up`, it is what follows gate in each row. Rows of the inputs are 16-byte aligned, and cols is a multiple of
-// 8. Two blocks per multiprocessor. A block works on tiles blockIdx.x, blockIdx.x + gridDim.x, ..., numbered along the
-// columns first.
+// Without `up`, up follows gate in each row. Rows of the inputs are 16-byte aligned, and cols is a multiple of 8. Two
+// blocks per SM. A block works on tiles blockIdx.x, blockIdx.x + gridDim.x, ..., numbered along the columns first.
 #include "act/activations.cuh"
 #include "act/glu_fp8_double_buffered.cuh"
 #include "ptx/pdl.cuh"
@@ -64,9 +63,9 @@ __global__ void __launch_bounds__(kBlock, 2)
     clear_scales(places, row_blocks, cols, scale_t);
 }
 
-inline constexpr int kRegisterRows = 2;  // of the thread's rows of up, which do not fit into shared memory
+inline constexpr int kRegisterRows = 2;  // rows of up that do not fit into shared memory
 
-// The thread's gradients. dup takes the place of gate and dy in shared memory; dgate stays.
+// The thread's gradients. dup overwrites gate and dy in shared memory; dgate stays in registers.
 template <typename T, bool WEIGHTED>
 RTK_DEVICE void gradients(const SquareSlots& gates, const SquareSlots& dys, const SquareSlots& ups,
                           const Raw<16> (&register_ups)[kRegisterRows], float weights, Square& dgate, float (&sums)[kSquare]) {
@@ -92,9 +91,9 @@ RTK_DEVICE void gradients(const SquareSlots& gates, const SquareSlots& dys, cons
 }
 
 // The gradient of [gate | up], [rows, 2 * cols], from that of y: its codes, the gradient itself (dx, of T), or both;
-// and what each 128 columns add to the gradient of the weight (partial [ceil(cols/128), rows]). Any of them may be
-// null. For codes by rows cols must be a multiple of 128, or one group would have columns of gate and of up
-// (glu_fp8_any has such groups).
+// and the contribution of each 128 columns to the weight gradient (partial [ceil(cols/128), rows]). Any of them may be
+// null. For codes by rows cols must be a multiple of 128, because otherwise a scale group would mix columns of gate and
+// of up (glu_fp8_any handles these).
 template <typename T>
 __global__ void __launch_bounds__(kBlock, 2)
     glu_fp8_bwd(const T* dy, const T* gate, const T* up, const float* weight, const void* counts, e4m3* q, float* scale,

@@ -1,5 +1,6 @@
-// How act/glu_fp8_double_buffered.cu works on tiles of act/glu_tile.cuh: 8 x 8 numbers per thread (quant/tile_square.cuh), inputs of
-// the next tile on their way to shared memory meanwhile (quant/tile_square_slots.cuh).
+// Tile handling of act/glu_fp8_double_buffered.cu, with the tiles of act/glu_tile.cuh: 8 x 8 numbers per thread
+// (quant/tile_square.cuh), and inputs of the next tile are copied to shared memory meanwhile
+// (quant/tile_square_slots.cuh).
 #pragma once
 #include "act/glu_tile.cuh"
 #include "quant/tile_square_slots.cuh"
@@ -44,18 +45,18 @@ RTK_DEVICE void request(Raw<16> (&raw)[ROWS], const TilePlace& place, u32 cols, 
     }
 }
 
-// Weights of the warp's 16 rows, one per lane; those of rows that do not exist do not matter.
+// Weights of the warp's 16 rows, one per lane; those of rows that do not exist are arbitrary.
 RTK_DEVICE float lane_weights(const TilePlace& place, const float* weight) {
     const u32 thread = this_thread(), own = thread / kWarp * 16 + thread % 16;
     return __uint_as_float(ptx::ld_keep<4>(weight + place.row + min(own, place.rows - 1)).w[0]);
 }
 
-// That of the thread's row r.
+// The weight of the thread's row r.
 RTK_DEVICE float row_weight(float weights, int r) {
     return __shfl_sync(0xffffffffu, weights, static_cast<int>(threadIdx.x) / 16 % 2 * kSquare + r);
 }
 
-// Where the codes of a tile, or (`right`) of the one `cols` columns to the right of it, go.
+// Destination of the codes of a tile, or (`right`) of the tile `cols` columns to its right.
 struct GluSquareOutput {
     const Quantized& all;
     const TilePlace& place;  // in shared memory

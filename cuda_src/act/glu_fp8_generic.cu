@@ -1,19 +1,20 @@
-// Gated linear units and their gradients as fp8 codes, for what act/glu_fp8_double_buffered.cu does not do: every activation, fp32
-// tensors, rows of any alignment and length. The activation is an argument, and so is which of the 16-bit types. Each
-// thread works out its part of a tile row by row, in a loop, and keeps it in shared memory until all of it is there.
+// Gated linear units and their gradients as fp8 codes, for cases that act/glu_fp8_double_buffered.cu does not cover:
+// every activation, fp32 tensors, rows of any alignment and length. The activation and the 16-bit type are run-time
+// arguments. Each thread computes its part of a tile row by row, in a loop, and keeps it in shared memory until it is
+// complete.
 #include "act/glu_fp8_generic.cuh"
 #include "act/glu_tile.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
 
-// With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read four
-// elements at a time. MIXED is for gradients of which a group of a row has columns of gate and of up; others work on the
-// same columns of both one after the other, and are faster for knowing that (docs/decisions/act.md).
+// With dy, outputs are those of glu_fp8_bwd; without, those of glu_fp8_fwd. `words`: rows of the inputs can be read
+// four elements at a time. MIXED is for gradients where a scale group of a row spans columns of gate and of up; the
+// other variant processes the same columns of both in turn, which is faster (docs/decisions/act.md).
 //
-// With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the magnitudes of the
-// largest elements [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the
-// shape of `max_abs`; transposed rows of each expert are rounded up to a multiple of `pad_to`, which others leave alone.
+// With `factor`, each row is multiplied by its number there before it is quantised. With `max_abs`, the largest
+// magnitudes [experts, columns of the result], all rows of an expert's column share a scale, and scale_t has the shape
+// of `max_abs`; transposed rows of each expert are padded to a multiple of `pad_to`, and the padding is not written.
 template <bool FP32, bool MIXED>
 __global__ void __launch_bounds__(kThreads, FP32 ? 1 : 2)
     glu_fp8_any(const void* dy, const void* gate, const void* up, const void* weight, const void* counts, e4m3* q,

@@ -1,5 +1,5 @@
-// What kernels for every gated linear unit share: elements of a type and an activation known at run time, four columns
-// of a row at a time.
+// Shared by the generic kernels of gated linear units: element type and activation known at run time, four columns of a
+// row at a time.
 #pragma once
 #include "act/activations.cuh"
 #include "act/glu_fp8_counts.cuh"
@@ -12,12 +12,12 @@ inline constexpr int kFour = 4;
 // The `type` arguments.
 inline constexpr int kBf16 = 0, kFp16 = 1, kFp32 = 2;
 
-// Four elements as they lie in memory. FP32: fp32, otherwise one of the 16-bit types.
+// Four elements as stored in memory. FP32: fp32, otherwise one of the 16-bit types.
 template <bool FP32>
 using Four = Raw<(FP32 ? 16 : 8)>;
 
-// A thread's four columns of a row of the gradient of [gate | up], [2 * cols]. The first `split` are the gate's and the
-// others are up's; the inputs of the former begin at column `first`, those of the latter `back` elements before.
+// A thread's four columns of a row of the gradient of [gate | up], [2 * cols]. The first `split` belong to gate and the
+// others to up; the inputs of the former begin at column `first`, those of the latter `back` elements before.
 struct Halves {
     int split;
     i64 first, back;
@@ -30,7 +30,7 @@ struct Halves {
 };
 
 // Four elements of a row. `columns`: how many exist; the others are 0. `words`: in one access. Otherwise, those from
-// `split` on lie `back` elements before their place.
+// `split` on are read `back` elements before their position.
 template <bool FP32>
 RTK_DEVICE Four<FP32> load_four(const void* x, i64 element, bool words, int columns, int split = kFour, i64 back = 0) {
     constexpr int kBytes = FP32 ? 4 : 2, kPerWord = 4 / kBytes;
@@ -96,11 +96,11 @@ RTK_DEVICE void activate(float (&v)[kFour], float (&slope)[kFour]) {
     }
 }
 
-// What is worked out: y, or one half of the gradient.
+// What is computed: y, or one half of the gradient.
 inline constexpr int kForward = 0, kGateGradient = 1, kUpGradient = 2;
 
-// From gate, up and the incoming gradient to the numbers wanted, in place of the gate: of column i, what kind(i) says.
-// Returns what columns of the gate's gradient add to that of the weight.
+// Computes results from gate, up and the incoming gradient, in place of the gate; kind(i) says which one for column i.
+// Returns the contribution of the gate gradient's columns to the weight gradient.
 template <bool kFast, typename Kind>
 RTK_DEVICE float apply_any(int act, const Kind& kind, float (&v)[kFour], const float (&up)[kFour],
                            const float (&dy)[kFour], float w) {

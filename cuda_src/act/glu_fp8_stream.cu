@@ -1,6 +1,6 @@
-// What act/glu_fp8_double_buffered.cu does, with transposed codes among the results, for sm_90: inputs of the next tile come by the
-// copy engine, and warps do not wait for each other at barriers (quant/tile_patch.cuh). Recipe: common/fp8_scale.cuh. Layouts:
-// quant/expert_tiles.cuh.
+// The computation of act/glu_fp8_double_buffered.cu with transposed codes among the results, for sm_90: TMA loads the
+// inputs of the next tile, and warps do not wait for each other at barriers (quant/tile_patch.cuh). Recipe:
+// common/fp8_scale.cuh. Layouts: quant/expert_tiles.cuh.
 //
 // Tensor maps have boxes of 16 rows by 128 columns. cols is a multiple of 8.
 #include "act/activations.cuh"
@@ -10,13 +10,13 @@
 
 namespace rtk {
 
-// One weight per row of the warp's, in its lanes; those of rows that do not exist do not matter.
+// One weight per row of the warp, in its lanes; those of rows that do not exist are arbitrary.
 RTK_DEVICE float warp_weights(const PatchOutput& place, const float* weight) {
     const u32 own = static_cast<u32>(patch_warp() * kPatchWarpRows + patch_lane() % kPatchWarpRows);
     return __uint_as_float(ptx::ld_keep<4>(weight + place.row + min(own, place.rows - 1)).w[0]);
 }
 
-// That of the thread's row r.
+// The weight of the thread's row r.
 RTK_DEVICE float own_weight(float weights, int r) {
     return __shfl_sync(0xffffffffu, weights, static_cast<int>(threadIdx.x) / 16 % 2 * kPatchRows + r);
 }
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kPatchThreads, 1)
     clear_scales(places, row_blocks, cols, scale_t);
 }
 
-// The thread's gradients, and what its columns add to those of the weights.
+// The thread's gradients, and the contribution of its columns to those of the weights.
 template <typename T, bool WEIGHTED>
 RTK_DEVICE void patch_gradients(ptx::SharedAddress gate, ptx::SharedAddress dy, ptx::SharedAddress up, float weights,
                                 Patch (&v)[2], float (&sums)[kPatchRows]) {
@@ -109,8 +109,8 @@ RTK_DEVICE void patch_gradients(ptx::SharedAddress gate, ptx::SharedAddress dy, 
     }
 }
 
-// Sums of the thread's rows over their 16 lanes, scattered: each lane gets that of row lane % 4. Added up in the order of
-// act/glu_fp8_double_buffered.cu, whose results are the same bits.
+// Sums of the thread's rows over their 16 lanes, scattered: each lane gets that of row lane % 4. The order of additions
+// is that of act/glu_fp8_double_buffered.cu, so the results have the same bits.
 RTK_DEVICE float sum_of_rows(float (&sums)[kPatchRows], int lane) {
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], 4);
@@ -118,8 +118,9 @@ RTK_DEVICE float sum_of_rows(float (&sums)[kPatchRows], int lane) {
     return sum + __shfl_xor_sync(0xffffffffu, sum, 8);
 }
 
-// The gradient of [gate | up], as glu_fp8_bwd in act/glu_fp8_double_buffered.cu. One tile of up is on its way, and two of gate and
-// dy; but only one of them for experts whose tiles are drawn, which is faster (docs/decisions/act.md).
+// The gradient of [gate | up], as glu_fp8_bwd in act/glu_fp8_double_buffered.cu. One tile of up and two of gate and dy
+// are in flight, but only one of these for experts whose tiles are claimed dynamically, which is faster
+// (docs/decisions/act.md).
 template <typename T, bool EXPERTS>
 __global__ void __launch_bounds__(kPatchThreads, 1)
     glu_fp8_bwd_stream(const __grid_constant__ ptx::TensorMap dy, const __grid_constant__ ptx::TensorMap gate,

@@ -1,8 +1,8 @@
-// What act/glu.cu does, for rows that allow no 16-byte accesses: one kernel each way for every type and activation. The
-// results have the same bits, but for the order in which a weight gradient is added up.
+// The computation of act/glu.cu for rows that allow no 16-byte accesses: one kernel per direction for every type and
+// activation. The results have the same bits, except for the summation order of a weight gradient.
 //
-// `type` is that of common/any_type.cuh, `act` the place of the activation in the list below. A group of threads (RowGroup)
-// works on one row, each thread on four elements at a time. Grid: row blocks over x and y.
+// `type` is that of common/any_type.cuh, `act` the index of the activation in the list below. A group of threads
+// (RowGroup) works on one row, each thread on four elements at a time. Grid: row blocks over x and y.
 #include "act/activations.cuh"
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
@@ -53,7 +53,7 @@ struct GluRow {
           act(static_cast<int>(act_)),
           weight(weights == nullptr ? 1.0f : load_any(weights, weight_fp32 ? kAnyFp32 : type, row)) {}
 
-    // Columns column, column + step, ...: the activation of the gate with its slope, and up; of 0 from cols on.
+    // Columns column, column + step, ...: the activation of the gate with its slope, and up; zeros from cols on.
     RTK_DEVICE void load(i64 column, int step, i64 cols, float (&v)[kInFlight], float (&slope)[kInFlight],
                          float (&u)[kInFlight]) const {
 #pragma unroll
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// dgate and dup have row stride out_stride; dup null: it follows dgate. dweight null: not wanted. Each thread has read the
-// elements in whose places it writes.
+// dgate and dup have row stride out_stride; dup null: it follows dgate. dweight null: not computed. Each thread has
+// read the elements that it overwrites.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     glu_bwd_generic(const void* dy, const void* gate, const void* up, const void* weight, void* dgate, void* dup,

@@ -1,5 +1,6 @@
-// y = act(gate) * up * channel_scale of gate and up in NVFP4, in one pass: values are those of dequantize_nvfp4, exactly, in
-// registers; y is stored as fp32, as 8-bit codes or as NVFP4 (common/row_output.cuh), and as fp32 on top if `kept`.
+// y = act(gate) * up * channel_scale for gate and up in NVFP4, in one pass: they are dequantised in registers, exactly
+// as dequantize_nvfp4 does; y is stored as fp32, as 8-bit codes or as NVFP4 (common/row_output.cuh), and additionally
+// as fp32 if `kept`.
 //
 // A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N; the N columns of a thread
 // share a scale. Grid: rows / groups of a block.
@@ -11,7 +12,7 @@ namespace rtk {
 
 inline constexpr i64 kGateSwizzled = 1, kUpSwizzled = 2, kFactorFp32 = 4;  // flags
 
-// `valid` values of a row in NVFP4 from `column` on. An odd number of columns does not exist: two share a byte.
+// `valid` values of a row in NVFP4 from `column` on. The number of columns is even: two share a byte.
 template <int N>
 RTK_DEVICE void load_nvfp4(const u8* codes, i64 stride, const u8* scales, const float* global_scale, bool swizzled, i64 row,
                            i64 column, i64 cols, int valid, float (&v)[N]) {

@@ -1,6 +1,5 @@
-// Gated linear units and their gradients as fp8 codes with one scale per row, after each column was divided by
-// (forward) or multiplied with (gradients) a number of its own, the same for all rows or for an expert's. Recipe:
-// common/fp8_scale.cuh.
+// Gated linear units and their gradients as fp8 codes with one scale per row, after each column was divided (forward)
+// or multiplied (gradients) by its own number, shared by all rows or by an expert's. Recipe: common/fp8_scale.cuh.
 //
 // A warp works on a row, four columns per lane at a time, and goes over it twice: for the scale, then for the codes.
 // The second time it is in L1 or L2.
@@ -9,17 +8,17 @@
 
 namespace rtk {
 
-// Keeps the larger of what is there and |v|, if v is finite. The order of all who do this does not matter.
+// Raises the value in memory to |v| if v is finite. A maximum does not depend on the order of updates.
 RTK_DEVICE void raise(float* max_abs, float v) {
     const u32 bits = __float_as_uint(max_finite(0.0f, v));
     if (bits > __float_as_uint(*max_abs)) atomicMax(reinterpret_cast<u32*>(max_abs), bits);
 }
 
-// smooth: [experts, columns of the result], or null. Without dy the result is y [rows, cols], and `max_abs` takes the
-// largest |act(gate) * up| of each column, before the weight. With dy, the result is the gradient of [gate | up],
-// [rows, 2 * cols]; dx (of the inputs' type) is it as it is, dweight (of the weight's type) that of the weight, and
-// `max_abs` takes the largest |gradient * factor| of each column, `factor` having one number per row. q, dx, dweight and
-// most may be null; `max_abs` must hold zeros.
+// smooth: [experts, columns of the result], or null. Without dy the result is y [rows, cols], and `max_abs` collects
+// the largest |act(gate) * up| of each column, before the weight. With dy, the result is the gradient of [gate | up],
+// [rows, 2 * cols]; dx (of the inputs' type) is the unscaled gradient, dweight (of the weight's type) that of the
+// weight, and `max_abs` collects the largest |gradient * factor| of each column, `factor` having one number per row. q,
+// dx, dweight and max_abs may be null; `max_abs` must hold zeros.
 template <bool FP32>
 __global__ void __launch_bounds__(256)
     glu_fp8_smooth(const void* dy, const void* gate, const void* up, const void* weight, const void* counts,

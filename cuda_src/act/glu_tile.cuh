@@ -1,11 +1,12 @@
-// What kernels that quantise gated linear units share: tiles of 128 x 128 numbers, never of two experts, one at a time
-// per block of a persistent grid, quantised along rows (1 x 128), along columns (128 x 1, codes transposed), or both.
+// Shared by kernels that quantise gated linear units: tiles of 128 x 128 numbers that never span two experts, one at a
+// time per block of a persistent grid, quantised along rows (1 x 128), along columns (128 x 1, codes transposed), or
+// both.
 //
 // A block has 512 threads. A thread owns four neighbouring columns of eight neighbouring rows, a warp eight whole rows:
-// maxima of rows stay within a warp, and a thread holds eight codes of each of its columns together. Transposed codes
-// pass through shared memory, 128 bytes per column: the eight bytes of rows 8u .. 8u + 7 of column c lie in unit u ^ (c
-// / 4 % 16) of that column. Writing, lanes have equal u and different c / 4; reading 16 bytes, eight lanes share a
-// column: both touch every bank once.
+// row maxima stay within a warp, and a thread holds eight codes of each of its columns together. Transposed codes pass
+// through shared memory, 128 bytes per column: the eight bytes of rows 8u .. 8u + 7 of column c are in unit u ^ (c / 4
+// % 16) of that column. When writing, lanes have equal u and different c / 4; when reading 16 bytes, eight lanes share
+// a column: both touch every bank once.
 #pragma once
 #include "act/glu_fp8_counts.cuh"
 #include "quant/expert_tiles.cuh"
@@ -24,7 +25,7 @@ inline constexpr int kThreadColumns = kSide / kWarp;            // columns of a 
 
 using Values = float[kThreadRows][kThreadColumns];
 
-// The tiles of one block: blockIdx.x, blockIdx.x + gridDim.x, ... Their places are worked out 32 at a time, one per
+// The tiles of one block: blockIdx.x, blockIdx.x + gridDim.x, ... Their positions are computed 32 at a time, one per
 // lane, and kept in shared memory, where reading them again costs less than registers.
 struct TileWalk {
     static constexpr u32 kKept = 2 * kWarp;
@@ -41,8 +42,8 @@ struct TileWalk {
     RTK_DEVICE bool has(u32 nth) const { return blockIdx.x + nth * gridDim.x < all.count(); }
     RTK_DEVICE const TilePlace& operator[](u32 nth) const { return kept[nth % kKept]; }
 
-    // To be called at the beginning of each tile; from one call to the next, the block must meet at a barrier. Then all
-    // threads are done with the tile before the last one, whose place is the last to be replaced.
+    // Called at the beginning of each tile; the block must pass a barrier between two calls. Then all threads are done
+    // with the tile before the last one, whose position is the next to be replaced.
     RTK_DEVICE void keep_up(u32 nth) const {
         if (nth % kWarp == 1 && nth > 1 && threadIdx.x < kWarp) find(nth - 1 + kWarp + threadIdx.x);
     }
@@ -77,8 +78,8 @@ struct TileScratch512 {
 
 static_assert(sizeof(TileScratch512) + TileWalk::kKept * sizeof(TilePlace) == 26624, "the host knows this number too");
 
-// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
-// called after a barrier; the next barrier frees the codes.
+// Writes the staged columns, each `pitch` bytes after the previous one; `q`: the code of the tile's first element. Call
+// after a barrier; the next barrier frees the codes.
 RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int rows, int columns) {
     const u32 thread = this_thread();
     const u64 mixed = reinterpret_cast<u64>(q) | static_cast<u64>(pitch) | static_cast<u64>(rows);
@@ -89,7 +90,7 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
 #pragma unroll
         for (int step = 0; step < kSide; step += kStep, to += product(kStep, pitch)) {
             const int column = first + step;
-            // A vector is two units, which the exclusive or swaps if its last bit is set.
+            // A vector is two units, which the xor swaps if its last bit is set.
             const int nth = column / kThreadColumns % 16;
             const Raw<16> raw =
                 *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kSide + ((vector ^ (nth / 2)) * 16));
@@ -100,7 +101,7 @@ RTK_DEVICE void store_columns(TileScratch512& scratch, e4m3* q, u32 pitch, int r
         }
         return;
     }
-    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // A column may begin at any byte. Lanes write its aligned words, each funnel-shifted from two words of codes, and
     // the bytes at the ends.
     auto word = [&](int column, int w) {
         if (w < 0 || w >= kSide / 4) return 0u;
@@ -142,9 +143,9 @@ RTK_DEVICE void find_maxima(const Values& v, float (&rows)[kThreadRows], float (
     }
 }
 
-// Quantises v, the thread's part of a tile: rows as `place` says (in shared memory, or wherever reading it again is
-// cheap), `columns` of them from `column` on. Numbers that do not exist must be 0. `words`: four codes of a row can be
-// stored together. Every thread of the block calls; there is at least one barrier, and the scratch may be used again.
+// Quantises v, the thread's part of a tile: rows as `place` says (in shared memory, or wherever rereading it is cheap),
+// `columns` of them from `column` on. Elements that do not exist must be 0. `words`: four codes of a row can be stored
+// together. Every thread of the block calls; there is at least one barrier, and the scratch may be reused afterwards.
 RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 column, u32 columns, bool words,
                               const Quantized& out, TileScratch512& scratch) {
     float rows[kThreadRows], max_abs[kThreadColumns];
@@ -158,7 +159,7 @@ RTK_DEVICE void quantize_tile(const Values& v, const TilePlace& place, u32 colum
             __float_as_uint(max_abs[0]), __float_as_uint(max_abs[1]), __float_as_uint(max_abs[2]), __float_as_uint(max_abs[3])};
     }
     __syncthreads();
-    // Four warps work out the scales of the columns while the others begin with the rows.
+    // Four warps compute the scales of the columns while the others begin with the rows.
     if (out.q_t != nullptr && threadIdx.x < kSide) {
         const u32 c = this_thread();
         float m = scratch.max_abs[0][c];

@@ -1,9 +1,9 @@
-// Writes new keys and values into a cache, paged or contiguous: keys rotated on the way if there are angles, both as codes if
-// the cache has 8 bits. One rounding, from fp32.
+// Appends new keys and values to a KV cache, paged or contiguous. Keys are rotated first if angles are given; both are
+// quantised if the cache is 8-bit. Arithmetic is fp32 and each element is rounded once.
 //
-// A warp for each token and head, two neighbouring elements per lane and step; grid: warps in x, keys and values in y. Token l
-// of sequence b has position lengths[b] + l, or goes to slots[b * length + l] (page * page size + place, below 0: nowhere).
-// What does not fit into the cache is left out.
+// One warp per token and head, two neighbouring elements per lane and step; grid: warps in x, keys and values in y.
+// Token l of sequence b goes to position lengths[b] + l, or to slots[b * length + l] (page * page size + offset;
+// negative: skip the token). Tokens that do not fit into the cache are skipped.
 #include "attention/codes.cuh"
 #include "common/any_type.cuh"
 
@@ -20,7 +20,7 @@ RTK_DEVICE void store_pair(u8* cache, i64 at, float first, float second, float i
         if constexpr (CODES == kCodesE4m3) {
             raw.w[0] = to_fp8x2<e4m3>(first * inverse_scale, second * inverse_scale);
         } else {
-            // NaN becomes 0, as in a conversion of floats to integers.
+            // NaN becomes 0, as in a float-to-integer conversion.
             const int a = min(max(__float2int_rn(first * inverse_scale), -127), 127);
             const int b = min(max(__float2int_rn(second * inverse_scale), -127), 127);
             raw.w[0] = (static_cast<u32>(a) & 0xffu) | (static_cast<u32>(b) & 0xffu) << 8;

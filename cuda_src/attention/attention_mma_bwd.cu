@@ -1,14 +1,14 @@
-// Attention backward by mma.sync, deterministic: one kernel sums dK and dV of 64 keys over all queries, another one dQ of 64
-// queries over all keys. Both make scores and dP anew from q, k, v and dout (seven products instead of five), so that no
-// sum is shared between blocks and nothing is added atomically.
+// Attention backward with mma.sync, deterministic: one kernel accumulates dK and dV of 64 keys over all queries,
+// another one dQ of 64 queries over all keys. Both recompute scores and dP from q, k, v and dout (seven products
+// instead of five), so no accumulator is shared between blocks and there are no atomics.
 //
 //   p[i, j]  = exp(s[i, j] - lse[i])                  dp = dout v^T
 //   ds[i, j] = p * (dp - delta[i]) * ds/dproduct      delta[i] = sum of dout * out - dlse[i]
 //   dv = p^T dout        dk = scale * ds^T q          dq = scale * ds k
 //
-// attention_mma_stats comes first and leaves lse * log2(e) (+inf where a query saw nothing, so that all p are 0) and delta, two
-// arrays like lse. Four warps; the tiles that a block walks over have two stages, as in the forward kernel. P and dS are
-// rounded to T for the products, sums are fp32.
+// attention_mma_stats runs first and writes two arrays shaped like lse: lse * log2(e) (+inf where a query saw no key,
+// so that every p is 0) and delta. Four warps; the tiles that a block loops over have two stages, as in the forward
+// kernel. P and dS are rounded to T before the products; accumulation is fp32.
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-// dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta; a block for each head. Rows of packed sequences that belong
-// to none are left out.
+// dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta; one block per head. Packed rows that belong to no
+// sequence are skipped.
 template <typename T>
 __global__ void __launch_bounds__(256)
     attention_mma_dsinks(const T* sinks, const float* stats, const i32* cu_q, float* dsinks, i64 batch, i64 lq,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(256)
         i64 dout_head, i64 lse_batch, i64 lse_head, i64 count, i64 bias_type, i64 bias_batch, i64 bias_head, i64 bias_row, \
         i64 bias_column, i64 limit_batch, i64 left, i64 right, i64 scale_factor, i64 softcap_inverse
 
-// dQ of 64 queries of a head; 16 for each warp. Grid and walk as in the forward kernel.
+// dQ of 64 queries of a head, 16 per warp. Grid and loop over keys as in the forward kernel.
 template <typename T, int DQK, int DV, int BN>
 __global__ void __launch_bounds__(kBackwardThreads, 2)
     attention_mma_dq(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = walk.block.i0 + mine.row + mine.lane / 4 + 8 * r;
-                int first = 0, end_here = i < walk.block.sequence.lq ? kPart : 0;  // keys of this part that count, from j0 on
+                int first = 0, end_here = i < walk.block.sequence.lq ? kPart : 0;  // valid keys of this part, from j0 on
                 if (!whole) {
                     const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.block.batch * limit_batch;
                     const SeenKeys seen{Mask(walk.block.sequence, left, right), limits};
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                   static_cast<int>(d_qk), mine.lane);
 }
 
-// dK and dV (PARTS: 1 and 2, 3 for both) of 64 keys of a head, 16 for each warp, summed over the query heads of the group and,
-// for each, over tiles of BQ queries. Scores are transposed: rows are keys.
+// dK and dV (PARTS: 1 and 2, 3 for both) of 64 keys of a head, 16 per warp, summed over the query heads of the group
+// and, for each head, over tiles of BQ queries. Scores are transposed: rows are keys.
 template <typename T, int DQK, int DV, int BQ, int PARTS>
 __global__ void __launch_bounds__(kBackwardThreads, 2)
     attention_mma_dkv(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
@@ -226,12 +226,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
         const float* stats;
         int begin;
     } walk;
-    __shared__ __align__(8) float numbers[2][2][BQ];  // of each stage: lse in log2, delta
+    __shared__ __align__(8) float numbers[2][2][BQ];  // per stage: lse in log2, delta
     static_assert(2 * BQ <= kBackwardThreads, "a number for each thread");
     int length = 0, steps = 0;  // tiles of queries, for one head and for all
     {
         const HeadTile own(tiles, section, pairs, heads / group);
-        const int j0 = own.number * BM;  // the first keys of a causal attention have the longest walks
+        const int j0 = own.number * BM;  // with a causal mask, the first keys meet the most queries
         const int head_kv = own.head, batch = own.batch;
         const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
         const int rows_k = cu_k == nullptr ? static_cast<int>(lkv) : cu_k[batch + 1] - cu_k[batch];  // used or not
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                 for (int c = 0; c < 2; ++c) {
                     const int i = i0 + 8 * n + mine.lane % 4 * 2 + c, j = walk.j0 + mine.row + mine.lane / 4;
                     const float log_sum = of_queries[8 * n + c], delta = of_queries[BQ + 8 * n + c];
-                    int first = 0, end = 16;  // of this warp's keys that count, from j on
+                    int first = 0, end = 16;  // valid keys of this warp, from j on
                     if (!whole) {
                         const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
                         const SeenKeys seen{Mask(walk.sequence, left, right), limits};

@@ -1,9 +1,11 @@
-// The gradient of an additive bias [batches, bias heads, queries, keys], each of the first two dimensions 1 or that of the
-// attention: dbias[i, j] = sum of p (dp - delta) over the sequences and heads that share the element (attention_mma_bwd.cu has the
-// names), without the slope of a soft cap, behind which the bias is added. Deterministic: a block has 64 queries and BN keys, and
-// adds up the sequences and heads in their order, in fp32 registers; nothing is shared between blocks.
+// Gradient of an additive bias [batches, bias heads, queries, keys]; each of the first two dimensions is 1 or that of
+// the attention. dbias[i, j] = sum of p (dp - delta) over the sequences and heads that share the element (names as in
+// attention_mma_bwd.cu), without the slope of a soft cap, because the bias is added after the cap. Deterministic: a
+// block owns 64 queries by BN keys and sums sequences and heads in order, in fp32 registers; nothing is shared between
+// blocks.
 //
-// Four warps of 16 queries. Tiles of q, dout, k and v of one sequence and head are in shared memory at a time. Masked elements are 0.
+// Four warps of 16 queries each. Shared memory holds the tiles of q, dout, k and v of one sequence and head at a time.
+// Masked elements are 0.
 // Grid: tiles of keys, tiles of queries, elements of the first two dimensions of the bias.
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll 1
         for (int h = first_head; h < end_head; ++h) {
             const i64 kv = h / static_cast<int>(group);
-            __syncthreads();  // the tiles before have been met
+            __syncthreads();  // everybody is done with the previous tiles
             Tile::template fetch<BM, kThreads>(q_tile, q + b * q_batch + i0 * q_row + h * q_head, q_row, sequence.lq - i0,
                                                static_cast<int>(d_qk) / 8);
             Tile::template fetch<BM, kThreads>(g_tile, dout + b * dout_batch + i0 * dout_row + h * dout_head, dout_row,

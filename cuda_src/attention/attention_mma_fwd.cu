@@ -1,12 +1,14 @@
-// Attention forward by mma.sync: out = softmax(scores) v for BM = 64 * MT queries of one head per block.
+// Attention forward with mma.sync: out = softmax(scores) v for BM = 64 * MT queries of one head per block.
 //
-// Four warps with 16 * MT queries each keep sums of the output in registers and walk over tiles of BN keys. Q stays in
-// shared memory; K and V have two stages each, and one barrier per tile: behind it, the copies of the next tile start into
-// the stage that everybody has left. Keys behind the last one are zeros, so what memory holds there does not matter.
-// Tiles that every query of the block sees whole are not masked (masks.cuh). Products and sums are fp32, P is rounded to T.
+// Four warps own 16 * MT queries each, accumulate the output in registers and loop over tiles of BN keys. Q stays in
+// shared memory; K and V have two stages each, with one barrier per tile: after it, copies of the next tile start into
+// the stage that every warp has left. Keys past the last one are zero-filled, so whatever memory holds there does not
+// matter. Tiles that are visible to every query of the block are not masked (masks.cuh). Products and sums are fp32, P
+// is rounded to T.
 //
-// Grid: one block for each tile of queries, head and sequence. Blocks are numbered so that `section` heads, whose K and V
-// stay in L2 together, are finished before the next ones begin, tiles with the longest walks first.
+// Grid: one block per tile of queries, head and sequence. Blocks are ordered so that a group of `section` heads
+// finishes before the next group begins, because their K and V fit into L2 together; within a group, tiles with the
+// most keys come first.
 #include "attention/mma_tile.cuh"
 #include "attention/mma_walk.cuh"
 #include "attention/scores.cuh"
@@ -27,7 +29,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     using QTile = MmaTile<DQK>;
     using VTile = MmaTile<DV>;
     constexpr int BM = 64 * MT, kKeyTiles = BN / 8, kOutTiles = DV / 8;
-    constexpr bool kTakesBias = MT * DV * BN < 2 * 128 * 64;  // there are registers for it
+    constexpr bool kTakesBias = MT * DV * BN < 2 * 128 * 64;  // enough registers for it
     constexpr u32 kQBytes = BM * QTile::kPitch, kKBytes = BN * QTile::kPitch, kVBytes = BN * VTile::kPitch;
     extern __shared__ __align__(128) u8 shared[];
     u8* const q_tile = shared;

@@ -1,16 +1,17 @@
-// Attention forward by mma.sync with 8-bit queries and keys, and values of 16 or 8 bits: out = softmax(scores) v for 128 queries of
-// one head per block (64 unless there are int8 keys and 16-bit values), as attention_mma_fwd does it. Codes are multiplied as they are; with a scale per row of q and k
-// (or per block of rows),
+// Attention forward with mma.sync, 8-bit queries and keys, and 16-bit or 8-bit values: out = softmax(scores) v for 128
+// queries of one head per block (64 unless keys are int8 and values 16-bit), structured like attention_mma_fwd.cu.
+// Codes are multiplied as they are; with one scale per row of q and k (or per block of rows),
 //   score[i, j] = scale * scale_q[i] * scale_k[j] * (q[i] . k[j])
 //
-// QK: int8 (sums are exact) or e4m3. PV: 16-bit values [keys, d_v] as T; or codes, transposed: rows of keys, [d_v, keys], with scales
-// per column and block of 64 keys. Powers are then codes too, 255 (u8) or 448 (e4m3) for the largest one of a row so far; each
-// tile's product has fresh sums, which are scaled and added in fp32. Sums of powers are those of the rounded u8 codes.
+// QK: int8 (exact sums) or e4m3. PV: 16-bit values [keys, d_v] as T, or transposed codes [d_v, keys] with one scale per
+// column and block of 64 keys. In the second case the softmax probabilities are quantised as well: the largest one of a
+// row so far is 255 (u8) or 448 (e4m3). Each tile's product then starts from zero and is scaled and added in fp32. The
+// softmax denominator sums the rounded u8 codes.
 //
-// So that scores become a left operand of 8 bits without an exchange, columns of a score tile are keys in another order (KeyOrder):
-// rows of a tile of keys are fetched in that order. The sums over a row do not depend on it.
+// The columns of a score tile are keys in a permuted order (KeyOrder), so that scores become an 8-bit left operand
+// without shuffles: the rows of a key tile are loaded in that order. Sums over a row do not depend on it.
 //
-// Tiles, stages and the grid are those of attention_mma_fwd.cu: four warps of 32 (16) queries, 64 keys, two stages.
+// Tiles, stages and grid are those of attention_mma_fwd.cu: four warps of 32 (or 16) queries, 64 keys, two stages.
 #include "attention/coded_softmax.cuh"
 #include "attention/mma_tile.cuh"
 #include "attention/mma_walk.cuh"
@@ -20,7 +21,7 @@ namespace rtk {
 inline constexpr int kQuantThreads = 128;
 inline constexpr int kQuantKeys = 64;
 
-// Which key of a tile is column 8n + 2t + c of the scores, and which one lies in a row of the tile in shared memory.
+// Maps column 8n + 2t + c of the scores to its key of the tile, and a row of the tile in shared memory to its key.
 template <bool CODES>
 struct KeyOrder {
     RTK_DEVICE static int of_score(int n, int t, int c) { return CODES ? n / 2 * 16 + 4 * t + n % 2 * 2 + c : 8 * n + 2 * t + c; }
@@ -29,7 +30,7 @@ struct KeyOrder {
     }
 };
 
-// Operands and sums of the two products.
+// Operands and accumulators of the two products.
 template <int QK>
 struct ScoreProduct {
     using Operand = CodesS8;
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         if (!own.exists()) return;
         begin = own.begin, end = own.end;
         if (threadIdx.x == 0) {
-            // 16-bit values have strides in elements, and rows of packed sequences; codes have one sequence after the other.
+            // 16-bit values have strides in elements, and rows of packed sequences; codes are stored sequence by
+            // sequence.
             const i64 head_kv = own.head / static_cast<int>(group);
             walk.k = k + own.first_key(k_batch, k_row, k_head, group);
             walk.v = v + (kCodes ? own.batch * v_batch + head_kv * v_head : 2 * own.first_key(v_batch, v_row, v_head, group));
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         }
         const int i = own.i0 + static_cast<int>(threadIdx.x);
         scale_q += own.batch * sq_batch + own.head * sq_head + own.sequence.q_row;
-        if (threadIdx.x < BM)  // read behind the barrier of the first tile
+        if (threadIdx.x < BM)  // read after the barrier of the first tile
             row_factors[threadIdx.x] =
                 i < own.sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
     }
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
     for (int m = 0; m < MT; ++m) clear_sums(sums[m]);
     LazySoftmax softmax[MT];
-    using Powers = PowerCodes<PV>;
+    using Codes = ProbabilityCodes<PV>;
 
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -191,14 +193,14 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             bool rescale = true;
             if constexpr (kCodes) {
                 const float one[2] = {1.0f, 1.0f};  // scores are in log2
-                Powers::add(softmax[m], reinterpret_cast<float(&)[4 * kKeyTiles]>(s), one, correction);
+                Codes::add(softmax[m], reinterpret_cast<float(&)[4 * kKeyTiles]>(s), one, correction);
 #pragma unroll
                 for (int step = 0; step < BN / 32; ++step)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int n = 4 * step + i / 2 * 2, r = i % 2;
                         p[step][m][i] =
-                            Powers::pack(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
+                            Codes::pack(s[n][2 * r], s[n][2 * r + 1], s[n + 1][2 * r], s[n + 1][2 * r + 1]);
                     }
             } else {
                 rescale = softmax[m].add_lazily(s, 1.0f, correction);
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         softmax[m].finish(1.0f, negative_infinity(), times, logs);
         if constexpr (kCodes) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) logs[r] -= logf(Powers::kLargest);
+            for (int r = 0; r < 2; ++r) logs[r] -= logf(Codes::kLargest);
         }
         if (kCodes && out_fp16 != 0) {
             store_rows(static_cast<fp16*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),

@@ -1,15 +1,15 @@
-// From 16-bit q, k and v [sequence, row, head, column] to the codes that attention_mma_quant takes. A code times its scale is
-// the value; NaN or an infinity makes the scale NaN, an amax of 0 gives scale 1.
+// Quantises 16-bit q, k and v [sequence, row, head, column] to the codes that attention_mma_quant takes. A code times
+// its scale is the value. NaN or an infinity makes the scale NaN; an amax of 0 gives scale 1.
 //
-//   attention_key_sums        sums of columns of 256 rows of k at a time, fp32 [batch, heads, parts, 128]. Their mean is what
-//                             "smooth k" takes from each key: a constant for all scores of a row, which a softmax does not see.
-//   attention_quantize_rows   rows of q and k: int8 (amax / 127) or e4m3 (amax / 448), a scale per row or per 64 rows. With sums
-//                             of columns, k less its mean; and, for q, the scores that this takes away, to be added to lse.
-//                             Heads of k follow those of q in the grid.
-//   attention_quantize_values v transposed, codes [batch, heads, d_v, padded keys], zeros behind the last key; a scale per column
-//                             and 64 keys, [batch, heads, blocks, d_v].
+//   attention_key_sums        column sums over 256 rows of k at a time, fp32 [batch, heads, parts, 128]. "Smooth k" subtracts
+//                             their mean from each key: this shifts all scores of a row by a constant, which softmax ignores.
+//   attention_quantize_rows   rows of q and k: int8 (amax / 127) or e4m3 (amax / 448), one scale per row or per 64 rows. With
+//                             column sums, k minus its mean; and, for q, the amount by which that lowers the scores, to be
+//                             added to lse. Heads of k follow those of q in the grid.
+//   attention_quantize_values v transposed, codes [batch, heads, d_v, padded keys], zeros past the last key; one scale per
+//                             column and 64 keys, [batch, heads, blocks, d_v].
 //
-// Blocks of 128 threads have 64 rows (256 for sums) of one head: grid (blocks of rows, heads, sequences). Rounding is to
+// Blocks of 128 threads own 64 rows (256 for sums) of one head: grid (blocks of rows, heads, sequences). Rounding is to
 // nearest even; the mean is fp32.
 #include "common/convert.cuh"
 #include "common/reduce.cuh"
@@ -25,7 +25,8 @@ RTK_DEVICE float scale_of(float amax, float largest) {
     return !(amax <= 3.4028235e38f) ? __uint_as_float(0x7fc00000u) : amax == 0.0f ? 1.0f : amax / largest;
 }
 
-// Four values as codes; none is larger than the scale allows. A scale that is NaN gives any codes: scores are NaN all the same.
+// Quantises four values, which the scale keeps in range. A NaN scale gives arbitrary codes: the scores are NaN either
+// way.
 RTK_DEVICE u32 coded(const float (&f)[4], float inverse, bool e4m3_codes) {
     if (e4m3_codes) return to_fp8x2<e4m3>(f[0] * inverse, f[1] * inverse) | to_fp8x2<e4m3>(f[2] * inverse, f[3] * inverse) << 16;
     u32 bits[4];
@@ -34,7 +35,7 @@ RTK_DEVICE u32 coded(const float (&f)[4], float inverse, bool e4m3_codes) {
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
-// The largest magnitude of a warp's values; NaN counts as larger than all numbers.
+// The largest magnitude of a warp's values; NaN compares greater than every number.
 RTK_DEVICE float warp_amax(const float (&f)[4]) {
     u32 bits = 0u;
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(128)
     to[column] = total;
 }
 
-// `sums`: null, or parts of sums of columns of the heads of k. `taken`: [batch, heads, rows] of q, scale * (q . mean).
+// `sums`: null, or partial column sums of the heads of k. `taken`: [batch, heads, rows] of q, scale * (q . mean).
 template <typename T>
 __global__ void __launch_bounds__(128)
     attention_quantize_rows(const T* q, const T* k, const float* sums, u8* q_codes, float* q_scales, u8* k_codes, float* k_scales,
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(128)
     const float largest = e4m3_codes ? 448.0f : 127.0f;
     Raw<8> raw[kOwn];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {  // all of them on their way before anything is done with one
+    for (int i = 0; i < kOwn; ++i) {  // issue all loads before using any
         raw[i] = Raw<8>{{0, 0}};
         if (column_exists && first + i < rows) raw[i] = load_raw<T, 4, false>(x + (first + i) * x_row);
     }
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(128)
     float own_mean[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) own_mean[c] = mean[lane * 4 + c];
-    // Row i; of k less the mean, where it exists.
+    // Row i; for k minus the mean, if there is one.
     auto values_of = [&](int i, float(&f)[4]) {
         unpack<T, 4>(raw[i], f);
         if (!is_q && first + i < rows) {

@@ -1,17 +1,17 @@
-// Attention backward on sm_90a: dk, dv, and sums of dq, in one pass, with the same bits in every launch.
+// Attention backward on sm_90a: dk, dv, and sums of dq, in one pass, bitwise reproducible.
 //
-// A block takes a tile of 128 keys of one head of keys, and all tiles of queries (of all heads that share these keys) that
-// see any of them, the last queries first. Two consumer warpgroups have 64 keys each; with s, p, dp, ds transposed
-// (keys are rows), per tile of queries
-//   s = k q^T,  dp = v dout^T,  p = 2^(s - lse),  ds = p (dp - delta),  dv += p dout,  dk += ds q      from registers,
-//   dq = ds^T k                                                     from ds of both warpgroups in shared memory.
-// Two warps of a third warpgroup ask the copy engine for tiles; another one sends tiles of dq to be added to fp32 sums in
-// global memory. dq of a tile of queries is made one step late, so that a warpgroup need not wait for the other one's ds.
+// A block owns a tile of 128 keys of one key head and loops over all query tiles (of all heads that share these keys)
+// that see any of them, last queries first. Two consumer warpgroups own 64 keys each; with s, p, dp, ds transposed
+// (rows are keys), per tile of queries
+//     s = k q^T,  dp = v dout^T,  p = 2^(s - lse),  ds = p (dp - delta),  dv += p dout,  dk += ds q      from registers,
+//     dq = ds^T k                                                     from ds of both warpgroups in shared memory.
+// Two warps of a third warpgroup issue TMA loads; two more send tiles of dq to be added to fp32 sums in global memory.
+// dq of a query tile is computed one step late, so that a warpgroup does not wait for the other one's ds.
 //
-// The sums of a tile of queries come from several blocks, in a fixed order: each waits until the tiles of keys before its own
-// have been added (`order` counts them); the first one stores. Why that ends is in attention/sm90_bwd.cuh.
+// Several blocks add to the sums of a query tile, in a fixed order: each waits until the key tiles before its own have
+// been added (`order` counts them); the first one stores. attention/sm90_bwd.cuh explains why this cannot deadlock.
 //
-// Numerics: p and ds are rounded to T for the products, all sums are fp32. dk and dv are rounded one time.
+// Numerics: p and ds are rounded to T before the products, all sums are fp32. dk and dv are rounded once.
 //
 // EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive.
 #include "attention/sm90_bwd.cuh"
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(384, 1)
     const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
     const u32 count = tiles * kv_heads * static_cast<u32>(batches);
     const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
-    WarpHandover numbers(memory_at(handover), warp == kConsumers);  // drawn in order, none before it is wanted
+    WarpHandover numbers(memory_at(handover), warp == kConsumers);  // claimed in order, each only when it is needed
 
     if (threadIdx.x == 0) {
         kv_pipe.init(1, kConsumers);
@@ -74,10 +74,11 @@ __global__ void __launch_bounds__(384, 1)
 
     if (warp >= kConsumers) {
         ptx::registers_give<24>();
-        // Registers are short in all roles: the warp that draws writes what is to be known of a tile to shared memory; states of
-        // pipelines follow from how many tiles of keys and of queries there were.
+        // Registers are short in all roles, so the warp that claims a tile writes its description to shared memory, and
+        // pipeline states are derived from the number of key and query tiles so far.
         u32 taken = 0, uses = 0;
-        // The next tile, whose record is then number (taken - 1) % 4: a warp has drawn tile t before tile t + 2 is given.
+        // The next tile; its record is number (taken - 1) % 4. A warp has claimed tile t before tile t + 2 is handed
+        // out.
         auto next_tile = [&] {
             numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
             const u32 index = numbers.give([&] {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(384, 1)
             ++taken;
             return index < count;
         };
-        // By one thread: tiles of q or dout, and their statistics.
+        // Called by one thread: loads tiles of q or dout, and their statistics.
         auto fetch = [&](const KeyRecord& tile, const Pipeline<kStages>& pipe, ptx::SharedAddress tiles_at,
                          const ptx::TensorMap& map, ptx::SharedAddress rows_at, const float* from) {
             int m = static_cast<int>(tile.queries().w[3]), h = 0;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(384, 1)
                 if (lane == 0) {
                     const PipelineState<1> kv_state{0, (taken - 1) % 2};
                     kv_pipe.acquire(kv_state);
-                    // Where no query sees these keys the stage is used all the same: others count tiles.
+                    // Where no query sees these keys the stage is still used, because the other roles count tiles.
                     const bool empty = tile.queries().w[0] == 0;
                     const ptx::SharedAddress full = kv_pipe.expect(kv_state, empty ? 0 : 2 * KTile::kBytes);
                     if (!empty) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(384, 1)
                 }
                 __syncwarp();
             }
-        } else {  // the last two warps send dq, of every other step: adding takes longer than a step
+        } else {  // the last two warps send dq of alternate steps: one reduction takes longer than a step
             const u32 buffer = warp - (kConsumers + 2);
 #pragma unroll 1
             while (next_tile()) {
@@ -180,8 +181,9 @@ __global__ void __launch_bounds__(384, 1)
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
     numbers.makes = false;
     u32 taken = 0, uses = 0;
-    // Rows from `rows` on of a tile of `height` are another sequence's, or nobody's. They may be NaN, which a factor of 0 does
-    // not hide, so the first warpgroup overwrites them. All consumers call, before any of them multiplies the tile.
+    // Rows from `rows` on of a tile of `height` belong to another sequence or to none. They may be NaN, which a factor
+    // of 0 does not hide, so the first warpgroup overwrites them. All consumers call this before any of them multiplies
+    // the tile.
     auto overwrite = [&](ptx::SharedAddress at, int rows, u32 box_bytes, int boxes) {
         if (group == 0)
             for (u32 i = rows * kTileRow + threadIdx.x * 16; i < box_bytes; i += 128 * 16)
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(384, 1)
         index = numbers.give([] { return 0u; });
         if (index >= count) break;
         const PipelineState<1> kv_state{0, taken % 2};
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                    static_cast<u32>(together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -210,10 +212,10 @@ __global__ void __launch_bounds__(384, 1)
             const int steps = queries.count() * static_cast<int>(heads_per_kv);
             kv_pipe.wait(kv_state);
             if (tile.n * BN + BN > sequence.keys && (lengths != nullptr || cu_k != nullptr)) {
-                overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v lies behind k
+                overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v is stored after k
                 ptx::named_barrier_sync(1, 256);
             }
-            // dq of the step before, whose ds lie in shared memory; then it is on its way.
+            // Issues dq of the previous step, whose ds is in shared memory.
             auto multiply_dq = [&](float(&dq)[32]) {
                 const u32 buffer = (uses - 1) % 2;
                 ptx::mbarrier_wait(ds_full + 8 * buffer, (uses - 1) / 2 % 2);
@@ -269,7 +271,7 @@ __global__ void __launch_bounds__(384, 1)
                     reinterpret_cast<const float*>(memory_at(lse_rows + state.stage * kStatBytes)) + 2 * t;
                 const float* const delta_row =
                     reinterpret_cast<const float*>(memory_at(delta_rows + state.stage * kStatBytes)) + 2 * t;
-                if constexpr (EXTRAS != 0) {  // scores for now, powers when dp has come
+                if constexpr (EXTRAS != 0) {  // scores for now, probabilities once dp has arrived
                     make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
                 } else {
 #pragma unroll
@@ -331,8 +333,8 @@ __global__ void __launch_bounds__(384, 1)
                 pack_rows<T>(ds, dp);
                 pack_rows<T>(p, s);
 
-                // dq is that of the step before; before the first one there is none, and nobody looks at what comes out. The
-                // order of the products is the one for which there are registers.
+                // dq belongs to the previous step; before the first step there is none and its result is ignored. This
+                // order of the products is the one that fits into registers.
                 float dq[32];
                 if constexpr (kKeysFirst) {
                     ptx::wgmma_fence();
@@ -351,7 +353,8 @@ __global__ void __launch_bounds__(384, 1)
                     multiply_packed<T, BQ>(dk_sums, ds, q_tile, true);
                     ptx::wgmma_commit();
                 }
-                // The buffer is free: who waited for ds of the step before knows that dq of the one before that is done.
+                // The buffer is free: whoever waited for ds of the previous step knows that dq of the step before it is
+                // done.
                 const u32 ds_row = own_row * kTileRow + ((own_row & 7) << 4) + 4 * t;
 #pragma unroll
                 for (int j = 0; j < BQ / 8; ++j)
@@ -383,7 +386,7 @@ __global__ void __launch_bounds__(384, 1)
         }
         if (speaks) kv_pipe.release(PipelineState<1>{0, 0});
 
-        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        ptx::forget(index);  // the position of this tile is computed again to save registers above
         const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
                                    static_cast<u32>(together));
         const Sequence own = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);

@@ -1,22 +1,24 @@
 // Attention backward on sm_90a for heads of 129 to 256 elements: one of dq, dk and dv.
 //
-// Sums of dk and dv of 64 keys would take all registers of a warpgroup, so each gradient is a pass (a launch) of its own, which
-// makes scores anew: eight products instead of five, none of them exchanged between warpgroups, and nothing added in
-// global memory. A block takes tiles of 128 rows of one head, drawn from a counter: queries for dq (PASS 0), keys for dk (1) and
-// dv (2). Two consumer warpgroups have 64 of these rows each, in shared memory: `own_qk` (q or k) and `own_v` (dout or v). One
-// warp of a third warpgroup asks the copy engine for tiles of BN rows that they meet: `met_qk` (k or q) and `met_v` (v or dout),
-// of keys for dq, of queries (of all heads that share these keys) for dk and dv. With rows of `own` as rows of s,
-//   s = own_qk met_qk^T,  p = 2^(s - lse),  dp = own_v met_v^T,  ds = p (dp - delta),
-//   dq += ds met_qk,  dk += ds met_qk,  dv += p met_v                  p and ds come from registers.
-// The last product of a step is on its way while scores of the next one are made. A warpgroup gives that product and the next
-// step's scores to the tensor cores, then the other one does (ping-pong): one makes p and ds while the other one multiplies.
+// Accumulators of dk and dv of 64 keys would take all registers of a warpgroup, so each gradient is a pass (a launch)
+// of its own that recomputes the scores: eight products instead of five, but no exchange between warpgroups and no
+// additions in global memory. A block takes tiles of 128 rows of one head from a counter: queries for dq (PASS 0), keys
+// for dk (1) and dv (2). Two consumer warpgroups own 64 of these rows each, in shared memory: `own_qk` (q or k) and
+// `own_v` (dout or v). One warp of a third warpgroup issues TMA loads of the tiles of BN rows that they meet: `met_qk`
+// (k or q) and `met_v` (v or dout), keys for dq, queries (of all heads that share these keys) for dk and dv. With rows
+// of `own` as rows of s,
+//     s = own_qk met_qk^T,  p = 2^(s - lse),  dp = own_v met_v^T,  ds = p (dp - delta),
+//     dq += ds met_qk,  dk += ds met_qk,  dv += p met_v                  p and ds come from registers.
+// The last product of a step overlaps with the scores of the next one. Warpgroups alternate (ping-pong): one issues
+// that product and the next step's scores to the tensor cores while the other computes p and ds.
 //
-// Shared memory, KB, own + met: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of met_v); dv has
-// no own_v, and larger tiles: 48 + 2 x 80, 48 + 2 x 84, 64 + 2 x 80. Registers of a consumer: sums 64 to 128, and at one time
-// either s and packed (3/4 BN) or s and dp (BN); that is why dp is asked for when the last product of the step before is done.
+// Shared memory, KB, own + met: 192/128 80 + 2 x 60, 192/192 96 + 2 x 60, 256/256 128 + 2 x 32 + 32 (one stage of
+// met_v); dv has no own_v, and larger tiles: 48 + 2 x 80, 48 + 2 x 84, 64 + 2 x 80. Registers of a consumer:
+// accumulators 64 to 128, plus either s and packed (3/4 BN) or s and dp (BN). This is why dp is issued only after the
+// last product of the previous step.
 //
-// Numerics: p and ds are rounded to T for the products, all sums are fp32 and rounded one time. Bits do not depend on which
-// block takes a tile.
+// Numerics: p and ds are rounded to T before the products, all sums are fp32 and rounded once. The bits do not depend
+// on which block takes a tile.
 //
 // EXTRAS: 1 for a soft-cap or a limit per query.
 #include "attention/sm90_bwd.cuh"
@@ -30,7 +32,7 @@ namespace rtk {
 inline constexpr int kPassDq = 0, kPassDk = 1, kPassDv = 2;
 inline constexpr int kPassRows = 128;  // of a block's tile
 
-// Which tiles of BN rows the rows of number `index` meet.
+// The tiles of BN rows that row tile `index` meets.
 template <int PASS, int BN>
 struct PassTile {
     int row0, head, batch;  // the head is one of queries for dq, of keys otherwise
@@ -38,7 +40,7 @@ struct PassTile {
     bool exists;
     int first, last;  // tiles met; none if last < first
 
-    // How many rows of the gradient a sequence has; those behind `lengths` have a gradient of 0.
+    // Number of gradient rows of a sequence; rows past `lengths` have gradient 0.
     RTK_DEVICE static u32 tiles_of(i64 lq, i64 lkv) {
         return static_cast<u32>(ceil_div(PASS == kPassDq ? lq : lkv, kPassRows));
     }
@@ -46,7 +48,7 @@ struct PassTile {
     RTK_DEVICE PassTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, i64 lq, i64 lkv, const i32* cu_q,
                         const i32* cu_k, const i32* lengths, i64 left, i64 right) {
         const QueryTile tile(index, tiles, heads, batches, heads_together);
-        // Under a causal mask the last queries, and the first keys, take the longest.
+        // Under a causal mask the last queries and the first keys take the longest.
         row0 = kPassRows * (PASS == kPassDq ? tile.m : static_cast<int>(tiles) - 1 - tile.m);
         head = tile.head, batch = tile.batch;
         sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
@@ -117,7 +119,8 @@ __global__ void __launch_bounds__(384, 1)
             const int met_row = PASS == kPassDq ? sequence.k_row : sequence.q_row;
             const int met_rows = PASS == kPassDq ? sequence.keys : sequence.lq;
             const int stats_row = static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr));
-            // Only what is multiplied by p or ds is to be cleared behind the last row: scores there are masked, NaN or not.
+            // Only operands of products with p or ds must be cleared past the last row: scores there are masked, NaN or
+            // not.
             const bool patches = PASS == kPassDq ? lengths != nullptr || cu_k != nullptr : cu_q != nullptr;
 
             const PipelineState<1> own_state{0, taken++ % 2};
@@ -177,12 +180,12 @@ __global__ void __launch_bounds__(384, 1)
     const float factor = static_cast<float>(scale) * kLog2e;
     const float by_cap = softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress group_qk = own_qk + group * 64 * kTileRow, group_v = own_v + group * 64 * kTileRow;
-    // Ping-pong: a warpgroup gives its products of a step to the tensor cores after the other one has.
+    // Ping-pong: a warpgroup issues its products of a step after the other one has issued its own.
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(2 - group, 256); };
     if (group == 1) pass_cores();
     numbers.makes = false;
-    u32 drawn = 0, taken = 0, uses = 0;  // tiles of rows, those that meet any, and tiles met: states of pipelines follow
+    u32 drawn = 0, taken = 0, uses = 0;  // row tiles, those that meet any tile, and tiles met: pipeline states follow from these
     auto qk_state = [&](u32 use) { return PipelineState<kStages>{static_cast<int>(use % kStages), use / kStages % 2}; };
     auto v_state = [&](u32 use) { return PipelineState<STAGES_V>{static_cast<int>(use % STAGES_V), use / STAGES_V % 2}; };
     auto qk_at = [&](u32 use) { return met_qk + use % kStages * MetQk::kBytes; };
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(384, 1)
         numbers.state = {static_cast<int>(drawn % 2), drawn / 2 % 2};
         index = numbers.give([] { return 0u; });
         if (index >= count) break;
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const PassTile<PASS, BN> tile = tile_at(index);
         if (!tile.exists) continue;
         float sums[kWidth / 2];
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::wgmma_commit();
                 }
             };
-            // What the last product of a step multiplied, with statistics that all lanes have read.
+            // Releases the stage that the last product of a step read; all lanes have read its statistics.
             auto release_met = [&](u32 use) {
                 if constexpr (PASS == kPassDv) {
                     if (speaks) v_pipe.release(v_state(use));
@@ -239,11 +242,11 @@ __global__ void __launch_bounds__(384, 1)
                     qk_pipe.release_warp(qk_state(use));
                 }
             };
-            // lse or delta of this thread's row r and column 8 j + c: that of the row in dq, of the column otherwise.
+            // lse or delta of this thread's row r and column 8 j + c: that of the row for dq, of the column otherwise.
             auto of = [&](const float(&rows)[2], const float2& pair, int r, int c) {
                 return PASS == kPassDq ? rows[r] : c == 0 ? pair.x : pair.y;
             };
-            // From scores of tile n, in s, and from dp, which may be on its way, to p (in s) or ds (in dp).
+            // Turns scores of tile n, in s, and dp, which may still be in flight, into p (in s) or ds (in dp).
             auto make_values = [&](int n) {
                 const float* const lse_row =
                     reinterpret_cast<const float*>(memory_at(stats + uses % kStages * kStatBytes)) + 2 * t;
@@ -330,7 +333,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, ++uses) {
                 multiply_qk();
-                ptx::wgmma_wait<1>();  // the last product of the step before; dp gets registers then, and not earlier
+                ptx::wgmma_wait<1>();  // wait for the last product of the previous step: its registers go to dp
                 if (step != 0) release_met(uses - 1);
                 multiply_v();
                 pass_cores();
@@ -353,7 +356,7 @@ __global__ void __launch_bounds__(384, 1)
             release_met(uses - 1);
         }
 
-        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        ptx::forget(index);  // the position of this tile is computed again to save registers above
         const PassTile<PASS, BN> at = tile_at(index);
         const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);
         const int exist = (PASS == kPassDq ? rows.lq : rows.keys) - at.row0;
@@ -362,7 +365,7 @@ __global__ void __launch_bounds__(384, 1)
         store_rows(gradient + at.batch * gradient_batch + at.head * gradient_head + first_row * gradient_row, gradient_row,
                    own_row, exist, static_cast<int>(columns), sums, times);
     }
-    if (group == 0) wait_for_cores();  // what the other warpgroup has passed on
+    if (group == 0) wait_for_cores();  // the turn that the other warpgroup has passed on
 }
 
 }  // namespace rtk

@@ -1,11 +1,11 @@
-// What comes before and after the products of the backward on sm_90a, row by row of queries.
+// Row-wise steps before and after the products of the backward on sm_90a.
 //
-// attention_bwd_stats   lse in units of log2 (+inf where a query sees nothing: its powers are then 0) and
-//                       delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a
-//                       warp per row.
-// attention_bwd_dq      dq = scale * sums, rounded one time; 0 for queries that no tile of keys meets. A block per tile.
-// attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. A block per head. Padded rows that belong to no
-//                       sequence were never written and are not read.
+//   attention_bwd_stats   lse in units of log2 (+inf where a query sees no key, so that its probabilities are 0) and
+//                         delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a
+//                         warp per row.
+//   attention_bwd_dq      dq = scale * sums, rounded once; 0 for queries that no key tile meets. One block per tile.
+//   attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. One block per head. Padded rows that
+//                         belong to no sequence were never written and are not read.
 #include "attention/sm90_bwd.cuh"
 
 namespace rtk {
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(256)
     attention_bwd_stats(const T* out, const T* dout, const float* lse, const float* dlse, const i32* cu_q, float* lse_rows,
                         float* delta_rows, i64 heads, i64 lq, i64 padded_rows, i64 d_v, i64 out_batch, i64 out_row,
                         i64 out_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 lse_batch, i64 lse_head) {
-    // Sixteen lanes have a row of up to 128 elements, in vectors of 8, or half of one of up to 256.
+    // Sixteen lanes own a row of up to 128 elements, in vectors of 8, or half of a row of up to 256.
     const int lane = threadIdx.x % 16;
     const u32 padded_lq = static_cast<u32>((lq + kRowPad - 1) / kRowPad * kRowPad);
     const int head = blockIdx.y % static_cast<u32>(heads), batch = blockIdx.y / static_cast<u32>(heads);

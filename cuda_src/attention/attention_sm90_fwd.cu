@@ -1,18 +1,19 @@
 // Attention forward on sm_90a: out = softmax(mask(scale q k^T)) v and lse, in one pass over keys.
 //
-// Tensors are [sequence, row, head, column] in any strides, or packed rows (problem.py). A block takes tiles of 64 kGroups
-// queries of one head, drawn from a counter. kGroups consumer warpgroups have 64 queries each; one warp of another one
-// asks the copy engine for q, and for tiles of BN keys and values, the last keys first, through two stages each.
+// Tensors are [sequence, row, head, column] in any strides, or packed rows (problem.py). A block takes tiles of 64
+// kGroups queries of one head from a counter. kGroups consumer warpgroups own 64 queries each; one warp of another
+// warpgroup issues TMA loads of q and of tiles of BN keys and values, last keys first, through two stages each.
 //
-// A warpgroup multiplies q by keys of tile j while the values of tile j + 1 (one earlier in time) are multiplied by its
-// powers, which come from registers; then it makes the powers of tile j. Warpgroups take the tensor cores in ping-pong, by named
-// barriers, so that one makes powers while another one multiplies.
+// A warpgroup multiplies q by the keys of tile j while the values of tile j + 1 (the previous step) are multiplied by
+// their softmax probabilities, which come from registers; then it computes the probabilities of tile j. Warpgroups take
+// turns on the tensor cores (ping-pong, by named barriers): one warpgroup computes softmax while another one issues
+// MMAs.
 //
-// Numerics: scores, maxima, sums and outputs are fp32; powers are rounded to T before they meet the values, sums are those of
-// the unrounded ones. out is rounded one time. Bits do not depend on which block takes a tile.
+// Numerics: scores, maxima, sums and outputs are fp32. Probabilities are rounded to T for the product with the values;
+// the denominator sums the unrounded ones. out is rounded once. The bits do not depend on which block takes a tile.
 //
-// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then made
-// element by element.
+// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then
+// computed element by element.
 #include "attention/sm90_tile.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
-    // Ping-pong: a warpgroup multiplies after the one before it has; the first one need not wait at first.
+    // Ping-pong: a warpgroup issues its products after the one before it; the first one does not wait at the start.
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
     if (group == kGroups - 1) pass_cores();
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     PipelineState<1> q_state;
     PipelineState<kStages> k_state, v_state;
     for (u32 index; (index = source.draw()) < count;) {
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                              static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
 #pragma unroll
         for (float& x : o) x = 0.0f;
 
-        // From scores of tile n to powers, of which what was before is to be multiplied by `correction`.
-        auto make_powers = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
+        // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
+        auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
             if constexpr (EXTRAS != 0) {
                 make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
                 if (EXTRAS == 2 && bias_kind != 0) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
             ptx::wgmma_wait<0>();
             if (speaks) k_pipe.release(k_state);
             k_state.advance();
-            make_powers(s, last, correction);
+            to_probabilities(s, last, correction);
             pack_rows<T>(p, s);
 #pragma unroll 1
             for (int n = last - 1; n >= first; --n) {
@@ -194,10 +195,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
                 ptx::wgmma_commit();
                 pass_cores();
-                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras want the registers of p
+                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras need the registers of p
                 if (speaks) k_pipe.release(k_state);
                 k_state.advance();
-                make_powers(s, n, correction);
+                to_probabilities(s, n, correction);
                 ptx::wgmma_wait<0>();
                 if (speaks) v_pipe.release(v_state);
                 v_state.advance();
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
             v_state.advance();
         }
 
-        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        ptx::forget(index);  // the position of this tile is computed again to save registers above
         const QueryTile at(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                            static_cast<u32>(heads_together));
         const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         for (int r = 0; r < 2; ++r)
             if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r];
     }
-    if (group == 0) wait_for_cores();  // what the last warpgroup has passed on
+    if (group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
 }
 
 }  // namespace rtk

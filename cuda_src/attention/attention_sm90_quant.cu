@@ -1,20 +1,21 @@
-// Attention forward on sm_90a with 8-bit queries and keys, and values of 16 or 8 bits: as attention_mma_quant.cu computes it, by wgmma
-// and the copy engine, in the order of attention_sm90_fwd.cu.
+// Attention forward on sm_90a with 8-bit queries and keys, and 16-bit or 8-bit values: the computation of
+// attention_mma_quant.cu with wgmma and TMA, in the order of attention_sm90_fwd.cu.
 //
-// A block takes tiles of 128 queries of one head, drawn from a counter: two consumer warpgroups of 64 queries each, one warp that
-// fetches q and tiles of 128 keys and values, the last keys first, through a ring of stages each. Scales come with their tiles, by
-// cp.async, as their rows are not aligned.
+// A block takes tiles of 128 queries of one head from a counter: two consumer warpgroups of 64 queries each, and one
+// warp that loads q and tiles of 128 keys and values, last keys first, through a ring of stages each. Scales are loaded
+// along with their tiles, by cp.async, because their rows are not aligned.
 //
-// A score counts as 2^(factor[r] * scale_k[j] * sum), factor[r] = scale * scale_q * log2(e) of its row. With 16-bit values, sums of int8
-// begin at kShift, an integer whose bits are those of a float, so that one multiply-add makes them scaled floats (off by less than one
-// of the integer's units); with 8-bit values the units that this needs are short, and a conversion is quicker.
+// A score counts as 2^(factor[r] * scale_k[j] * sum), factor[r] = scale * scale_q * log2(e) of its row. With 16-bit
+// values, int8 accumulators start at kShift, an integer whose bits are those of a float, so that one multiply-add turns
+// them into scaled floats (off by less than one unit of the integer). With 8-bit values the ALUs that this needs are
+// the bottleneck, and a conversion is faster.
 //
-// 16-bit values: the warpgroups are in ping-pong, and products of a tile's scores are made while powers of the tile before are multiplied
-// by its values.
-// 8-bit values (codes [d_v, keys], scales per column and 64 keys): powers become a left operand without an exchange between lanes because
-// keys of a tile lie in another order (KeyOrder), in which the copy engine writes them: four neighbouring keys are one dimension of the
-// map, of which two halves of the tile have two each; so rows of k are a multiple of 4. Products of 64 keys have fresh sums, which are
-// scaled and added in fp32.
+// 16-bit values: the warpgroups are in ping-pong, and the products for a tile's scores overlap with the product of the
+// previous tile's probabilities and values.
+// 8-bit values (codes [d_v, keys], scales per column and 64 keys): probabilities become a left operand without shuffles
+// because the keys of a tile are stored in a permuted order (KeyOrder). TMA writes them in that order: four
+// neighbouring keys form one dimension of the tensor map, and each half of the tile takes two of them; so the number of
+// rows of k is a multiple of 4. Each product over 64 keys starts from zero and is scaled and added in fp32.
 #include "attention/coded_softmax.cuh"
 #include "attention/sm90_codes.cuh"
 #include "attention/sm90_tile.cuh"
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(384, 1)
                 const ptx::SharedAddress to = v_tiles + v_state.stage * kVBytes;
                 if constexpr (kCodes) {
                     if (lengths != nullptr && n * BN + BN > sequence.keys) {
-                        // As in Boxed::fetch_some: what lies behind the last 16 keys that count may be NaN.
+                        // As in Boxed::fetch_some: rows past the last 16 valid keys may be NaN.
                         if (lane == 0) {
                             ptx::mbarrier_arrive_expect(patch, kVBytes);
                             ptx::tma_load_4d(to, v_map, patch, n * BN, 0, kv_head, batch);
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(384, 1)
     PipelineState<1> q_state;
     PipelineState<kStages> k_state, v_state;
     for (u32 index; (index = source.draw()) < count;) {
-        index = __shfl_sync(0xffffffffu, index, 0);  // known to be uniform
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                              static_cast<u32>(heads_together));
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -200,8 +201,8 @@ __global__ void __launch_bounds__(384, 1)
                 for (auto& x : sums) x = Score::kShiftBits;
             }
         };
-        // From sums of tile n to powers in `s`; the stage of its keys is free after it.
-        auto make_powers = [&](float(&s)[BN / 2], int n) {
+        // Turns sums of tile n into probabilities in `s`; the stage of its keys is free afterwards.
+        auto to_probabilities = [&](float(&s)[BN / 2], int n) {
             const ptx::SharedAddress scales = key_scales + k_state.stage * kKeyScales + 4 * Order::of_lane(t);
 #pragma unroll
             for (int j = 0; j < BN / 8; ++j) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(384, 1)
                 }
             }
             if constexpr (kCodes) {
-                PowerCodes<PV>::add(state, s, factor, correction);
+                ProbabilityCodes<PV>::add(state, s, factor, correction);
             } else {
                 state.add(s, factor, correction);
             }
@@ -238,8 +239,8 @@ __global__ void __launch_bounds__(384, 1)
                 for (int step = 0; step < BN / 32; ++step)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const int j = 2 * step + i / 2, r = i % 2;  // keys 16j.. + 15, of which tile j + 8 has the second pairs
-                        p[step][i] = PowerCodes<PV>::pack(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], s[4 * (j + 8) + 2 * r],
+                        const int j = 2 * step + i / 2, r = i % 2;  // keys 16j.. + 15; tile j + 8 holds their second pairs
+                        p[step][i] = ProbabilityCodes<PV>::pack(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], s[4 * (j + 8) + 2 * r],
                                                           s[4 * (j + 8) + 2 * r + 1]);
                     }
             } else {
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(384, 1)
             }
         };
 
-        // What was summed before, where a maximum has grown.
+        // Rescales what was accumulated before, where a maximum has grown.
         auto rescale = [&] {
             if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::wgmma_wait<0>();
                     {
                         float s[BN / 2];
-                        make_powers(s, n);
+                        to_probabilities(s, n);
                         pack(s);
                     }
                     v_pipe.wait(v_state);
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::wgmma_wait<0>();
                 {
                     float s[BN / 2];
-                    make_powers(s, last);
+                    to_probabilities(s, last);
                     pack(s);
                 }
 #pragma unroll 1
@@ -336,7 +337,7 @@ __global__ void __launch_bounds__(384, 1)
                     pass_cores();
                     ptx::wgmma_wait<1>();
                     float s[BN / 2];
-                    make_powers(s, n);
+                    to_probabilities(s, n);
                     ptx::wgmma_wait<0>();
                     release_values();
                     rescale();
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(384, 1)
             q_state.advance();
         }
 
-        ptx::forget(index);  // where this tile lies is worked out a second time: registers are short above
+        ptx::forget(index);  // the position of this tile is computed again to save registers above
         const QueryTile at(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
                            static_cast<u32>(heads_together));
         const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
@@ -370,9 +371,9 @@ __global__ void __launch_bounds__(384, 1)
         float* const to = lse + at.batch * lse_batch + at.head * lse_head + first_row + own_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(PowerCodes<PV>::kLargest) : 0.0f);
+            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(ProbabilityCodes<PV>::kLargest) : 0.0f);
     }
-    if (!kCodes && group == 0) wait_for_cores();  // what the last warpgroup has passed on
+    if (!kCodes && group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
 }
 
 }  // namespace rtk

@@ -1,4 +1,4 @@
-// Powers of scores as 8-bit codes, 255 (u8) or 448 (e4m3) for the largest one of a row so far.
+// Softmax probabilities as 8-bit codes: the largest one of a row so far is 255 (u8) or 448 (e4m3).
 #pragma once
 #include "attention/softmax_state.cuh"
 #include "common/convert.cuh"
@@ -6,17 +6,18 @@
 namespace rtk {
 
 inline constexpr int kInt8 = 0, kE4m3 = 1;                             // of q and k
-inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of powers (u8 for int8)
+inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of probabilities (u8 for int8)
 
 template <int PV>
-struct PowerCodes {
+struct ProbabilityCodes {
     static constexpr float kLargest = PV == kValuesE4m3 ? 448.0f : 255.0f;
     static constexpr float kLog2 = PV == kValuesE4m3 ? 8.807354922057604f : 7.994353436858858f;
-    static constexpr float kShift = 8388608.0f;  // 2^23: a sum with it is rounded to an integer, which are its last bits
+    static constexpr float kShift = 8388608.0f;  // adding 2^23 rounds to an integer, which is in the low bits
 
-    // Scores of two rows (softmax_state.cuh), a score counting as 2^(factor[r] * s), become powers as pack() takes them; what was
-    // summed before is to be multiplied by correction[r]. Unlike LazySoftmax, no power is larger than the largest code, which
-    // would saturate. Sums are those of the rounded u8 codes, and of e4m3's powers before they are rounded.
+    // Turns scores of two rows (softmax_state.cuh), a score counting as 2^(factor[r] * s), into probabilities as pack()
+    // takes them; what was accumulated before must be multiplied by correction[r]. Unlike LazySoftmax, no probability
+    // exceeds the largest code, because it would saturate. The denominator sums the rounded u8 codes, or e4m3's
+    // probabilities before rounding.
     template <int N>
     RTK_DEVICE static void add(SoftmaxState& state, float (&s)[N], const float (&factor)[2], float (&correction)[2]) {
 #pragma unroll
@@ -47,7 +48,7 @@ struct PowerCodes {
         }
     }
 
-    // Four powers as codes.
+    // Packs four probabilities as codes.
     RTK_DEVICE static u32 pack(float a, float b, float c, float d) {
         if constexpr (PV == kValuesE4m3) {
             return to_fp8x2<e4m3>(a, b) | to_fp8x2<e4m3>(c, d) << 16;

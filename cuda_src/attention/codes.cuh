@@ -1,5 +1,6 @@
-// Codes of an 8-bit cache as operands of fp16 products: two neighbouring codes, or every other one, become an fp16 pair. Both
-// e4m3 and int8 are exact in fp16. Without the conversion instruction (below sm_89) e4m3's NaN becomes 480.
+// Converts codes of an 8-bit cache to operands of fp16 products: two neighbouring codes, or every other one, become an
+// fp16 pair. Both e4m3 and int8 are exact in fp16. Without the conversion instruction (below sm_89) e4m3's NaN becomes
+// 480.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/cvt.cuh"

@@ -1,14 +1,15 @@
-// Attention of a few queries per sequence over a cache of keys and values, paged or contiguous: decoding.
+// Decoding attention: a few queries per sequence over a KV cache, paged or contiguous.
 //
-// A block has 16 rows, the queries of all heads that share a head of keys (row r: query r / group, head r % group; more rows
-// go to more blocks), and one split of the keys. Each warp walks over its own chunks of 16 keys, with its own ring of
-// kDecodeStages stages in shared memory, so that no barrier of the block is on the way; at the end the warps' sums are merged.
-// How many splits there are is the host's choice and follows from shapes only; where they begin follows from the length on
-// the device. With one split the block writes out and lse, with more it writes fp32 parts, which attention_combine merges in
-// the order of splits.
+// A block owns 16 rows, the queries of all heads that share a key head (row r: query r / group, head r % group; more
+// rows take more blocks), and one split of the keys. Each warp loops over its own chunks of 16 keys through its own
+// ring of kDecodeStages stages in shared memory, so the loop has no block-wide barrier; at the end the warps' sums are
+// merged. The host chooses the number of splits from shapes only; where they begin depends on the length, which is
+// known on the device. With one split the block writes out and lse, with more it writes fp32 partial results, which
+// attention_combine merges in the order of splits.
 //
-// An 8-bit cache (CODES) has rows of D bytes. Products are fp16 then: codes are exact in it, and q is multiplied by a power of
-// two for each row first. Within each 16 of d, fragments take the order in which 8-bit rows come from ldmatrix (codes.cuh).
+// An 8-bit cache (CODES) has rows of D bytes. Products are then fp16: codes are exact in it, and each row of q is first
+// multiplied by a power of two. Within each 16 elements of d, fragments use the order in which ldmatrix delivers 8-bit
+// rows (codes.cuh).
 #include "attention/codes.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
@@ -23,7 +24,7 @@ inline constexpr int kChunk = 16;       // keys of a stage
 inline constexpr int kDecodeRows = 16;  // queries of a block
 inline constexpr int kDecodeStages = 3;
 
-// Where rows of a cache lie. Without a table, a page is a sequence.
+// Row addresses of a cache. Without a page table, a page is a sequence.
 struct CachePages {
     const u8* base;  // of this head
     i64 page, row;   // bytes from one to the next
@@ -41,8 +42,8 @@ struct MmaType<T, true> {
     using type = fp16;
 };
 
-// Rows row0.. + 15 (query r / group, head first_head + r % group) as left operands. BYTE: fp16, each row times a power of
-// two, by whose inverse row_scale is multiplied, with d in the order of codes.
+// Rows row0.. + 15 (query r / group, head first_head + r % group) as left operands. BYTE: fp16, with d in the order of
+// codes; each row is multiplied by a power of two, and row_scale by its inverse.
 template <typename T, bool BYTE, int STEPS>
 RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], const T* q, i64 q_row, i64 q_head, int first_head,
                                  int group, int row0, int rows, int width, int lane) {
@@ -71,7 +72,7 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
                 for (int i = 0; i < 4; ++i) amax = fmaxf(amax, fabsf(f[step][i]));
             }
             amax = quad_max(amax);
-            // The power of two below amax; rows of zeros, infinities and NaN stay as they are.
+            // The power of two below amax; rows of zeros, infinities and NaN stay unscaled.
             const u32 exponent = __float_as_uint(amax) & 0x7f800000u;
             const bool finite = exponent != 0u && exponent != 0x7f800000u && exponent <= 0x7e000000u;
             const float down = finite ? __uint_as_float(0x7f000000u - exponent) : 1.0f;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int rows = static_cast<int>(lq * group);
     const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
-    if (pages != nullptr)  // numbers of pages are asked for when the length is known; until then they are on their way to L2
+    if (pages != nullptr)  // page numbers are loaded once the length is known; until then they are prefetched into L2
         for (int i = static_cast<int>(threadIdx.x) * 32; i < table_row; i += static_cast<int>(blockDim.x) * 32) ptx::prefetch_l2(pages + i);
     const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
     const Mask mask(sequence, left, right);
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     auto page_index = [&](int key) { return static_cast<int>(divided(static_cast<u32>(key), page_divisor)); };
     auto page_of = [&](int key) -> i64 { return pages == nullptr ? batch : pages[page_index(key)]; };
     auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(page_size); };
-    // Starts the copy of a chunk, whose page is known already if chunks do not cross pages.
+    // Starts the copy of a chunk; its page is already known if chunks do not cross pages.
     auto fetch = [&](int chunk, int stage, i64 page) {
         constexpr int kRowsPerCopy = kWarp / kVectors;
         const int j0 = chunk * kChunk, row = lane / kVectors, vector = lane % kVectors;
@@ -161,11 +162,11 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         }
     };
 
-    // The first stages, and the page of the chunk behind them, whose number is on the way while others are worked on.
+    // Fill the first stages. The page number of the chunk after them is in flight while these are processed.
     const int mine = begin + warp;
     i64 next_page = 0;
     if (mine < end) next_page = page_of(mine * kChunk);
-#pragma unroll kByte ? kDecodeStages - 1 : 1  // where registers allow it, code that need not be fetched
+#pragma unroll kByte ? kDecodeStages - 1 : 1  // unrolled only where registers allow it: less code to fetch
     for (int s = 0; s < kDecodeStages - 1; ++s) {
         const int chunk = mine + s * warps;
         if (chunk < end) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     float row_scale[2] = {1.0f, 1.0f};
     load_decode_rows<T, kByte>(a, row_scale, q + batch * q_batch, q_row, q_head, head_kv * static_cast<int>(group),
                                static_cast<int>(group), row0, rows, static_cast<int>(d_qk), lane);
-    // Fragments that are too many for registers; all warps have the same.
+    // Fragments that do not fit into registers; they are the same for all warps.
     constexpr bool kSharedQ = D > (kByte ? 64 : 128);
     const ptx::SharedAddress fragments =
         ptx::shared_address(shared + warps * (kDecodeStages * 2 * kTileBytes)) + 16 * lane;
@@ -303,8 +304,8 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     ptx::launch_dependents();
     __syncthreads();
 
-    // Sums of the warps, by rows of kSumPitch floats, with which rows of a fragment are in different banks; their maxima (in log2) and
-    // sums of powers behind them. Rows that do not exist are left out.
+    // Accumulators of the warps, in rows of kSumPitch floats so that rows of a fragment fall into different banks,
+    // followed by their maxima (in log2) and softmax sums. Rows that do not exist are skipped.
     constexpr int kSumPitch = D + 8;
     const int here = min(rows - row0, kDecodeRows);
     float* const own = reinterpret_cast<float*>(shared) + warp * (kDecodeRows * kSumPitch);

@@ -1,15 +1,17 @@
-// Attention of few queries over up to 1024 keys in one launch, where the time until the first result is what counts: every
-// warp has 16 keys, and nothing is written to global memory but results.
+// Decoding attention with few queries over up to 1024 keys in one launch, for minimal latency: every warp has 16 keys,
+// and only results are written to global memory.
 //
-// A cluster of 8 blocks owns 16 rows (pairs of a query and a head of q that share a head of keys), block r of it the keys from
-// 128 r on, warp w of that the 16 from 16 w on; pages, if there are any, have a multiple of 16 keys. Scores come from rows of q and k straight from global memory (gemm/rows_mma.cuh);
-// values go through shared memory, which turns them. Each warp leaves its sums with a maximum and a sum of powers in shared
-// memory; blocks add those of their warps and send them to the block that finishes a row, row % 8, which adds those of the
-// blocks: in order, so that results do not depend on timing. fp32 arithmetic; probabilities are rounded to T for the second
-// product. Small loops: of code that runs one time, fetching it is what takes time.
+// A cluster of 8 blocks owns 16 rows (pairs of a query and a query head that share a key head). Block r owns the 128
+// keys from 128 r on, and its warp w the 16 keys from 16 w on; pages, if any, hold a multiple of 16 keys. Scores are
+// computed from rows of q and k read straight from global memory (gemm/rows_mma.cuh); values are transposed through
+// shared memory. Each warp leaves its accumulator, maximum and softmax sum in shared memory; blocks merge those of
+// their warps and send them to the block that finishes a row, row % 8, which merges those of the blocks. All merges are
+// in a fixed order, so results do not depend on timing. Arithmetic is fp32; probabilities are rounded to T for the
+// second product. Loops are kept small: code that runs once costs mostly its instruction fetch.
 //
-// Shared memory: values [8][16][kValuePitch], later what other blocks send, [8][2][D] and [8][2] pairs; sums of the warps
-// [8][16][D + 8]; their maxima and sums of powers [8][16] each. Grid: (row tiles * 8, heads of keys, batch).
+// Shared memory: values [8][16][kValuePitch], later reused for data from other blocks, [8][2][D] and [8][2] pairs;
+// accumulators of the warps [8][16][D + 8]; their maxima and softmax sums [8][16] each. Grid: (row tiles * 8, heads of
+// keys, batch).
 #include "attention/masks.cuh"
 #include "common/reduce.cuh"
 #include "gemm/rows_mma.cuh"
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(256)
     const float minus_infinity = __uint_as_float(0xff800000u);
     ptx::wait_for_previous();
     ptx::launch_dependents();
-    float* const arrived = reinterpret_cast<float*>(memory);  // in the place of values
+    float* const arrived = reinterpret_cast<float*>(memory);  // reuses the memory of values
     float* const arrived_state = arrived + kBlocksOfRow * 2 * D;
     float* const sums = reinterpret_cast<float*>(memory + kWarps * kKeysOfWarp * kValuePitch);
     float* const tops = sums + kWarps * kRowsOfCluster * kSumPitch;
@@ -47,7 +49,8 @@ __global__ void __launch_bounds__(256)
     const i64 head_kv = blockIdx.y, batch = blockIdx.z;
     const int rows = static_cast<int>(lq * group), per = static_cast<int>(group);
     const int first = (rank * kWarps + warp) * kKeysOfWarp;
-    // Where this warp's keys are: a row of a sequence, or of a page, whose number is asked for before the length is known.
+    // Where this warp's keys are: a row of a sequence or of a page. The page number is loaded before the length is
+    // known.
     i64 page = batch;
     int slot = first;
     if (table != nullptr) {
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(256)
     const T* const k_first = k_cache + page * k_batch + slot * k_row + head_kv * k_head + 8 * t;
     const T* k_rows[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n)  // masked rows are of anything that can be read
+    for (int n = 0; n < 2; ++n)  // masked rows may point at any readable memory
         k_rows[n] = usable <= 0 ? q_rows[0] : k_first + static_cast<i64>(min(8 * n + g, usable - 1)) * k_row;
     float s[2][4] = {};
 #pragma unroll 4
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(256)
             mma_64_bytes<T>(s[n], low, high, plain_load(reinterpret_cast<const u8*>(k_rows[n] + at)));
     }
 
-    // Powers of 2, about the maximum of each row.
+    // Probabilities, relative to the maximum of each row.
     u32 p[4];
     const float factor = static_cast<float>(scale) * 1.4426950408889634f;
 #pragma unroll
@@ -145,9 +148,9 @@ __global__ void __launch_bounds__(256)
             for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<float2*>(own + 8 * r * kSumPitch + at + 8 * n) = make_float2(o[n][2 * r], o[n][2 * r + 1]);
     }
-    ptx::cluster_barrier();  // also: values of all blocks are read, and their memory may be written to
+    ptx::cluster_barrier();  // also: all blocks have read their values, so that memory may be overwritten
 
-    // A maximum with its sum of powers, and what they become about another maximum.
+    // Rescales a maximum and its softmax sum to another maximum.
     auto weight_of = [&](float top, float common) { return top == minus_infinity ? 0.0f : ptx::ex2(top - common); };
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRowsOfCluster * kQuads; i += 256) {

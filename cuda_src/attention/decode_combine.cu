@@ -1,6 +1,6 @@
-// Merges the splits of attention_decode and mla_decode: a block of four warps for each row of [batch, lq, heads]. Each warp sums
-// every fourth split, 4 columns per lane, and the warps' sums are added in their order. Blocks may be there before the splits are
-// made (ptx/pdl.cuh).
+// Merges the splits of attention_decode and mla_decode: one block of four warps per row of [batch, lq, heads]. Each
+// warp sums every fourth split, 4 columns per lane, and the warps' sums are added in order. Blocks may start before the
+// splits are written (ptx/pdl.cuh).
 #include "attention/softmax_state.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"

@@ -5,8 +5,8 @@
 
 namespace rtk {
 
-// From a product of a query and a key and dp to p and ds (which the factor of products still misses), where products are
-// the scores. log_sum: lse of the query, in log2; not `counts`: masked.
+// Computes p and ds (still without the factor of products) from dp and the product of a query and a key, where products
+// are the scores. log_sum: lse of the query, in log2; not `counts`: masked.
 RTK_DEVICE void grad_of_product(float& product, float& dp, float log_sum, float delta, const ScoreRule& rule, bool counts) {
     const float p = counts ? ptx::ex2(product * rule.factor() - log_sum) : 0.0f;
     product = p;

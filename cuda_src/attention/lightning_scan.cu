@@ -1,20 +1,21 @@
-// Linear attention with a decay per head ("lightning"), chunk by chunk: one scan, of which the forward and all gradients are
-// instances. With f = exp(-decay[head]) and rows in the order of the scan (from the last one if `reverse`),
+// Linear attention with a decay per head ("lightning"), chunk by chunk: one scan that serves the forward and all
+// gradients. With f = exp(-decay[head]) and rows in the order of the scan (from the last one if `reverse`),
 //   out[i] = scale * (sum over j <= i of f^(i - j) (left[i] . right[j]) value[j]  +  f^(i + 1 - lead) left[i] S)
 //   S'     = f^(n - lead) S + sum over j of f^(n - 1 - j) right[j] value[j]^T
-// for the n rows of a sequence and the state S [d_k, d_v] before them; `lead` is 1 where S was met by the last row outside
-// (gradients), else 0. Forward: left q, right k, value v. dq: dout, v, k. dk, reversed: v, dout, q. dv, reversed: k, q, dout.
+// for the n rows of a sequence and the state S [d_k, d_v] before them; `lead` is 1 where the row before the sequence
+// already decayed S (gradients), else 0. Forward: left q, right k, value v. dq: dout, v, k. dk, reversed: v, dout, q.
+// dv, reversed: k, q, dout.
 //
-// A block has one sequence, one head, and 64 columns of value; it walks over chunks of 64 rows with the state in fp32
-// registers. Four warps have 16 rows each of the products within a chunk, and a quarter of the state's rows. Tiles of
-// the chunk have two stages. The state meets left as T, from shared memory. A state has a larger range than fp16, so there it is
-// divided by a power of two that brings its largest finite element to 2^14 or more; products within a chunk have met `scale`
-// before they are rounded. Powers of f are never larger than 1. Products within a chunk and decayed rows of right are rounded
-// to T, sums are fp32, out is rounded one time; nothing is added atomically.
+// A block owns one sequence, one head and 64 columns of value; it loops over chunks of 64 rows with the state in fp32
+// registers. Each of four warps owns 16 rows of the products within a chunk and a quarter of the state's rows. Tiles of
+// the chunk have two stages. The state is multiplied by left as T, from shared memory. Its range exceeds fp16, so for
+// fp16 it is divided by a power of two that brings its largest finite element to 2^14 or more; products within a chunk
+// are multiplied by `scale` before they are rounded. Powers of f never exceed 1. Products within a chunk and decayed
+// rows of right are rounded to T, sums are fp32, out is rounded once; there are no atomics.
 //
-// Where sequences and heads are too few to fill a device, a sequence has several segments of whole chunks, one behind the other in
-// the order of the scan: a first launch without `out` gives the state that each segment adds, lightning_prefix makes of these the
-// states before the segments, and a second launch starts from them.
+// Where sequences and heads are too few to fill the GPU, a sequence is split into segments of whole chunks, consecutive
+// in the order of the scan: a first launch without `out` computes the state that each segment adds, lightning_prefix
+// turns these into the states before the segments, and a second launch starts from them.
 //
 // Grid: tiles of 64 columns of value, heads, segments of sequences.
 #include "attention/grads.cuh"
@@ -96,9 +97,9 @@ __global__ void __launch_bounds__(kScanThreads, 2)
                 state[m][n][e] = at < 0 ? 0.0f : initial[at] * static_cast<float>(initial_factor);
             }
     constexpr bool kScaled = !is_same<T, bf16>::value;
-    float* const peaks = reinterpret_cast<float*>(state_tile + DK * VTile::kPitch);  // one of each warp
-    float restore = 1.0f;  // what the state in shared memory was divided by
-    auto find_peak = [&] {  // before a barrier and show_state
+    float* const peaks = reinterpret_cast<float*>(state_tile + DK * VTile::kPitch);  // one per warp
+    float restore = 1.0f;  // divisor of the state in shared memory
+    auto find_peak = [&] {  // to be followed by a barrier and show_state
         if constexpr (kScaled) {
             float peak = 0.0f;
 #pragma unroll
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
         const int here = min(rows - chunk * kScanRows, kScanRows);
 
         if (writes) {
-            // What came before the chunk.
+            // Contribution of the state before the chunk.
             float o[kTiles][4];
             clear_sums(o);
 #pragma unroll 2
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             if constexpr (kScaled) since[0] *= factor_before * restore, since[1] *= factor_before * restore;
             scale_rows(o, since);
 
-            // The chunk itself: 16 rows of right at a time, up to the rows of this warp.
+            // Contribution of the chunk itself: 16 rows of right at a time, up to the rows of this warp.
 #pragma unroll 1
             for (int step = 0; step <= warp; ++step) {
                 float s[2][4];
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             }
         }
 
-        // The state behind the chunk.
+        // The state after the chunk.
         const float by = ptx::ex2(-rate * static_cast<float>(here - pending)), both[2] = {by, by};
         pending = 0;
 #pragma unroll
@@ -227,12 +228,13 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             }
         }
         if (writes) find_peak();
-        __syncthreads();  // all warps have met the state before the chunk
+        __syncthreads();  // all warps have used the state before the chunk
         if (writes) show_state();
     }
 
     if (final == nullptr) return;
-    // Behind gradients, one step of decay more (`lead` of the next), unless no row came and S still is where it was.
+    // Gradients decay the state by one more step (`lead` of the next scan), unless there were no rows and S is
+    // unchanged.
     const float times =
         static_cast<float>(final_factor) * ptx::ex2(-rate * static_cast<float>(static_cast<int>(lead) - pending));
 #pragma unroll
@@ -246,8 +248,9 @@ __global__ void __launch_bounds__(kScanThreads, 2)
             }
 }
 
-// Of the states that segments add, [sequences][segments][heads][elements], makes those before the segments, in place, and the state
-// behind all of them if `final` is not null. `initial`, `lead` and factors are those of the scan. Four elements a thread.
+// Turns the states that segments add, [sequences][segments][heads][elements], into the states before the segments, in
+// place, and writes the state after all of them if `final` is not null. `initial`, `lead` and factors are those of the
+// scan. Four elements per thread.
 // Grid: elements, heads, sequences.
 template <typename T>
 __global__ void __launch_bounds__(256)
@@ -283,8 +286,8 @@ __global__ void __launch_bounds__(256)
     store<float, 4>(final + outside, state);
 }
 
-// One token for each sequence: S = f S + k v^T in place, out = scale * q S. A block has 128 columns of the state of a
-// sequence and head, four neighbours for each lane; its warps take rows by turns, and their sums are added in order.
+// One token per sequence: S = f S + k v^T in place, out = scale * q S. A block owns 128 columns of the state of a
+// sequence and head, four neighbours per lane; its warps take rows round-robin, and their sums are added in order.
 // Grid: tiles of 128 columns, heads, sequences.
 template <typename T>
 __global__ void __launch_bounds__(256)

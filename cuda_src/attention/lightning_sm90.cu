@@ -1,15 +1,16 @@
-// The scan of lightning_scan.cu by wgmma and the copy engine (sm_90a), for bf16 heads of up to 128 elements that are not packed.
+// The scan of lightning_scan.cu with wgmma and TMA (sm_90a), for bf16 heads of up to 128 elements that are not packed.
 //
-// A block has one segment of a sequence and one head, and walks over chunks of 64 rows. Two warpgroups have 64 columns of value
-// each, and the state's part for these as fp32 sums S^T [64 of d_v, d_k], so everything is transposed: a chunk's result is
-// out^T = S^T left^T + value^T scores^T, of which S^T comes from the registers where it is (rounded to bf16), and S^T then grows by
-// value^T (decayed) right. A third warpgroup makes the scores of the next chunks, which depend on no state, and leaves them
-// decayed and masked in shared memory; a warp of a fourth one asks for tiles. The copy engine reads and writes rows, so those of
-// `reverse` are in memory's order in a tile: row r is row 63 - r of the scan. Rows outside of the tensor are 0; threads store
-// the rows of a chunk that has any, since a store of the copy engine must not begin before the tensor (it is an illegal instruction).
+// A block owns one segment of a sequence and one head, and loops over chunks of 64 rows. Two warpgroups own 64 columns
+// of value each, and hold the state's part for these as fp32 accumulators S^T [64 of d_v, d_k], so everything is
+// transposed: a chunk's result is out^T = S^T left^T + value^T scores^T, where S^T is read from its registers (rounded
+// to bf16); then S^T grows by value^T (decayed) right. A third warpgroup computes the scores of later chunks, which do
+// not depend on the state, and leaves them decayed and masked in shared memory; a warp of a fourth one issues TMA
+// loads. TMA moves rows in memory order, so with `reverse` row r of a tile is row 63 - r of the scan. TMA fills rows
+// outside of the tensor with 0. The rows of a partial chunk are stored by threads, because a TMA store that begins
+// before the tensor is an illegal instruction.
 //
-// Numerics: as lightning_scan.cu, but that the decay of the state and of its update is on value's side, and that scores and powers
-// contain `scale`. Powers of the decay are never larger than 1.
+// Numerics: as lightning_scan.cu, except that value carries the decay of the state and of its update, and that scores
+// and decay factors include `scale`. Powers of the decay never exceed 1.
 //
 // Grid: heads, segments of sequences.
 #include "attention/lightning_segment.cuh"
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(512, 1)
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress score_tiles = stages + kStages * kStageBytes;
-    const ptx::SharedAddress out_tiles = score_tiles + 2 * Scores::kBytes;  // a box for each of two warpgroups
+    const ptx::SharedAddress out_tiles = score_tiles + 2 * Scores::kBytes;  // one box per warpgroup
     const Pipeline<kStages> pipe{out_tiles + Tile::kBytes};
     const Pipeline<2> score_pipe{pipe.barriers + Pipeline<kStages>::kBytes};
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
@@ -84,14 +85,14 @@ __global__ void __launch_bounds__(512, 1)
     if (warp >= kStateWarps) {
         ptx::registers_give<88>();
         if (!writes) return;
-        // By what this thread's products are multiplied, the same in all chunks; -1: masked.
+        // Factors of this thread's products, the same in all chunks; -1: masked.
         float factor[kScanRows / 2];
 #pragma unroll
         for (int i = 0; i < kScanRows / 2; ++i) {
             const int apart = own_row + i / 2 % 2 * 8 - (i / 4 * 8 + 2 * t + i % 2), rows = reverse ? -apart : apart;
             factor[i] = rows < 0 ? -1.0f : ptx::ex2(-rate * static_cast<float>(rows)) * static_cast<float>(scale);
         }
-        // Lane 8m + r names row r of matrix m of four: 16 rows by 16 columns.
+        // Lane 8m + r addresses row r of matrix m of four: 16 rows by 16 columns.
         const int named_row = warp % 4 * 16 + lane % 16, named_vector = lane / 16;
         PipelineState<kStages> state;
         PipelineState<2> score_state;
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(512, 1)
         const i64 at = initial == nullptr ? -1 : state_at(i);
         sums[i] = at < 0 ? 0.0f : initial[at] * static_cast<float>(initial_factor);
     }
-    // Rows 8m + 2t + c of a tile: a power for each m, 8 rows apart, and one for each c. `since`: of the state before the chunk, which
-    // also has the scale; `until`: to the state behind it.
+    // Decay factors of rows 8m + 2t + c of a tile: one for each m, 8 rows apart, times one for each c. `since`: for the
+    // state before the chunk, including the scale; `until`: for the state after it.
     float eights[8], since[2], until[2];
     int pending = segment == 0 ? static_cast<int>(lead) : 0;
     auto in_eight = [&](int c) { return reverse ? 7 - 2 * t - c : 2 * t + c; };  // in the order of the scan
@@ -152,7 +153,8 @@ __global__ void __launch_bounds__(512, 1)
     for (int c = 0; c < 2; ++c) until[c] = ptx::ex2(-rate * static_cast<float>(7 - in_eight(c)));
     set_since();
 
-    // Where lanes find rows of value for its transposed fragments, and leave rows of the result (8 rows by 8 columns a matrix).
+    // Addresses at which lanes read rows of value for its transposed fragments and write rows of the result (8 rows by
+    // 8 columns per matrix).
     const u8* const boxes = memory + (stages - ptx::shared_address(memory)) + 2 * Tile::kBytes + group * Tile::kBoxBytes;
     const int value_row = lane / 16 * 8 + lane % 8, value_vector = warp % 4 * 2 + lane / 8 % 2;
     const u32 value_at = value_row * kTileRow + ((value_vector ^ (value_row & 7)) << 4);
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(512, 1)
         state.advance(), score_state.advance();
 
         if (speaks) ptx::bulk_store_wait_read();
-        ptx::named_barrier_sync(1 + group, 128);  // the last chunk's rows have left
+        ptx::named_barrier_sync(1 + group, 128);  // the last chunk's rows have been stored
 #pragma unroll
         for (int j = 0; j < kScanRows / 16; ++j)
             ptx::stmatrix_x4_trans(out_at + j * (16 * kTileRow), packed_pair<T>(o[8 * j], o[8 * j + 1]),
@@ -253,7 +255,8 @@ __global__ void __launch_bounds__(512, 1)
     if (speaks) ptx::bulk_store_wait_read();
 
     if (final == nullptr) return;
-    // Behind gradients, one step of decay more (`lead` of the next), unless no row came and S still is where it was.
+    // Gradients decay the state by one more step (`lead` of the next scan), unless there were no rows and S is
+    // unchanged.
     const float times =
         static_cast<float>(final_factor) * ptx::ex2(-rate * static_cast<float>(static_cast<int>(lead) - pending));
 #pragma unroll

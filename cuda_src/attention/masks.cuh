@@ -1,8 +1,8 @@
-// Which keys a query sees: lo(i) <= j < hi(i), one rule for causal attention, sliding windows, lengths and limits that are
-// known on the device only, and packed sequences (rtkernels/ops/attention/problem.py has the formulas).
+// Which keys a query sees: lo(i) <= j < hi(i). One rule covers causal attention, sliding windows, lengths and limits
+// that are known on the device only, and packed sequences (rtkernels/ops/attention/problem.py has the formulas).
 //
-// Both ends rise with i (without per-query limits), so the keys that a tile of queries needs, and those that all of
-// its queries see, are two intervals; only tiles of keys outside of the second one are masked element by element. The same
+// Both ends increase with i (without per-query limits), so the keys that a tile of queries needs, and those that all of
+// its queries see, are two intervals; only key tiles outside of the second one are masked element by element. The same
 // holds the other way round, for the queries that a tile of keys meets.
 #pragma once
 #include "common/abi.cuh"
@@ -20,7 +20,7 @@ struct Sequence {
     int q_row, k_row, lq, keys;
 };
 
-// cu_q, cu_k: null unless sequences are packed; lengths: null, or how many keys of each sequence count.
+// cu_q, cu_k: null unless sequences are packed; lengths: null, or the number of valid keys of each sequence.
 RTK_DEVICE Sequence sequence_at(int batch, i64 lq, i64 lkv, const i32* cu_q, const i32* cu_k, const i32* lengths) {
     Sequence s{0, 0, static_cast<int>(lq), static_cast<int>(lkv)};
     if (cu_q != nullptr) {
@@ -50,7 +50,8 @@ struct Mask {
     RTK_DEVICE int lo(int i) const { return left < 0 ? 0 : max(i + shift - left, 0); }
     RTK_DEVICE int hi(int i) const { return right < 0 ? keys : min(keys, i + shift + right + 1); }
 
-    // Keys that any of the queries first..end - 1 sees, and those that all of them see. Queries behind the last one do not count.
+    // Keys that any of the queries first..end - 1 sees, and those that all of them see. Queries past the last one are
+    // ignored.
     RTK_DEVICE Interval keys_any(int first, int end) const { return {lo(first), hi(min(end, lq) - 1)}; }
     RTK_DEVICE Interval keys_all(int first, int end) const { return {lo(min(end, lq) - 1), hi(first)}; }
 

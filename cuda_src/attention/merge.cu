@@ -1,8 +1,8 @@
-// Merges two parts of an attention, each with its log-sum-exp: out = wa * a + wb * b, w = exp(lse of the part - lse).
+// Merges two partial attentions, each with its log-sum-exp: out = wa * a + wb * b, w = exp(lse of the part - lse).
 //
-// A warp for each row of [batch, length, heads, width], dense; lse is [batch, heads, length]. Element types are those of
-// common/any_type.cuh, known at run time; arithmetic is fp32, one rounding. A part that saw nothing (lse -inf) has weight 0
-// whatever its row holds, and two of them give 0 and -inf.
+// One warp per row of [batch, length, heads, width], dense; lse is [batch, heads, length]. Element types are those of
+// common/any_type.cuh, known at run time; arithmetic is fp32, rounded once. A part that saw no key (lse -inf) has
+// weight 0 whatever its row holds; two such parts give 0 and -inf.
 #include "attention/softmax_state.cuh"
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
@@ -21,9 +21,9 @@ struct MergeRow {
         at = (batch * heads + head) * length + token;
         const float a = lse_a[at], b = lse_b[at], top = fmaxf(a, b);
         const float from = top == negative_infinity() ? 0.0f : top;
-        const float power_a = ptx::ex2((a - from) * kLog2e), power_b = ptx::ex2((b - from) * kLog2e);
-        const float total = power_a + power_b, times = total == 0.0f ? 0.0f : 1.0f / total;
-        weight_a = power_a * times, weight_b = power_b * times;
+        const float exp_a = ptx::ex2((a - from) * kLog2e), exp_b = ptx::ex2((b - from) * kLog2e);
+        const float total = exp_a + exp_b, times = total == 0.0f ? 0.0f : 1.0f / total;
+        weight_a = exp_a * times, weight_b = exp_b * times;
         lse = total == 0.0f ? top : from + log2f(total) * kLn2;
     }
 };
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(WARPS * kWarp)
     if (lane == 0) lse[merge.at] = merge.lse;
 }
 
-// da = wa * dout, dlse_a = wa * (dout . (a - out) + dlse), likewise for b; out is made anew, in fp32.
+// da = wa * dout, dlse_a = wa * (dout . (a - out) + dlse), likewise for b; out is recomputed in fp32.
 template <int WARPS>
 __global__ void __launch_bounds__(WARPS * kWarp)
     attention_merge_bwd(const void* dout, const float* dlse, const void* a, const float* lse_a, const void* b,

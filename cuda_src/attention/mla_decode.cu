@@ -1,14 +1,16 @@
-// Latent attention of new tokens over a cache of latents, paged or contiguous: decoding in the absorbed form.
+// Latent attention (MLA) of new tokens over a cache of latents, paged or contiguous: decoding in the absorbed form.
 //
-// A row of the cache, up to 576 elements, is the key of all heads; its first d_v (up to 512) elements are the value. So a
-// tile of 32 keys lies in shared memory one time and serves both products. A block has 32 rows (row r: token r / heads, head
-// r % heads; more rows go to more blocks) and one split of the keys. Of its 8 warps, four share 16 rows: each has
-// a quarter of the columns of q in registers and makes that part of the scores of all keys; the parts meet in shared memory, all
-// four warps add them in the same order and make the same powers, and each multiplies a quarter of the columns of the
-// values. Two stages of tiles, two barriers a tile. Where the rows of the next tile lie (pages) is known a tile earlier.
+// A row of the cache, up to 576 elements, is the key of all heads; its first d_v (up to 512) elements are the value. So
+// a tile of 32 keys is loaded into shared memory once and serves both products. A block owns 32 rows (row r: token r /
+// heads, head r % heads; more rows take more blocks) and one split of the keys. Four of its 8 warps share 16 rows: each
+// holds a quarter of the columns of q in registers and computes that part of the scores of all keys. The parts are
+// exchanged through shared memory; all four warps add them in the same order, compute the same softmax probabilities,
+// and multiply a quarter of the columns of the values each. Two stages of tiles, two barriers per tile. The row
+// addresses (pages) of the next tile are resolved one tile in advance.
 //
-// Scores, powers, sums: fp32; powers are rounded to T for the product. Splits follow from shapes, where they begin from lengths on
-// the device; with more than one, fp32 parts go to memory and attention_combine merges them (decode.cu).
+// Scores, probabilities and sums are fp32; probabilities are rounded to T for the product. The number of splits follows
+// from shapes, where they begin from lengths on the device; with more than one, fp32 partial results go to memory and
+// attention_combine merges them (decode.cu).
 #include "attention/grads.cuh"
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
@@ -20,8 +22,8 @@ namespace rtk {
 inline constexpr int kLatentRows = 32;  // queries of a block
 inline constexpr int kLatentKeys = 32;  // of a tile
 inline constexpr int kLatentThreads = 256;
-inline constexpr int kLatentWidth = 576;  // of a latent with its rotated part
-inline constexpr int kLatentValue = 512;  // of these, what is a value, too
+inline constexpr int kLatentWidth = 576;  // width of a latent with its rotated part
+inline constexpr int kLatentValue = 512;  // of these, the columns that are values, too
 
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads, 1)
@@ -34,7 +36,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     constexpr u32 kTileBytes = kLatentKeys * Tile::kPitch;
     extern __shared__ __align__(128) u8 shared[];
     float4* const score_parts = reinterpret_cast<float4*>(shared + 2 * kTileBytes);  // [row half][quarter][key tile][lane]
-    __shared__ i64 row_at[2][kLatentKeys];  // of a tile: where its rows begin, -1 behind the last key
+    __shared__ i64 row_at[2][kLatentKeys];  // row offsets of a tile, -1 past the last key
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int half = warp / 4, quarter = warp % 4;
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     const int per_split = (all_tiles + static_cast<int>(splits) - 1) / static_cast<int>(splits);
     const int begin = split * per_split, end = min(begin + per_split, all_tiles);
 
-    // By the first warp, a key for each lane.
+    // Called by the first warp, one key per lane.
     auto find_rows = [&](int tile) {
         const int key = tile * kLatentKeys + lane;
         i64 at = -1;
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
             score_parts[((half * 4 + quarter) * kKeyTiles + n) * kWarp + lane] =
                 make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
         __syncthreads();
-        if (warp == 0 && tile + 2 < end) find_rows(tile + 2);  // the rows of this tile have been asked for by everybody
+        if (warp == 0 && tile + 2 < end) find_rows(tile + 2);  // every thread has issued the loads of this tile's rows
         const int j0 = tile * kLatentKeys + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {

@@ -1,17 +1,18 @@
-// Latent attention of new tokens over a cache of latents on sm_90a: what mla_decode.cu computes, by wgmma and the copy engine.
+// Latent attention (MLA) decoding on sm_90a: the computation of mla_decode.cu with wgmma and TMA.
 //
-// A block has 64 rows (row r: token r / heads, head r % heads) and one split of the keys. q lies in shared memory, and two tiles of 64
-// latents, each key and value in one; a warp for each fetches them in boxes of `box_rows` rows, which a page holds a whole number of. Two
-// warpgroups have all 64 rows and half of the columns of the result each. Warpgroup g makes scores and powers of tiles 2j + g and
-// hands the powers, and the maximum that they are relative to, to the other one, warp by warp; each adds both tiles' values to its
-// columns. So warpgroup 1 is about half a round behind, and products of one are under way while the other works on powers.
+// A block owns 64 rows (row r: token r / heads, head r % heads) and one split of the keys. Shared memory holds q and
+// two tiles of 64 latents, each key and value in one; one warp per tile loads it in boxes of `box_rows` rows, which
+// divide a page evenly. Two warpgroups own all 64 rows and half of the result's columns each. Warpgroup g computes
+// scores and softmax probabilities of tiles 2j + g and hands the probabilities, with the maximum that they are relative
+// to, to the other one, warp by warp; each accumulates both tiles' values into its columns. So warpgroup 1 runs about
+// half a round behind, and the products of one overlap with the softmax of the other.
 //
-// With 144 KB for two tiles there is no third one to fetch meanwhile, so parts of a tile come and go by themselves: the last box of
-// columns is free after the scores, each half of the others after the one product that needs it as values. A warp for each tile
-// asks for it, so that nothing waits behind a part of the other one.
+// Two tiles take 144 KB, which leaves no room for a third one to prefetch. Instead, parts of a tile are released
+// separately: the last box of columns after the scores, each half of the others after the one product that reads it as
+// values. Each tile has its own producer warp, so no load waits for a part of the other tile.
 //
-// Scores, powers, sums: fp32; powers are rounded to T for the product. Splits are those of mla_decode.cu, an even number of tiles each;
-// a tile behind the last key is zeros, masked.
+// Scores, probabilities and sums are fp32; probabilities are rounded to T for the product. Splits are those of
+// mla_decode.cu, with an even number of tiles each; a tile past the last key is zero-filled and masked.
 #include "attention/sm90_tile.cuh"
 #include "common/pipeline.cuh"
 #include "ptx/barrier.cuh"
@@ -32,11 +33,11 @@ __global__ void __launch_bounds__(384, 1)
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress tiles = q_tile + Tile::kBytes;
-    const ptx::SharedAddress powers = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
-    const ptx::SharedAddress barriers = powers + 128 * (4 * 16 + 8);
-    auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // the columns of a warpgroup, in both tiles
-    const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are no values
-    const ptx::SharedAddress patches = barriers + 3 * Pipe::kBytes;                   // a barrier for each tile
+    const ptx::SharedAddress packed_p = tiles + kStages * Tile::kBytes;  // [4][128] vectors, then [128] pairs of maxima or sums
+    const ptx::SharedAddress barriers = packed_p + 128 * (4 * 16 + 8);
+    auto half_pipe = [&](int half) { return Pipe{barriers + half * Pipe::kBytes}; };  // a warpgroup's columns, in both tiles
+    const Pipe last_pipe{barriers + 2 * Pipe::kBytes};                                // the columns that are not values
+    const ptx::SharedAddress patches = barriers + 3 * Pipe::kBytes;                   // one barrier per tile
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int rows = static_cast<int>(lq * heads), heads_here = static_cast<int>(heads), row0 = static_cast<int>(blockIdx.x) * kRows;
     const int split = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(patches + 8 * i, 1);
         ptx::mbarrier_fence_init();
     }
-    // q, as the copy engine would write it; what does not exist is 0.
+    // Stores q in the layout that TMA would write; rows that do not exist are 0.
     if (rounds > 0)
         for (int i = threadIdx.x; i < kRows * (kWidth / 8); i += 384) {
             const int row = i / (kWidth / 8), vector = i % (kWidth / 8), token = (row0 + row) / heads_here;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(384, 1)
         const int tile = warp - kConsumers;
         if (tile >= kStages) return;
         u32 patched = 0;
-        // A lane for each box of rows of a tile: how many keys and boxes there are, and where this lane's is.
+        // One lane per box of rows of a tile: how many keys and boxes there are, and where this lane's box is.
         int exist = 0, parts_here = 0, slot = 0, number = 0;
         const u32 part_bytes = static_cast<u32>(box_rows) * kTileRow;
         auto find = [&](int i) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(384, 1)
                     for (int b = box; b < box + boxes; ++b)
                         ptx::tma_load_3d(to + b * Tile::kBoxBytes + lane * part_bytes, cache_map, arrives, 64 * b, row, page);
             };
-            // In the order in which consumers are done with what was there before.
+            // In the order in which consumers release the previous contents.
             const Pipe first = half_pipe(tile), second = half_pipe(1 - tile);
             const int first_box = tile * kHalfBoxes, second_box = kHalfBoxes - first_box;
             last_pipe.acquire(state);
@@ -105,12 +106,13 @@ __global__ void __launch_bounds__(384, 1)
                 first.acquire(state);
                 fetch(first_box, kHalfBoxes, first.full(state), parts_here, slot, number);
                 const int parts_of_tile = parts_here, slot_of_tile = slot, number_of_tile = number;
-                find(i + kStages);  // while this warp would wait; behind the last tile: one that is not asked for
+                find(i + kStages);  // computed while this warp would wait; past the last tile it is unused
                 second.acquire(state);
                 fetch(second_box, kHalfBoxes, second.full(state), parts_of_tile, slot_of_tile, number_of_tile);
                 continue;
             }
-            // Behind the last key lie rows of nobody, which may be NaN; this warp overwrites them before consumers see the tile.
+            // Rows past the last key belong to nobody and may be NaN; this warp overwrites them before consumers see
+            // the tile.
             first.acquire(state), second.acquire(state);
             fetch(0, Tile::kBoxes, patch, parts_here, slot, number);
             ptx::mbarrier_wait(patch, patched);
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(384, 1)
     const u32 half_at = group * kHalf, other_at = kHalf - half_at;
     const float factor = static_cast<float>(scale) * kLog2e;
     const int all_end = mask.keys_all(first_token, last_token + 1).end;
-    const ptx::SharedAddress vectors = powers + threadIdx.x % 128 * 16, pair = powers + 128 * 64 + threadIdx.x % 128 * 8;
+    const ptx::SharedAddress vectors = packed_p + threadIdx.x % 128 * 16, pair = packed_p + 128 * 64 + threadIdx.x % 128 * 8;
     SoftmaxState softmax;
     float o[kColumns / 2], s[kKeys / 2], correction[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(384, 1)
 
     auto make_scores = [&](const Pipe::State& state) {
         u32 keys_at = group * Tile::kBytes, queries_at = 0;
-        ptx::forget(keys_at), ptx::forget(queries_at);  // 72 descriptors are the same in all rounds, and would be kept in registers
+        ptx::forget(keys_at), ptx::forget(queries_at);  // the compiler would keep 72 loop-invariant descriptors in registers
         const ptx::SharedAddress keys = tiles + keys_at, queries = q_tile + queries_at;
         last_pipe.wait(state);
         ptx::wgmma_fence();
@@ -156,8 +158,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int j = 0; j < kColumns / 2; ++j) o[j] *= correction[j / 2 % 2];
     };
-    // Powers of the tile from s, packed, for both warpgroups.
-    auto make_powers = [&](u32(&p)[kKeys / 16][4], int round) {
+    // Probabilities of the tile from s, packed, for both warpgroups.
+    auto to_probabilities = [&](u32(&p)[kKeys / 16][4], int round) {
         const int key0 = (begin + 2 * round + group) * kKeys;
         if (key0 + kKeys > all_end) {
 #pragma unroll
@@ -173,8 +175,8 @@ __global__ void __launch_bounds__(384, 1)
             ptx::st_shared_16(vectors + k * (128 * 16), Raw<16>{{p[k][0], p[k][1], p[k][2], p[k][3]}});
         ptx::st_shared_8(pair, Raw<8>{{__float_as_uint(softmax.top[0]), __float_as_uint(softmax.top[1])}});
     };
-    // Those of the other warpgroup, whose maxima become this one's.
-    auto take_powers = [&](u32(&p)[kKeys / 16][4]) {
+    // Takes the probabilities of the other warpgroup and adopts its maxima.
+    auto take_probabilities = [&](u32(&p)[kKeys / 16][4]) {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; ++k) {
             const Raw<16> raw = ptx::ld_shared_16(vectors + k * (128 * 16));
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(384, 1)
         multiply_packed<T, kKeys>(o, p, tiles + values_at, true);
         ptx::wgmma_commit();
     };
-    // Warp w of one warpgroup has the rows of warp w of the other.
+    // Warp w of one warpgroup owns the same rows as warp w of the other.
     const int from_0 = 1 + warp % 4, from_1 = 5 + warp % 4, both = 9 + warp % 4;
     if (group == 0) {
 #pragma unroll 1
@@ -207,14 +209,14 @@ __global__ void __launch_bounds__(384, 1)
             make_scores(first);
             ptx::wgmma_wait<0>();
             if (lane == 0) last_pipe.release(first);
-            make_powers(p, round);
+            to_probabilities(p, round);
             ptx::named_barrier_arrive(from_0, 64);
             scale_sums();
             add_values(p, 0);
             ptx::wgmma_wait<0>();
             if (lane == 0) own_half.release(first);
             ptx::named_barrier_sync(from_1, 64);
-            take_powers(p);
+            take_probabilities(p);
             scale_sums();
             own_half.wait(second);
             add_values(p, 1);
@@ -228,13 +230,13 @@ __global__ void __launch_bounds__(384, 1)
             u32 p[kKeys / 16][4], own_p[kKeys / 16][4];
             make_scores(second);
             ptx::named_barrier_sync(from_0, 64);
-            take_powers(p);
+            take_probabilities(p);
             scale_sums();
             own_half.wait(first);
             add_values(p, 0);
             ptx::wgmma_wait<1>();
             if (lane == 0) last_pipe.release(second);
-            make_powers(own_p, round);
+            to_probabilities(own_p, round);
             ptx::named_barrier_arrive(from_1, 64);
             ptx::wgmma_wait<0>();
             if (lane == 0) own_half.release(first);
@@ -245,8 +247,8 @@ __global__ void __launch_bounds__(384, 1)
         }
     }
     ptx::launch_dependents();
-    // Each warpgroup has the sums of its own tiles' powers.
-    ptx::named_barrier_sync(both, 64);  // the last powers are read
+    // Each warpgroup holds the softmax sums of its own tiles.
+    ptx::named_barrier_sync(both, 64);  // the last probabilities have been read
     const Raw<8> own_sums{{__float_as_uint(softmax.sum[0]), __float_as_uint(softmax.sum[1])}};
     ptx::st_shared_8(vectors + group * (128 * 16), own_sums);
     ptx::named_barrier_sync(both, 64);

@@ -1,7 +1,7 @@
-// Tiles of attention for mma.sync: rows of heads in shared memory, fragments, and a softmax that seldom rescales.
+// Attention tiles for mma.sync: rows of heads in shared memory, fragments, and a softmax that seldom rescales.
 //
-// A tile has COLS 16-bit columns. Where a row is a multiple of 128 bytes, its 16-byte vector c lies at c ^ (row & 7) of its
-// 128 bytes; else rows are 16 bytes longer than their elements. Either way 8 rows of one column of vectors are in
+// A tile has COLS 16-bit columns. Where a row is a multiple of 128 bytes, its 16-byte vector c is stored at c ^ (row &
+// 7) of its 128 bytes; otherwise rows are padded by 16 bytes. Either way 8 rows of one column of vectors fall into
 // different banks, for ldmatrix as for the copies.
 #pragma once
 #include "attention/softmax_state.cuh"
@@ -30,7 +30,8 @@ struct MmaTile {
         }
     }
 
-    // Starts the copy of ROWS rows by THREADS threads. Rows from `rows` on, and vectors from `vectors` on, become 0.
+    // Starts the copy of ROWS rows by THREADS threads. Rows from `rows` on, and vectors from `vectors` on, are
+    // zero-filled.
     template <int ROWS, int THREADS, typename T>
     RTK_DEVICE static void fetch(u8* tile, const T* source, i64 row_stride, int rows, int vectors) {
         const ptx::SharedAddress base = ptx::shared_address(tile);
@@ -61,7 +62,8 @@ struct MmaTile {
     RTK_DEVICE static void left(u32 (&a)[4], const u8* tile, int row, int k, int lane) {
         ptx::ldmatrix_x4(a, tile + offset(row + lane % 16, 2 * k + lane / 16));
     }
-    // Fragments of a right operand whose columns are rows of the tile: rows `row`.. + 15, step k. b[0..1]: the first 8 rows.
+    // Fragments of a right operand with the tile's rows as columns: rows `row`.. + 15, step k. b[0..1]: the first 8
+    // rows.
     RTK_DEVICE static void right(u32 (&b)[4], const u8* tile, int row, int k, int lane) {
         ptx::ldmatrix_x4(b, tile + offset(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
     }
@@ -75,8 +77,8 @@ struct MmaTile {
     }
 };
 
-// Which tile of which head and sequence a block has: `section` of all `pairs` (sequences and heads), whose keys and values stay
-// in L2 together, are finished before the next ones begin, all tiles 0 of these first.
+// Which tile of which head and sequence a block owns. `section` of all `pairs` (sequences and heads) finish before the
+// next ones begin, because their keys and values fit into L2 together; tile 0 of all of these comes first.
 struct HeadTile {
     int number, head, batch;
 
@@ -88,8 +90,8 @@ struct HeadTile {
     }
 };
 
-// This thread's lane and the first row of its warp, found anew: addresses that follow from them take registers only where
-// they are used.
+// This thread's lane and the first row of its warp, recomputed on purpose: addresses derived from them then occupy
+// registers only where they are used.
 struct WarpRows {
     int lane, row;
 
@@ -160,13 +162,13 @@ RTK_DEVICE void rows_by_rows(Sum (&d)[M][N][4], const u8* left, int row, const u
     }
 }
 
-// The same of one block of 16 rows.
+// The same for one block of 16 rows.
 template <typename T, typename Tile, int STEPS, int N>
 RTK_DEVICE void rows_by_rows(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {
     rows_by_rows<T, Tile, STEPS>(reinterpret_cast<float(&)[1][N][4]>(d), left, row, right, column, lane);
 }
 
-// d[m] += a[m] by all columns of rows row.. + 15 of a tile, which are summed over.
+// d[m] += a[m] by all columns of rows row.. + 15 of a tile, summed over these rows.
 template <typename T, typename Tile, int M, int N>
 RTK_DEVICE void by_columns(float (&d)[M][N][4], const u32 (&a)[M][4], const u8* tile, int row, int lane) {
 #pragma unroll
@@ -186,7 +188,7 @@ RTK_DEVICE void by_columns(float (&d)[N][4], const u32 (&a)[4], const u8* tile, 
     by_columns<T, Tile>(reinterpret_cast<float(&)[1][N][4]>(d), reinterpret_cast<const u32(&)[1][4]>(a), tile, row, lane);
 }
 
-// Rows row.. + 15 of a result whose tile has `rows` rows; times[r] multiplies sums.
+// Stores rows row.. + 15 of a result tile with `rows` rows; times[r] multiplies the sums.
 template <typename T, int N>
 RTK_DEVICE void store_rows(T* to, i64 stride, const float (&sums)[N][4], const float (&times)[2], int row, int rows, int width,
                            int lane) {
@@ -209,7 +211,7 @@ RTK_DEVICE void store_rows(T* to, i64 stride, const float (&sums)[N][4], float t
     store_rows<T>(to, stride, sums, both, row, rows, width, lane);
 }
 
-// The same of one number of each row.
+// The same for one number per row.
 RTK_DEVICE void store_logs(float* to, const float (&logs)[2], int row, int rows, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -223,19 +225,20 @@ RTK_DEVICE u32 packed_pair(float lo, float hi) {
     return is_same<T, bf16>::value ? ptx::cvt_bf16x2(lo, hi) : ptx::cvt_f16x2(lo, hi);
 }
 
-// Sums as they come, two tiles of 8 columns, as the left operand of a product over these 16 columns.
+// Packs accumulators of two tiles of 8 columns as the left operand of a product over these 16 columns.
 template <typename T>
 RTK_DEVICE void as_left(u32 (&a)[4], const float (&first)[4], const float (&second)[4]) {
     a[0] = packed_pair<T>(first[0], first[1]), a[1] = packed_pair<T>(first[2], first[3]);
     a[2] = packed_pair<T>(second[0], second[1]), a[3] = packed_pair<T>(second[2], second[3]);
 }
 
-// Two rows of a softmax over s[n][2r + c]. Powers are relative to a maximum that may be up to 8 (in log2) behind the true
-// one, so that sums and outputs are rescaled at the beginning and nearly never later.
+// Two rows of a softmax over s[n][2r + c]. Probabilities are relative to a maximum that may lag the true one by up to 8
+// (in log2), so sums and outputs are rescaled at the beginning and hardly ever later.
 struct LazySoftmax : SoftmaxState {
     static constexpr float kMaxLag = 8.0f;
 
-    // True: what was summed before is to be multiplied by correction[r]. All lanes of a warp get the same answer.
+    // Returns true if what was accumulated before must be multiplied by correction[r]. The answer is uniform across a
+    // warp.
     template <int N>
     RTK_DEVICE bool add_lazily(float (&s)[N][4], float factor, float (&correction)[2]) {
         float now[2];

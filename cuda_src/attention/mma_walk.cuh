@@ -1,12 +1,12 @@
-// A block of queries and its walk over tiles of keys, as the mma.sync kernels have it.
+// A block's queries and its loop over key tiles, as the mma.sync kernels use it.
 #pragma once
 #include "attention/masks.cuh"
 #include "attention/mma_tile.cuh"
 
 namespace rtk {
 
-// Blocks are numbered so that tiles of queries with the longest walks come first (HeadTile has the order of heads). A kernel has its
-// copy in shared memory: registers are for sums.
+// Blocks are ordered so that query tiles with the most key tiles come first (HeadTile orders the heads). A kernel keeps
+// its copy in shared memory because registers are needed for accumulators.
 struct QueryBlock {
     Sequence sequence;
     Interval all;  // keys that all queries of the block see
@@ -14,7 +14,7 @@ struct QueryBlock {
     int begin, end;  // tiles of keys
 
     RTK_DEVICE bool exists() const { return i0 < sequence.lq; }
-    // Whether all queries of the block see all `keys` keys from j0 on.
+    // True if all queries of the block see all `keys` keys from j0 on.
     RTK_DEVICE bool sees_whole(int j0, int keys) const { return all.first <= j0 && j0 + keys <= all.end; }
     // Where the first query's row of a tensor begins, and the first row of the sequence; in elements.
     RTK_DEVICE i64 first_query(i64 batch_stride, i64 row_stride, i64 head_stride) const {
@@ -25,7 +25,7 @@ struct QueryBlock {
     }
 };
 
-// `limited`: queries have limits of their own, so that no tile is known to be seen whole.
+// `limited`: queries have limits of their own, so no tile is known to be fully visible.
 template <int BM, int BN>
 RTK_DEVICE QueryBlock query_block(i64 tiles, i64 section, i64 pairs, i64 heads, i64 lq, i64 lkv, const i32* cu_q, const i32* cu_k,
                                   const i32* lengths, i64 left, i64 right, bool limited) {

@@ -1,5 +1,6 @@
-// Rows of packed tensors [tokens, heads, width] behind the last sequence become 0, and their lse -inf, so that padding has
-// an output and a gradient. Grid: any; blocks return at once where there are no such rows. width is a multiple of 8.
+// Zeroes rows of packed tensors [tokens, heads, width] past the last sequence, and sets their lse to -inf, so that
+// padding has a defined output and gradient. Grid: any; blocks return at once where there are no such rows. width is a
+// multiple of 8.
 #include "attention/softmax_state.cuh"
 #include "common/vec.cuh"
 

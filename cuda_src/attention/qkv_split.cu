@@ -1,13 +1,13 @@
-// Splits rows of a fused projection, heads of q, then of k, then of v, normalises and rotates heads of q and k on the way, and
-// writes them where they belong: q, k and v dense, or k and v into caches at a position that is known on the device only.
+// Splits rows of a fused projection into heads of q, k and v, normalises and rotates heads of q and k, and writes the
+// results: q, k and v dense, or k and v into caches at a position that is known on the device only.
 //
 //     u = x * rsqrt(mean(x^2) + eps) * weight         of each head of q and k, if they have a weight
 //     a, b = a * cos - b * sin, b * cos + a * sin     of its pairs, if there are tables
 //
-// fp32 arithmetic, one rounding. `lanes` lanes (a power of two) work on one head of one token: lane i on units i, i + lanes,
-// ...; a unit is VEC pairs, which are the elements (j, j + pairs) or, `interleaved`, (2 j, 2 j + 1), and beyond the rotated part
-// 2 * VEC elements. Token t of sequence b has position pos[b] + t; what does not fit into tables or caches is left out
-// (a key without an angle becomes NaN). Grid: token-heads / heads of a block.
+// Arithmetic is fp32, rounded once. `lanes` lanes (a power of two) work on one head of one token: lane i on units i, i
+// + lanes, ...; a unit is VEC pairs, namely elements (j, j + pairs) or, if `interleaved`, (2 j, 2 j + 1), and beyond
+// the rotated part 2 * VEC elements. Token t of sequence b has position pos[b] + t; what does not fit into tables or
+// caches is skipped (a key without an angle becomes NaN). Grid: token-heads / heads of a block.
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
 #include "common/row_elements.cuh"

@@ -1,4 +1,5 @@
-// From products of q and k to scores: soft cap, bias, mask, in the registers of mma m16n8 (softmax_state.cuh has the layout).
+// Turns products of q and k into scores: soft cap, bias, mask, in the registers of mma m16n8 (layout:
+// softmax_state.cuh).
 #pragma once
 #include "attention/masks.cuh"
 #include "attention/softmax_state.cuh"
@@ -7,7 +8,8 @@
 
 namespace rtk {
 
-// A bias [batch, heads, queries, keys] of any strides; `at`: first element of this sequence and head, null without one.
+// A bias [batch, heads, queries, keys] of any strides; `at`: first element of this sequence and head, null without a
+// bias.
 struct BiasRows {
     const u8* at;
     int type;         // common/any_type.cuh
@@ -21,21 +23,21 @@ struct BiasRows {
     }
 };
 
-// What a product becomes before the softmax: the score counts as 2^(factor * score). Numbers come as kernel arguments, two
-// floats each, so that instructions read them where they are.
+// Transforms a product before the softmax: the score counts as 2^(factor * score). The numbers are kernel arguments,
+// two floats each, so that instructions read them straight from constant memory.
 struct ScoreRule {
     i64 scale_factor;     // factor of products, and factor (log2(e) times that of products if they are the scores)
-    i64 softcap_inverse;  // 0, or the limit, and scale / limit; a negative limit cuts scores off at its magnitude
+    i64 softcap_inverse;  // 0, or the limit, and scale / limit; a negative limit clips scores at its magnitude
 
     RTK_DEVICE float scale() const { return __uint_as_float(lower(scale_factor)); }
     RTK_DEVICE float factor() const { return __uint_as_float(upper(scale_factor)); }
     RTK_DEVICE float softcap() const { return __uint_as_float(lower(softcap_inverse)); }
     RTK_DEVICE float inverse_cap() const { return __uint_as_float(upper(softcap_inverse)); }
-    // What scores are cut off at.
+    // The magnitude at which scores are clipped.
     RTK_DEVICE float ceiling() const { return softcap() < 0.0f ? -softcap() : -negative_infinity(); }
 };
 
-// Rows of queries with their keys: `limits` (null for none) has one more bound for each query.
+// Query rows and their keys: `limits` (null for none) adds an upper bound per query.
 struct SeenKeys {
     Mask mask;
     const i32* limits;
@@ -47,7 +49,7 @@ struct SeenKeys {
     RTK_DEVICE int lo(int i) const { return mask.lo(i); }
 };
 
-// Below, s[n][2r + c] is of query i0 + g + 8r and key j0 + 8n + 2t + c.
+// Below, s[n][2r + c] belongs to query i0 + g + 8r and key j0 + 8n + 2t + c.
 
 template <int N>
 RTK_DEVICE void add_bias(float (&s)[N][4], const BiasRows& bias, const Mask& mask, int i0, int j0, int lane) {
@@ -66,7 +68,7 @@ RTK_DEVICE void add_bias(float (&s)[N][4], const BiasRows& bias, const Mask& mas
     }
 }
 
-// Products become scores, but for the bias.
+// Products become scores, without the bias.
 template <int N>
 RTK_DEVICE void cap_scores(float (&s)[N][4], const ScoreRule& rule) {
     if (rule.softcap() > 0.0f) {

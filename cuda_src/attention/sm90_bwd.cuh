@@ -1,7 +1,7 @@
-// What the kernels of the backward on sm_90a share: rows of statistics and sums of dq, in padded order.
+// Shared by the backward kernels on sm_90a: rows of statistics and sums of dq, in padded order.
 //
-// Per head, the rows of sequences follow each other, each sequence beginning at a multiple of kRowPad; no tile of queries is
-// then that of two sequences. `rows` below is how many there are in all, of each head.
+// Per head, the rows of sequences follow each other, and each sequence begins at a multiple of kRowPad, so that no
+// query tile spans two sequences. `rows` below is the total number of padded rows per head.
 #pragma once
 #include "attention/sm90_tile.cuh"
 #include "common/pipeline.cuh"
@@ -19,35 +19,37 @@ RTK_DEVICE i64 padded_row(int batch, const Sequence& sequence, i64 lq, bool pack
     return batch * ((lq + kRowPad - 1) / kRowPad * kRowPad);
 }
 
-// Queries in a tile: registers are for 64 x 64 or 64 x 128 scores of a warpgroup.
+// Queries per tile: registers allow 64 x 64 or 64 x 128 scores per warpgroup.
 template <int D>
 struct BackwardTile {
     static constexpr int kQueries = D == 64 ? 128 : 64;
-    // Sums of dq of a tile lie as the threads of two warpgroups have them, each 32; of a warpgroup: four neighbours of a
-    // thread, then the next thread, then the next four. Warpgroup w has columns from kColumn w and rows from kRow w.
+    // Sums of dq of a tile are stored in the order in which the threads of two warpgroups hold them, 32 each; within a
+    // warpgroup: four neighbours of a thread, then the next thread, then the next four. Warpgroup w owns columns from
+    // kColumn w and rows from kRow w.
     static constexpr int kColumn = D == 64 ? 0 : 64, kRow = D == 64 ? 64 : 0;
     static constexpr u32 kSumBytes = kQueries * D * 4;
 };
 
-// So that nobody waits for long, blocks that run at one time are at different queries: `together` neighbouring tiles of keys of a
-// head are a chunk. They start at queries as far from each other as possible, go up and wrap around; under a mask that has a
-// diagonal they start there. Why nobody waits for ever:
-//   1. Tiles of keys are drawn in the order of their numbers (KeyTile), so those with smaller numbers have begun.
-//   2. A tile waits for tiles of earlier chunks, whose numbers are smaller, and for some of its own chunk.
-//   3. Under a mask the latter are those behind it, whose numbers are smaller, too.
-//   4. Without one they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All tiles of
-//      a chunk run at some time, as there are no more of them than blocks, all of which run: the launch is cooperative, unless a
-//      chunk is one tile. Then one that has done the fewest steps waits for none of its chunk.
-//   5. So of the first chunk that is not done, some tile always goes on.
+// To keep waits short, blocks that run at the same time are at different queries: `together` neighbouring key tiles of
+// a head form a chunk. They start at queries as far from each other as possible, go up and wrap around; under a mask
+// with a diagonal they start there. Why this cannot deadlock:
+// 1. Key tiles are claimed in the order of their numbers (KeyTile), so those with smaller numbers have begun.
+// 2. A tile waits for tiles of earlier chunks, which have smaller numbers, and for some of its own chunk.
+// 3. Under a mask the latter are the tiles behind it, which have smaller numbers, too.
+// 4. Without one they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All
+//    tiles of a chunk run at the same time: there are no more of them than blocks, and all blocks are resident because
+//    the launch is cooperative (unless a chunk is one tile). So the tile with the fewest steps waits for none of its chunk.
+// 5. Hence some tile of the first unfinished chunk always makes progress.
 
-// Number `index` of the tiles of keys: `heads_together` heads share L2; of these, the first `together` tiles of keys of each
-// head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its chunk.
+// Number `index` of the key tiles: `heads_together` heads share L2; of these, the first `together` key tiles of each
+// head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its
+// chunk.
 struct KeyTile {
     int n, head, batch;
 
     RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together) {
         u32 band = index / (heads_together * tiles);
-        ptx::forget(band);  // one division after the other: side by side they want more registers
+        ptx::forget(band);  // one division after the other: interleaved they need more registers
         const u32 first = band * heads_together, here = min(heads_together, heads * batches - first);
         u32 left = index - first * tiles, chunk = left / (together * here);
         ptx::forget(chunk);
@@ -62,7 +64,7 @@ struct KeyTile {
     }
 };
 
-// In which order a tile of keys meets tiles of queries: from `start` up to `last`, then from `first`.
+// The order in which a key tile meets query tiles: from `start` up to `last`, then from `first`.
 template <int BQ>
 struct QueryOrder {
     int first, last, start;
@@ -92,7 +94,7 @@ struct QueryOrder {
     }
 };
 
-// What the warps that fetch and send know of a tile of keys, 16 bytes at a time in shared memory.
+// What the loading and sending warps know about a key tile, 16 bytes at a time in shared memory.
 struct KeyRecord {
     static constexpr u32 kBytes = 48;
     ptx::SharedAddress at;
@@ -111,8 +113,9 @@ struct KeyRecord {
     }
 };
 
-// By one thread: adds dq of tile m of queries, of the h-th head that shares a tile of keys, to the sums in global memory when the
-// tiles of keys before this one have been added. dq lies in two halves, one of each warpgroup, in buffer `buffer` of two.
+// Called by one thread: adds dq of query tile m, for the h-th head that shares a key tile, to the sums in global memory
+// once the key tiles before this one have been added. dq is in two halves, one per warpgroup, in buffer `buffer` of
+// two.
 template <int D>
 RTK_DEVICE void send_dq_tile(const KeyRecord& tile, int m, int h, u32 buffer, const PipelineState<1>& state,
                              ptx::SharedAddress dq_pipes, ptx::SharedAddress dq_tile, float* dq_sums, u32* order, u32 query_tiles,

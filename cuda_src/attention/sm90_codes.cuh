@@ -1,4 +1,5 @@
-// Products of 8-bit attention on sm_90a (attention_sm90_quant.cu): types of codes and sums, and the order of keys in a tile.
+// Products of 8-bit attention on sm_90a (attention_sm90_quant.cu): types of codes and accumulators, and the order of
+// keys in a tile.
 #pragma once
 #include "attention/coded_softmax.cuh"
 #include "ptx/wgmma_attention.cuh"

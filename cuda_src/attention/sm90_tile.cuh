@@ -1,7 +1,7 @@
-// What the wgmma kernels of attention share: tiles in shared memory, products over them, rows of sums on their way to memory.
+// Shared by the wgmma attention kernels: tiles in shared memory, products over them, and stores of accumulator rows.
 //
-// A tile of R rows and D columns (16-bit) is D / 64 boxes, rounded up, of R rows of 128 bytes with the 128-byte swizzle, one
-// behind the other, as the copy engine writes them; columns behind the last one of the tensor are 0. Tiles start at
+// A tile of R rows and D columns (16-bit) is D / 64 boxes, rounded up, of R rows of 128 bytes with the 128-byte
+// swizzle, one after another, as TMA writes them; columns past the last one of the tensor are 0. Tiles start at
 // multiples of 1024 bytes, R is a multiple of 8.
 #pragma once
 #include "attention/masks.cuh"
@@ -21,16 +21,17 @@ struct Boxed {
     static constexpr int kBoxes = (D + 63) / 64;
     static constexpr u32 kBoxBytes = R * kTileRow, kBytes = kBoxes * kBoxBytes;
 
-    // By one thread: asks for the tile whose first row is `row` of a tensor (column, row, head, sequence).
+    // Called by one thread: issues the TMA load of a tile that starts at row `row` of a tensor (column, row, head,
+    // sequence).
     RTK_DEVICE static void fetch(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress full, int row, int head,
                                  int batch) {
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) ptx::tma_load_4d(to + i * kBoxBytes, map, full, 64 * i, row, head, batch);
     }
 
-    // By a warp, for a tile of the last keys of a sequence: asks for the tile, waits, and clears its rows from `rows` on, which are
-    // those of another sequence, or nobody's, and may be NaN, which a power of 0 does not hide. `patch` is a barrier for this alone,
-    // `parity` the one of its phase.
+    // Called by a warp, for a tile with the last keys of a sequence: loads the tile, waits, and clears its rows from
+    // `rows` on. These belong to another sequence or to none and may be NaN, which a probability of 0 does not hide.
+    // `patch` is a barrier for this alone, `parity` that of its phase.
     RTK_DEVICE static void fetch_some(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress patch, u32& parity, int row,
                                       int head, int batch, int rows) {
         const u32 lane = threadIdx.x % kWarp;
@@ -46,7 +47,7 @@ struct Boxed {
     }
 };
 
-// d = a b^T (+ d if `add`): 64 rows of a [RA, D], from the first byte `a` of their first row, and b [RB, D], summed over D.
+// d = a b^T (+ d if `add`): 64 rows of a [RA, D], whose first row starts at byte `a`, and b [RB, D], summed over D.
 template <typename T, int RA, int RB, int D, int N>
 RTK_DEVICE void multiply_rows(float (&d)[N], ptx::SharedAddress a, ptx::SharedAddress b, bool add = false) {
     static_assert(RB == 2 * N, "all rows of b");
@@ -59,7 +60,7 @@ RTK_DEVICE void multiply_rows(float (&d)[N], ptx::SharedAddress a, ptx::SharedAd
     }
 }
 
-// d += a b: a [64, R] from registers, 16 of R in each four words (as pack_rows makes them), b [R, D], summed over R.
+// d += a b: a [64, R] from registers, 16 of R per four words (as pack_rows packs them), b [R, D], summed over R.
 template <typename T, int R, int N>
 RTK_DEVICE void multiply_packed(float (&d)[N], const u32 (&a)[R / 16][4], ptx::SharedAddress b, bool add) {
     const u64 right = ptx::matrix_descriptor(b, R * kTileRow);
@@ -67,7 +68,7 @@ RTK_DEVICE void multiply_packed(float (&d)[N], const u32 (&a)[R / 16][4], ptx::S
     for (int k = 0; k < R / 16; ++k) ptx::wgmma_rs<T, true>(d, a[k], right + k * kNextColumnMajor, add || k != 0);
 }
 
-// Sums of a product as the first operand of the next one.
+// Packs the accumulators of a product as the first operand of the next one.
 template <typename T, int N>
 RTK_DEVICE void pack_rows(u32 (&to)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
@@ -76,9 +77,9 @@ RTK_DEVICE void pack_rows(u32 (&to)[N / 8][4], const float (&s)[N]) {
         for (int i = 0; i < 4; ++i) to[k][i] = packed_pair<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
-// Rows of sums to memory: this thread's rows `row` and `row` + 8 of those that exist (`rows`), times times[r], rounded, and
-// the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours, 16 bytes.
-// `to` is row 0, 16-byte aligned like `stride`. All lanes of a warp call.
+// Stores accumulator rows: this thread's rows `row` and `row` + 8 if they exist (`rows`), times times[r], rounded, and
+// the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours, 16
+// bytes. `to` is row 0; it and `stride` are 16-byte aligned. All lanes of a warp must call this.
 template <typename T, int N>
 RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
     static_assert(N % 16 == 0, "32 columns at a time");
@@ -120,7 +121,8 @@ RTK_DEVICE float bias_at(const void* bias, int kind, i64 index) {
     return value[0];
 }
 
-// Scores in units of log2 from products, with a soft-cap unless that is 0; a negative one cuts scores off at its magnitude.
+// Turns products into scores in units of log2, with a soft-cap unless it is 0; a negative one clips scores at its
+// magnitude.
 template <int N>
 RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
     if (softcap <= 0.0f) {
@@ -134,8 +136,8 @@ RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
     }
 }
 
-// Adds a bias to scores in units of log2. `at`, `row_step`, `column_step`: where this thread's first element is, how far its
-// second row and the next column are. Only `rows` rows and `columns` columns from there exist.
+// Adds a bias to scores in units of log2. `at`, `row_step`, `column_step`: address of this thread's first element, and
+// distances to its second row and to the next column. Only `rows` rows and `columns` columns from there exist.
 template <typename B, int N>
 RTK_DEVICE void add_bias_of(float (&s)[N], const void* bias, i64 at, i64 row_step, i64 column_step, int rows, int columns) {
     const B* p = static_cast<const B*>(bias) + at;
@@ -164,7 +166,7 @@ RTK_DEVICE void add_bias(float (&s)[N], const void* bias, int kind, i64 at, i64 
     }
 }
 
-// Leaves columns from..end - 1, counted from this thread's first one, of its row r.
+// Keeps columns from..end - 1, counted from this thread's first one, of its row r, and masks the others.
 template <int N>
 RTK_DEVICE void mask_row(float (&s)[N], int r, int from, int end) {
 #pragma unroll
@@ -174,8 +176,8 @@ RTK_DEVICE void mask_row(float (&s)[N], int r, int from, int end) {
             if (8 * j + c < from || 8 * j + c >= end) s[4 * j + 2 * r + c] = negative_infinity();
 }
 
-// The order in which blocks take tiles of queries: `heads_together` heads (of all sequences) share L2; inside of these the last
-// tiles of queries come first, as causal masks leave them the longest.
+// The order in which blocks take query tiles: `heads_together` heads (of all sequences) share L2; within these the last
+// query tiles come first, because causal masks leave them the most keys.
 struct QueryTile {
     int m, head, batch;
 
@@ -189,7 +191,7 @@ struct QueryTile {
     }
 };
 
-// What a tile of `rows` queries from row0 on sees: keys that any of them sees, and keys that all 64 of warpgroup `group` see.
+// Keys that any of `rows` queries from row0 on sees, and keys that all 64 queries of warpgroup `group` see.
 struct WarpgroupRows {
     Mask mask;
     int row0;

@@ -1,11 +1,11 @@
-// The softmax of rows that come in tiles of columns, in the registers of matrix products.
+// Online softmax of rows that arrive in tiles of columns, in the register layout of matrix products.
 //
-// Scores lie as mma m16n8 and wgmma m64nN leave them: s[4j + 2r + c] is row g + 8r, column 8j + 2t + c of lane 4g + t. A
-// thread has parts of two rows; the four lanes of a quad share them. Scores are kept unscaled: a score counts as
-// 2^(factor * s), factor = scale * log2(e) > 0, so that each costs one multiply-add and one ex2.
+// Scores are laid out as mma m16n8 and wgmma m64nN leave them: s[4j + 2r + c] is row g + 8r, column 8j + 2t + c of lane
+// 4g + t. A thread holds parts of two rows; the four lanes of a quad share them. Scores are kept unscaled: a score
+// counts as 2^(factor * s), factor = scale * log2(e) > 0, so that each costs one multiply-add and one ex2.
 //
-// A score of -inf is masked. Rows that have seen nothing have a maximum of -inf, for which 0 stands in: no inf - inf. NaN and
-// +inf give NaN, as they do in any softmax.
+// A score of -inf is masked. Rows that have seen no key have a maximum of -inf; 0 is used in its place to avoid inf -
+// inf. NaN and +inf give NaN, as in any softmax.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/math.cuh"
@@ -27,14 +27,14 @@ RTK_DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The smaller one, NaN if x is.
+// The smaller of the two, NaN if x is NaN.
 RTK_DEVICE float fmin_nan(float x, float limit) { return x > limit ? limit : x; }
 
 // tanh with a relative error of about 2^-21, by ex2; exact limits at +-inf. tanh.approx (2^-11) is as coarse as bf16.
 RTK_DEVICE float tanh_by_ex2(float x) {
     const float magnitude = fabsf(x);
     const float e = ptx::ex2(-2.0f * kLog2e * magnitude);
-    // Near 0 1 - e cancels, where the series is exact to fp32.
+    // Near 0, 1 - e cancels; the series is exact to fp32 there.
     const float square = magnitude * magnitude;
     const float series = magnitude * (1.0f + square * (-0.33333334f + square * (0.13333334f - square * 0.053968254f)));
     const float ratio = (1.0f - e) * ptx::rcp(1.0f + e);
@@ -42,23 +42,23 @@ RTK_DEVICE float tanh_by_ex2(float x) {
 }
 
 struct SoftmaxState {
-    float top[2];  // maxima so far, unscaled, of all four lanes
-    float sum[2];  // this lane's part of the sums of powers
+    float top[2];  // maxima so far, unscaled, over all four lanes
+    float sum[2];  // this lane's part of the softmax sums
 
     RTK_DEVICE SoftmaxState() {
         top[0] = top[1] = negative_infinity();
         sum[0] = sum[1] = 0.0f;
     }
 
-    // Replaces scores by their powers relative to the maximum so far; what was summed before, here and in the output,
-    // is to be multiplied by correction[r]. All lanes of a warp call. LAG: powers are relative to an earlier maximum while none of them
-    // is larger than 2^LAG.
+    // Replaces scores by probabilities relative to the maximum so far; what was accumulated before, here and in the
+    // output, must be multiplied by correction[r]. All lanes of a warp must call this. LAG: probabilities stay relative
+    // to an earlier maximum as long as none of them exceeds 2^LAG.
     template <int LAG = 0, int N>
     RTK_DEVICE void add(float (&s)[N], float factor, float (&correction)[2]) {
         const float both[2] = {factor, factor};
         add<LAG>(s, both, correction);
     }
-    // The same with a factor for each row.
+    // The same with one factor per row.
     template <int LAG = 0, int N>
     RTK_DEVICE void add(float (&s)[N], const float (&factor)[2], float (&correction)[2]) {
         static_assert(N % 4 == 0, "two rows of pairs");
@@ -85,8 +85,8 @@ struct SoftmaxState {
         }
     }
 
-    // After the last tile: what the output is to be multiplied by, and log(sum of exp) in `lse`. `sink` is one more score,
-    // scaled, in units of log2; -inf for none. All lanes of a warp call.
+    // After the last tile: returns the factor of the output, and log(sum of exp) in `lse`. `sink` is one more score,
+    // scaled, in units of log2; -inf for none. All lanes of a warp must call this.
     RTK_DEVICE void finish(float factor, float sink, float (&times)[2], float (&lse)[2]) {
         const float both[2] = {factor, factor};
         finish(both, sink, times, lse);

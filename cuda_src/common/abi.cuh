@@ -1,9 +1,9 @@
 // What every device file starts from: fixed-width integers, the function qualifiers, and the one place that turns
 // compiler macros into feature switches.
 //
-// Kernel parameters are pointers, `i64` and `double` only. All are eight bytes, so the host packs them with one
-// struct call and no size or count is ever truncated; kernels narrow them on their first lines. Where the code before the
-// first load counts, two numbers that are known to have 32 bits share an i64 (rtkernels/runtime/layout.py: halves).
+// Kernel parameters are pointers, `i64` and `double` only. All are eight bytes, so the host packs them with one struct
+// call and no size or count is ever truncated; kernels narrow them on their first lines. Where the code before the
+// first load matters, two numbers that fit into 32 bits share an i64 (rtkernels/runtime/layout.py: halves).
 #pragma once
 
 #define RTK_DEVICE __device__ __forceinline__
@@ -61,8 +61,8 @@ struct is_same<A, A> {
 
 RTK_DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// n / d for n < 2^31, where `divisor` is what the host's _layout.divisor(d) gives: three instructions instead of the
-// twenty, one after the other, that a division is.
+// n / d for n < 2^31, where `divisor` comes from the host's _layout.divisor(d): three instructions instead of the
+// twenty dependent ones of a division.
 RTK_DEVICE u32 divided(u32 n, i64 divisor) {
     const u64 product = static_cast<u64>(n << 1) * static_cast<u32>(divisor);
     return static_cast<u32>(product >> 32) >> static_cast<int>(divisor >> 32);

@@ -11,13 +11,13 @@ template <typename T>
 struct WordMax {
     static constexpr int kPerWord = 4 / sizeof(T);
 
-    // A word for `larger`: what is not finite becomes NaN.
+    // A word for `larger`: elements that are not finite become NaN.
     RTK_DEVICE static u32 finite(u32 word) {
         if constexpr (is_same<T, bf16>::value) return ptx::finite_or_nan_bf16x2(word);
         if constexpr (is_same<T, fp16>::value) return ptx::finite_or_nan_f16x2(word);
         return __float_as_uint(fmaf(__uint_as_float(word), 0.0f, __uint_as_float(word)));
     }
-    // The larger magnitudes; NaN in `word` does not count.
+    // The larger magnitudes; NaN in `word` is ignored.
     RTK_DEVICE static u32 larger(u32 max_abs, u32 word) {
         if constexpr (is_same<T, bf16>::value) return ptx::max_magnitude_bf16x2(max_abs, word);
         if constexpr (is_same<T, fp16>::value) return ptx::max_magnitude_f16x2(max_abs, word);

@@ -1,5 +1,5 @@
-// Elements of a type known at run time, one at a time: for tensors whose rows do not allow wider accesses. All threads of
-// a launch take the same branches.
+// Elements of a type known at run time, one at a time: for tensors whose rows do not allow wider accesses. The branches
+// are uniform across a launch.
 #pragma once
 #include "common/convert.cuh"
 #include "common/vec.cuh"

@@ -3,8 +3,8 @@
 //     nvfp4:  scale = e4m3(amax / max(6 g, 1e-12)) of 16 values,  code = e2m1(v / (g * scale)),  0 where the scale is 0
 //     mx:     scale = a power of two, for 32 values,              code = e2m1 or fp8 of v / scale
 //
-// amax is over finite values; NaN and infinities become the largest e2m1 code of their sign. The quotient is the rounded one
-// that a division gives. ops/shared/block_formats.py has the same bits in plain torch.
+// amax is over finite values; NaN and infinities become the largest e2m1 code of their sign. The quotient is correctly
+// rounded, like a division's. ops/shared/block_formats.py computes the same bits in plain torch.
 #pragma once
 #include "common/convert.cuh"
 #include "common/fp8_scale.cuh"
@@ -17,11 +17,12 @@ namespace rtk {
 inline constexpr int kTiesNearest = 0, kTiesAway = 1, kTiesZero = 2;      // elem_rule
 inline constexpr int kScaleNearest = 0, kScaleUp = 1, kScaleSearch = 2;  // scale_rule
 
-// A code is a concave function of the magnitude q, made of three straight lines: min(2 q, q + 2, q / 2 + 4), at most 7. Added to
-// 1.5 * 2^23, whose neighbours are integers, a line comes rounded one time, to nearest even, in the low bits of a float.
+// A code is a concave function of the magnitude q, composed of three straight lines: min(2 q, q + 2, q / 2 + 4), at
+// most 7. Adding 1.5 * 2^23, whose neighbours are integers, rounds a line once, to nearest even, into the low bits of a
+// float.
 inline constexpr float kMagic = 12582912.0f;
 
-// One code by any rule. What rounding took away is exact, so it shows what was a tie.
+// One code by any rule. The rounding error is exact, so it shows whether there was a tie.
 RTK_DEVICE u32 e2m1_rounded(float v, float quotient, int ties) {
     const float q = fminf(fabsf(quotient), 6.0f);
     const float slope = q < 2.0f ? 2.0f : q < 4.0f ? 1.0f : 0.5f, offset = q < 2.0f ? 0.0f : q < 4.0f ? 2.0f : 4.0f;
@@ -37,7 +38,7 @@ RTK_DEVICE float e2m1_value(u32 code) {
     return code & 8u ? -magnitude : magnitude;
 }
 
-// Those of eight codes in a word. The codes i and i + 4 are two fp16 numbers, subnormal ones, 16384 times too small.
+// Eight codes of a word as numbers. Codes i and i + 4 are two subnormal fp16 numbers, 16384 times too small.
 RTK_DEVICE void e2m1_values(u32 word, float (&v)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -57,9 +58,9 @@ RTK_DEVICE float e4m3_value(u32 code) {
     return value;
 }
 
-// Values over a step, rounded as a division rounds them, without its branches: a product with the reciprocal and one corrected
-// step. Both are scaled by a power of two where the reciprocal would overflow or lose digits; a quotient that then overflows is
-// beyond the largest code, one that vanishes is 0.
+// Values divided by a step, correctly rounded, without the branches of a division: a product with the reciprocal and
+// one correction step. Both are scaled by a power of two where the reciprocal would overflow or lose digits; a quotient
+// that then overflows is beyond the largest code, one that underflows is 0.
 struct Quotient {
     float factor, step, inverse;
 
@@ -75,8 +76,8 @@ struct Quotient {
 };
 
 #if !RTK_HAS_FP4_CVT
-// Eight codes of magnitudes, rounded to nearest even, in a word: the smallest of the three lines, whose low bits are put together.
-// NaN becomes 7. Without CAPPED all are below 7.
+// Eight codes of magnitudes, rounded to nearest even, in a word: takes the smallest of the three lines and packs their
+// low bits. NaN becomes 7. Without CAPPED all are below 7.
 template <bool CAPPED>
 RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
     u32 code[8];
@@ -94,7 +95,7 @@ RTK_DEVICE u32 e2m1_magnitudes(const float (&q)[8]) {
     return __byte_perm(halves[0], halves[1], 0x5410);
 }
 
-// Their signs, in the upper bits of the codes.
+// The signs of the values, in the upper bits of the codes.
 RTK_DEVICE u32 e2m1_signs(const float (&v)[8]) {
     u32 tops[2];  // upper bytes of values 0, 2, 4 and 6, and of the others
 #pragma unroll
@@ -117,7 +118,7 @@ RTK_DEVICE void e2m1_words(const float (&v)[N], Over over, u32 (&words)[N / 8]) 
         for (int i = 0; i < 8; ++i) own[i] = v[w * 8 + i], q[i] = over(fabsf(own[i]));
 #if RTK_HAS_FP4_CVT
 #pragma unroll
-        for (int i = 0; i < 8; ++i) q[i] = copysignf(fminf(q[i], 6.0f), own[i]);  // of NaN the instruction ignores the sign
+        for (int i = 0; i < 8; ++i) q[i] = copysignf(fminf(q[i], 6.0f), own[i]);  // the instruction ignores the sign of NaN
         words[w] = ptx::cvt_e2m1x8(q);
 #else
         words[w] = e2m1_magnitudes<true>(q) | e2m1_signs(own);
@@ -150,9 +151,9 @@ RTK_DEVICE void e2m1_pack(const float (&v)[N], float step, int ties, u32 (&words
     for (int w = 0; w < N / 8; ++w) words[w] = step > 0.0f ? words[w] : 0u;
 }
 
-// The same for 16 numbers of a 16-bit T as they lie in memory, with magnitudes up to 6.5 steps; 2^-60 <= step <= 2^60. The
-// reciprocal in two parts spares a step of the division: tests/ops/quant/test_nvfp4.py compares both for all steps and the
-// numbers that are next to a tie. The smaller part is raised by its last bit for the one step that needs it.
+// The same for 16 packed numbers of a 16-bit T with magnitudes up to 6.5 steps; 2^-60 <= step <= 2^60. Splitting the
+// reciprocal into two parts saves a step of the division: tests/ops/quant/test_nvfp4.py compares both for all steps and
+// the numbers that are next to a tie. The smaller part is raised by its last bit for the one step that needs it.
 template <typename T>
 RTK_DEVICE void e2m1_pack_elements(const u32 (&raw)[8], float step, u32 (&words)[2]) {
     const float inverse = inverse_scale(step), rest = fmaf(-inverse, step, 1.0f) * inverse;
@@ -171,7 +172,7 @@ RTK_DEVICE void e2m1_pack_elements(const u32 (&raw)[8], float step, u32 (&words)
 #if RTK_HAS_FP4_CVT
         words[w] = ptx::cvt_e2m1x8(q);
 #else
-        // Signs of numbers with even places, then of the others, in the upper bits of four bytes.
+        // Signs of numbers at even positions, then of the others, in the upper bits of four bytes.
         const u32 first = __byte_perm(own[0], own[1], 0x7351), then = __byte_perm(own[2], own[3], 0x7351);
         const u32 low_signs = __byte_perm(first, then, 0x5410), high_signs = __byte_perm(first, then, 0x7632);
         words[w] = e2m1_magnitudes<false>(q) | (low_signs >> 4 & 0x08080808u) | (high_signs & 0x80808080u);
@@ -179,7 +180,7 @@ RTK_DEVICE void e2m1_pack_elements(const u32 (&raw)[8], float step, u32 (&words)
     }
 }
 
-// The squared error that a scale leaves, of finite values.
+// The squared error of finite values with a given scale.
 RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
     const Quotient over(step);
     float sum = 0.0f;
@@ -192,8 +193,8 @@ RTK_DEVICE float nvfp4_error(const float (&v)[16], float step, int ties) {
     return sum;
 }
 
-// The scale of 16 values with this amax; with SEARCH the one of nine candidates that leaves the smallest error, the first of
-// equal ones.
+// The scale of 16 values with this amax; with SEARCH the one of nine candidates with the smallest error, the first one
+// in case of ties.
 template <bool SEARCH>
 RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float amax, float g, int rule, int ties) {
     const float sixth = Quotient(fmaxf(6.0f * g, 1e-12f)).of(amax);
@@ -212,14 +213,14 @@ RTK_DEVICE u32 nvfp4_scale_of(const float (&v)[16], float amax, float g, int rul
     return rule == kScaleUp && scale < 0x7eu && e4m3_value(scale) < sixth ? scale + 1u : scale;
 }
 
-// Where the scale of a row and block lies in tiles of 128 x 4, 512 bytes each.
+// Position of the scale of a row and block in tiles of 128 x 4, 512 bytes each.
 RTK_DEVICE i64 swizzled_place(i64 row, i64 block, i64 blocks) {
     const i64 tile = (row >> 7) * ((blocks + 3) >> 2) + (block >> 2);
     return tile * 512 + (row & 31) * 16 + ((row & 127) >> 5) * 4 + (block & 3);
 }
 
-// The scale byte of MX for values with this amax: `exponent` is that of the largest code. `up`: rounded up, so that no code
-// is cut.
+// The scale byte of MX for values with this amax: `exponent` is that of the largest code. `up`: rounded up, so that no
+// code is clipped.
 RTK_DEVICE u32 mx_scale(float amax, int exponent, float largest, bool up) {
     int byte = static_cast<int>(__float_as_uint(amax) >> 23) - exponent;
     if (up) {

@@ -1,5 +1,5 @@
-// Sums over columns that the threads of a block hold in registers, on their way to one row of fp32: each group of threads
-// puts its row into shared memory, then, after a barrier, the rows are added up in order.
+// Sums over columns that the threads of a block hold in registers, into one row of fp32: each group of threads stores
+// its row to shared memory, then, after a barrier, the rows are added in order.
 #pragma once
 #include "common/vec.cuh"
 
@@ -13,7 +13,8 @@ RTK_DEVICE void put_sums(float* to, const float (&sums)[N]) {
         *reinterpret_cast<float4*>(to + i) = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
 }
 
-// out = the sum of `rows` rows of `width` numbers that lie `apart`, both multiples of four. The whole block calls it.
+// out = the sum of `rows` rows of `width` numbers, `apart` numbers from row to row, both multiples of four. The whole
+// block calls this.
 RTK_DEVICE void add_rows(const float* sums, int rows, int apart, int width, float* out) {
     for (int at = static_cast<int>(threadIdx.x) * 4; at < width; at += static_cast<int>(blockDim.x) * 4) {
         float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -25,7 +26,7 @@ RTK_DEVICE void add_rows(const float* sums, int rows, int apart, int width, floa
     }
 }
 
-// The same in few instructions: at the end of a kernel each has to come from memory first.
+// The same in few instructions: at the end of a kernel each one must first be fetched from memory.
 RTK_DEVICE void add_few_rows(const float* sums, int rows, int apart, int width, float* out) {
 #pragma unroll 1
     for (int at = static_cast<int>(threadIdx.x) * 4; at < width; at += static_cast<int>(blockDim.x) * 4) {

@@ -1,13 +1,13 @@
-// Rows of one or more inputs on their way from global memory, several deep, by the copy engine (sm_90 and up): a persistent
-// block walks its rows, and while a group of whole warps works on one, the next ones come to shared memory. One thread asks
-// for whole rows, with the policy for L2 that the cp.async of a RowRing cannot have. Thread i of the group has the 16-byte
-// vectors i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so that
-// readers need no mask.
+// A ring of rows of one or more inputs, loaded several deep by TMA bulk copies (sm_90 and up): a persistent block loops
+// over its rows, and while a group of whole warps works on one, the next ones are loaded into shared memory. One thread
+// loads whole rows, with an L2 policy that the cp.async of a RowRing cannot have. Thread i of the group owns the
+// 16-byte vectors i, i + threads, ... of each row, CHUNKS of them; those past the end are zero and never copied, so
+// that readers need no mask.
 //
-// First every stage is opened, and gets a fetch(...) by the thread that opened it; then comes a barrier of the block. Each
+// First every stage is opened, and the thread that opened it calls fetch(...); then comes a block-wide barrier. Each
 // round is wait(), read(...), fetch(...) of the row that comes `stages` rows later, into the stage just read, and
-// next_row(). All threads of the group must have read their vectors before that fetch: between the two is a barrier of
-// the group, unless it is one warp.
+// next_row(). All threads of the group must have read their vectors before that fetch: a barrier of the group separates
+// the two, unless it is one warp.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -21,8 +21,8 @@ struct BulkRing {
     static constexpr int kMaxStages = 16;
     static constexpr int kPast = 1 << 24;  // past the end of any row
     int stages;
-    ptx::SharedAddress full;  // barriers of this group's stages, kMaxStages of them: the rows have come; then the stages
-    int place, apart, bytes;  // of this thread's first vector in a row (from kPast on: helpers); to the next; of the row
+    ptx::SharedAddress full;  // barriers of this group's stages (rows have arrived), kMaxStages of them; then the stages
+    int place, apart, bytes;  // offset of this thread's first vector in a row (from kPast on: helpers); stride to the next; row size
     int stage = 0;            // of the current row
     u32 phase = 0;            // of its barrier
 
@@ -38,7 +38,7 @@ struct BulkRing {
     // From the barriers of one group to those of the next.
     RTK_DEVICE int group_bytes() const { return 8 * kMaxStages + stages * INPUTS * CHUNKS * apart; }
 
-    // This thread's vector c is not past the end of the row.
+    // True if this thread's vector c is not past the end of the row.
     RTK_DEVICE bool has(int c) const { return place + c * apart < bytes; }
 
     // Vectors past the end become zero. Not for helpers.
@@ -53,13 +53,13 @@ struct BulkRing {
         }
     }
 
-    // By one thread for each stage.
+    // Called by one thread per stage.
     RTK_DEVICE void open(int s) const {
         ptx::mbarrier_init(full + 8 * s, 1);
         ptx::mbarrier_fence_init();
     }
 
-    // Starts the copies of a row, given by its address in each input. One thread calls it.
+    // Starts the copies of a row, given by its address in each input. Called by one thread.
     RTK_DEVICE void fetch(int s, const void* const (&rows)[INPUTS]) const {
         const ptx::SharedAddress barrier = full + 8 * s;
         ptx::mbarrier_arrive_expect(barrier, INPUTS * bytes);
@@ -75,7 +75,7 @@ struct BulkRing {
         if (++stage == stages) stage = 0, phase ^= 1;
     }
 
-    // Where a vector of this thread lies.
+    // Address of a vector of this thread.
     RTK_DEVICE ptx::SharedAddress vector_at(int s, int input, int chunk) const {
         return full + (8 * kMaxStages + ((s * INPUTS + input) * CHUNKS + chunk) * apart + place);
     }

@@ -1,6 +1,6 @@
-// What two launches know of routed tokens. The first counts, for each chunk of tokens, those of every expert; the
-// second, whose blocks have one chunk each, adds up: where every expert's rows begin, and how many of them are taken by
-// earlier chunks. No block hears from another of its own launch.
+// State that two launches share about routed tokens. The first counts, for each chunk of tokens, those of every expert;
+// the second, with one chunk per block, adds them up: where every expert's rows begin, and how many of them earlier
+// chunks take. Blocks of the same launch do not communicate.
 #pragma once
 #include "common/scan.cuh"
 #include "ptx/ldst.cuh"
@@ -8,8 +8,8 @@
 
 namespace rtk {
 
-// [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four; then, 4 bytes each, how
-// many choices were made in every chunk (of lists; maps have none).
+// [chunks][stride] counts, where stride is the number of experts rounded up to a multiple of four; then, 4 bytes each,
+// the number of choices in every chunk (of lists; maps have none).
 struct ChunkTable {
     u8* memory;
     int width;  // bytes of a count, 1, 2 or 4
@@ -21,7 +21,7 @@ struct ChunkTable {
           chunks(static_cast<int>(count)),
           stride(static_cast<int>(experts + 3) / 4 * 4) {}
 
-    RTK_DEVICE u32* made() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
+    RTK_DEVICE u32* choice_counts() const { return reinterpret_cast<u32*>(memory + static_cast<i64>(chunks) * stride * width); }
 
     // Counts of four experts, packed. They come from the previous kernel, which may have overlapped with this one.
     template <int WIDTH>
@@ -56,7 +56,7 @@ struct ChunkTable {
         }
     }
 
-    // Writes a chunk's counts, [stride] in shared memory. The whole block calls, after a barrier.
+    // Writes a chunk's counts, [stride] in shared memory. The whole block calls this, after a barrier.
     RTK_DEVICE void write(int chunk, const u32* count) const {
         for (int quad = threadIdx.x; quad < stride / 4; quad += blockDim.x) {
             const u32* c = count + 4 * quad;
@@ -88,7 +88,7 @@ struct RowLayout {
 
     RTK_DEVICE u32* end() const { return sums(groups); }
 
-    // The whole block calls; ends with a barrier.
+    // The whole block calls this; ends with a barrier.
     RTK_DEVICE void find(const ChunkTable& table, int chunk) const {
         if (table.width == 1) {
             add<1>(table, chunk);

@@ -1,5 +1,5 @@
-// Between fp32 and the storage types: nearest even, one rounding. fp8 saturates to the largest finite value and
-// keeps NaN (0x7f); targets without the conversion instructions (below sm_89) use the integer versions here, which
+// Conversions between fp32 and the storage types: nearest even, one rounding. fp8 saturates to the largest finite value
+// and keeps NaN (0x7f); targets without the conversion instructions (below sm_89) use the integer versions here, which
 // give the same bits for every input.
 #pragma once
 #include "common/abi.cuh"
@@ -40,7 +40,7 @@ RTK_DEVICE float decode_e4m3(u32 code) {
     return (code & 0x80u) ? -magnitude : magnitude;
 }
 
-// ---- two at a time, the best way the target has -----------------------------------------------------------------
+// ---- two at a time, the fastest way on each target --------------------------------------------------------------
 
 template <typename F8>
 RTK_DEVICE u32 to_fp8x2(float lo, float hi) {

@@ -1,11 +1,11 @@
-// The fp8 recipe: from the values that share a scale to that scale. A stored scale is the factor that gives the
-// values back, v ~ q * scale:
+// The fp8 recipe: computes the scale of values that share one. A stored scale is the factor that restores the values, v
+// ~ q * scale:
 //
 //     amax  = largest |v| that is finite                (0 if there is none)
 //     scale = max(amax / largest fp8 value, 1e-30)      (rounded up to a power of two if asked for)
 //     q     = fp8(v * (1 / scale))                      (both fp32 operations rounded to nearest)
 //
-// NaN and infinities take no part in the scale: NaN becomes the code 0x7f, an infinity the largest finite code.
+// NaN and infinities do not affect the scale: NaN becomes the code 0x7f, an infinity the largest finite code.
 #pragma once
 #include "common/abi.cuh"
 #include "common/convert.cuh"
@@ -47,7 +47,7 @@ RTK_DEVICE float fp8_scale(float amax, bool pow2) {
     return __uint_as_float(pow2 ? (bits + 0x7fffffu) & 0xff800000u : bits);
 }
 
-// The reciprocal of a scale, correctly rounded: scales are far from where __frcp_rn has to take the long way.
+// The reciprocal of a scale, correctly rounded: scales are far from the range where __frcp_rn takes its slow path.
 RTK_DEVICE float inverse_scale(float scale) {
     const float near = ptx::rcp(scale);
     return fmaf(near, fmaf(-scale, near, 1.0f), near);

@@ -47,7 +47,7 @@ RTK_DEVICE Normal normal(float x) {
     constexpr float kPeak = 0.3989422804014327f;  // 1 / sqrt(2 pi)
     if constexpr (kFast) {
         // The tail beyond |x| is e^(-x^2/2) * t * P(t), t = 1 / (1 + 0.36 |x|): minimax in relative error (2^-20) over
-        // 0..14, after which it is below the smallest number.
+        // 0..14; beyond that it underflows.
         const float bell = ptx::ex2(x * x * -0.7213475204444817f);
         const float t = ptx::rcp(1.0f + 0.36f * fabsf(x));
         float p = 0.0470580388f;

@@ -1,40 +1,43 @@
-// A pipeline of stages in shared memory between producers that fill them and consumers that read them (sm_90 and up). Each
-// stage has two mbarriers: `full` (what was asked for has come) and `empty` (all consumers are done with it). Use i of the
-// pipeline is stage i % STAGES; producers and consumers walk the uses in the same order, each with a PipelineState.
+// A pipeline of stages in shared memory between producers that fill them and consumers that read them (sm_90 and up).
+// Each stage has two mbarriers: `full` (the data has arrived) and `empty` (all consumers are done with it). Use i of
+// the pipeline is stage i % STAGES; producers and consumers go through the uses in the same order, each with a
+// PipelineState.
 //
 //   one thread    pipeline.init(producers, consumers);   then a barrier of the block, or of the cluster
 //   producer      acquire(state); expect(state, bytes); copies that arrive at full(state); state.advance()
 //             or  acquire(state); plain stores; commit(state); state.advance()
 //   consumer      wait(state); reads; release(state); state.advance()
 //
-// Why nobody waits for ever:
-//   1. The producer of use i waits for the release of use i - STAGES only; of the first STAGES uses for nothing, as a new
-//      barrier counts as one whose phase of parity 1 has ended.
-//   2. The consumers of use i wait for the producer of use i only.
-//   3. So the smallest use that has not ended has a producer that need not wait, hence its bytes come, hence its consumers
-//      release it. This ends with the last use if both sides walk equally many, if the announced bytes are those copied,
-//      and if nobody waits for a later use (of this or another pipeline) before it has released an earlier one.
-//   4. A wait names one bit of the phase, and two uses of a stage that have the same bit are never confused: the phase
-//      of `full` moves two steps only after all consumers have released the first of them, that of `empty` only after
-//      the producer has filled the stage in between. Therefore only threads that release (or whose warp does) may wait.
+// Why this cannot deadlock:
+// 1. The producer of use i waits only for the release of use i - STAGES; for the first STAGES uses it does not wait,
+//    because on a new barrier the phase of parity 1 counts as complete.
+// 2. The consumers of use i wait only for the producer of use i.
+// 3. So the smallest unfinished use has a producer that need not wait, hence its bytes arrive, hence its consumers
+//    release it. This ends with the last use if both sides go through equally many, if the announced bytes are those
+//    copied, and if nobody waits for a later use (of this or another pipeline) before it has released an earlier one.
+// 4. A wait names one bit of the phase, and two uses of a stage with the same bit are never confused: the phase of
+//    `full` advances by two only after all consumers have released the first of them, that of `empty` only after the
+//    producer has filled the stage in between. Therefore only threads that release (or whose warp does) may wait.
 //
-// Why everybody sees what he should:
-//   1. init() fences the barriers for the copy engine and for other blocks; the block's barrier after it shows them to threads.
-//   2. Copies complete their bytes at `full` after they have written them; who waited for that phase sees them, wgmma too.
-//   3. Plain stores are before their thread's commit(), a release; commit_warp() has the warp's stores before it by
-//      __syncwarp. If wgmma or the copy engine is to read them, every thread that stored fences first (fence_async_shared).
-//   4. Reads of a stage are before the reader's release(), or before the __syncwarp of release_warp(), and the next
-//      producer's acquire() is after all of these. Products read asynchronously: wait for them (wgmma_wait), then release.
-//      Consumers that write to a stage call fence_async_shared before they release it, if copies fill it next.
+// Why every thread sees the right data:
+// 1. init() fences the barriers for TMA and for other blocks; the block-wide barrier after it makes them visible to
+//    threads.
+// 2. Copies complete their bytes at `full` after they have written them; whoever waited for that phase sees them, wgmma
+//    too.
+// 3. Plain stores precede their thread's commit(), a release; commit_warp() orders the warp's stores before it by
+//    __syncwarp. If wgmma or TMA is to read them, every thread that stored fences first (fence_async_shared).
+// 4. Reads of a stage precede the reader's release(), or the __syncwarp of release_warp(), and the next producer's
+//    acquire() follows all of these. Products read asynchronously: wait for them (wgmma_wait), then release. Consumers
+//    that write to a stage call fence_async_shared before they release it, if copies fill it next.
 //
-// `full` barriers lie together, then `empty` ones. A block of a cluster finds another one's at the same offset, so a
+// All `full` barriers are stored first, then the `empty` ones. Blocks of a cluster have them at the same offsets, so a
 // multicast copy arrives at the same stage of all blocks; `consumers` then counts those of all of them.
 #pragma once
 #include "ptx/mbarrier.cuh"
 
 namespace rtk {
 
-// Where a producer or consumer is.
+// Position of a producer or consumer.
 template <int STAGES>
 struct PipelineState {
     int stage = 0;
@@ -44,7 +47,7 @@ struct PipelineState {
         if (++stage == STAGES) stage = 0, phase ^= 1u;
     }
 
-    // Past `uses` that others produce and consume, as those of the other warpgroup in a ping-pong kernel.
+    // Skips `uses` that others produce and consume, such as those of the other warpgroup in a ping-pong kernel.
     RTK_DEVICE void advance(int uses) {
         const int to = stage + uses;
         stage = to % STAGES;
@@ -64,8 +67,8 @@ struct Pipeline {
     RTK_DEVICE ptx::SharedAddress full(const State& state) const { return barriers + 8 * state.stage; }
     RTK_DEVICE ptx::SharedAddress empty(const State& state) const { return barriers + 8 * (STAGES + state.stage); }
 
-    // By one thread. `producers`: arrivals by expect() and commit() that fill a stage, 1 for a thread that asks for copies.
-    // `consumers`: arrivals by release() that empty it; a call of release_warp() is one.
+    // Called by one thread. `producers`: arrivals by expect() and commit() that fill a stage, 1 for a thread that
+    // issues copies. `consumers`: arrivals by release() that empty it; a call of release_warp() is one.
     RTK_DEVICE void init(u32 producers, u32 consumers) const {
         for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(barriers + 8 * stage, producers);
@@ -79,7 +82,7 @@ struct Pipeline {
     // Waits until the stage is free.
     RTK_DEVICE void acquire(const State& state) const { ptx::mbarrier_wait(empty(state), state.phase ^ 1u); }
 
-    // Announces the bytes of the copies that this thread asks for now; returns where they arrive. Called before the copies.
+    // Announces the bytes of the copies that this thread issues next; returns the barrier at which they arrive.
     RTK_DEVICE ptx::SharedAddress expect(const State& state, u32 bytes) const {
         ptx::mbarrier_arrive_expect(full(state), bytes);
         return full(state);
@@ -94,8 +97,8 @@ struct Pipeline {
         if (threadIdx.x % kWarp == 0) commit(state);
     }
 
-    // Waits until the consumers have released all uses before `state`. A block of a cluster may not return before that,
-    // since others still arrive at its barriers; nor may a stage be used for something else, as an epilogue does.
+    // Waits until the consumers have released all uses before `state`. A block of a cluster must not return before
+    // that, because others still arrive at its barriers; nor may a stage be reused, for example by an epilogue.
     RTK_DEVICE void drain(State state) const {
         for (int i = 0; i < STAGES; ++i) {
             acquire(state);
@@ -108,10 +111,11 @@ struct Pipeline {
     // Waits until the stage is filled.
     RTK_DEVICE void wait(const State& state) const { ptx::mbarrier_wait(full(state), state.phase); }
 
-    // Whether it is, without waiting.
+    // True if it is, without waiting.
     RTK_DEVICE bool test(const State& state) const { return ptx::mbarrier_test(full(state), state.phase); }
 
-    // This thread is done with the stage. In a warp that waits for its products with wgmma_wait one lane may speak for all.
+    // This thread is done with the stage. In a warp that waits for its products with wgmma_wait, one lane may arrive
+    // for all.
     RTK_DEVICE void release(const State& state) const { ptx::mbarrier_arrive(empty(state)); }
 
     // All lanes of a warp are done with it, as one arrival.

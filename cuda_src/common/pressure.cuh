@@ -1,10 +1,10 @@
-// Against register pressure: values that the compiler is to work out where they are used.
+// Reduces register pressure: makes the compiler compute values where they are used.
 #pragma once
 #include "ptx/forget.cuh"
 
 namespace rtk {
 
-// This thread's number, as if it were new: what follows from it takes no registers until then.
+// This thread's index, opaque to the compiler: values derived from it take no registers before this point.
 RTK_DEVICE u32 this_thread() {
     Raw<4> raw = {threadIdx.x};
     ptx::forget(raw);
@@ -14,7 +14,8 @@ RTK_DEVICE u32 this_thread() {
 // In one instruction, unlike that of 64-bit numbers.
 RTK_DEVICE u64 product(u32 a, u32 b) { return static_cast<u64>(a) * b; }
 
-// A pointer whose origin the compiler forgets: from then on it adds to it, and does not work it out anew for each row.
+// A pointer with an origin hidden from the compiler: it then increments the pointer instead of recomputing it for each
+// row.
 template <typename T>
 RTK_DEVICE T* settled(T* p) {
     const u64 bits = reinterpret_cast<u64>(p);

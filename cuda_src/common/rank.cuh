@@ -1,26 +1,26 @@
-// The rows of a chunk's choices, in the order they have there: a warp owns consecutive ones and counts equal experts among
-// them, warps are then added up in order.
+// Ranks the choices of a chunk in their order: a warp owns consecutive ones and counts equal experts among them, then
+// the counts of warps are added in order.
 #pragma once
 #include "common/chunks.cuh"
 
 namespace rtk {
 
-// Adds a choice (-1: none) to counts in shared memory, once for all lanes that agree. The whole warp calls.
+// Adds a choice (-1: none) to counts in shared memory, once for all lanes that agree. The whole warp calls this.
 RTK_DEVICE void count_expert(u32* count, int expert) {
     const u32 same = __match_any_sync(kAllLanes, expert);
     if (expert >= 0 && __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x % kWarp))
         atomicAdd(&count[expert], static_cast<u32>(__popc(same)));
 }
 
-// put(i, expert_of(i), row) for every item of the chunk, where row is rows.rows or more if there is none (for expert -1
-// always). `ranking` warps do it; they have (ranking + 1) * stride * 2 bytes of shared memory after the layout. Items are
-// ranked before the block waits for the previous kernel, whose counts say where rows begin. The whole block calls; the
-// layout can be read afterwards.
+// Calls put(i, expert_of(i), row) for every item of the chunk, where row is rows.rows or more if there is none (for
+// expert -1 always). `ranking` warps do this; they have (ranking + 1) * stride * 2 bytes of shared memory after the
+// layout. Items are ranked before the block waits for the previous kernel, whose counts say where rows begin. The whole
+// block calls this; the layout can be read afterwards.
 template <int THREADS, typename Expert, typename Put>
 RTK_DEVICE void place_chunk(const RowLayout& rows, const ChunkTable& chunks, const Chunk& mine, int ranking,
                             const Expert& expert_of, const Put& put) {
     constexpr int kRounds = 4;
-    // Equal experts in earlier warps, two of 16 bits in a word; the last row has their sums.
+    // Counts of equal experts in earlier warps, two 16-bit numbers per word; the last row has their sums.
     const int words = chunks.stride / 2;
     u32* earlier = rows.end();  // [ranking + 1][words]
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

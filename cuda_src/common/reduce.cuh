@@ -27,8 +27,8 @@ RTK_DEVICE float warp_reduce(float v, int lanes = kWarp) {
     return v;
 }
 
-// The same for two numbers over groups of threads, which are narrower than a warp or have whole ones. In 6 instead of 10
-// exchanges: after the first one even lanes carry `a` and odd lanes `b`.
+// The same for two numbers over groups of threads, which are narrower than a warp or consist of whole warps. In 6
+// instead of 10 exchanges: after the first one even lanes carry `a` and odd lanes `b`.
 template <typename Op>
 RTK_DEVICE void warp_reduce_pair(float& a, float& b, int threads) {
     if (threads < kWarp) {
@@ -47,7 +47,8 @@ RTK_DEVICE void warp_reduce_pair(float& a, float& b, int threads) {
 }
 
 // COUNT results (a power of two) over LANES neighbouring lanes, scattered: each lane gets that of number lane % COUNT.
-// Half as many exchanges as numbers, instead of log2(LANES) for each. The whole warp must call it; v is used up.
+// Takes half as many exchanges as numbers, instead of log2(LANES) for each. The whole warp must call this; v is
+// clobbered.
 template <int COUNT, int LANES, typename Combine>
 RTK_DEVICE float scattered(float (&v)[COUNT], int lane, const Combine& combine) {
 #pragma unroll
@@ -65,7 +66,7 @@ RTK_DEVICE float scattered(float (&v)[COUNT], int lane, const Combine& combine) 
     return v[0];
 }
 
-// The threads of a block cut into groups of equal size that each work on one row at a time. A group is a power of
+// The threads of a block, split into groups of equal size that each work on one row at a time. A group is a power of
 // two of at most 32 lanes, or whole warps; with whole warps a block holds at most 15 groups (one named barrier each).
 struct RowGroup {
     int threads;  // in the group
@@ -82,8 +83,8 @@ struct RowGroup {
         thread = static_cast<int>(threadIdx.x) - index * threads;
     }
 
-    // `groups` of them; if the block has more threads, a warp that helps each group comes behind them. Helpers meet their
-    // group at its barrier, and have numbers from `threads` on.
+    // `groups` of them; if the block has more threads, each group also gets a helper warp, after all groups. Helpers
+    // use the barrier of their group, and have thread numbers from `threads` on.
     RTK_DEVICE RowGroup(i64 threads_per_row, i64 groups)
         : threads(static_cast<int>(threads_per_row)), count(static_cast<int>(groups)) {
         const int behind = static_cast<int>(threadIdx.x) - threads * count;
@@ -118,8 +119,9 @@ struct RowGroup {
   private:
     RowGroup() = default;
 
-    // Integer division would be a third of the instructions before the first load. Half a thread from any whole
-    // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one for blocks of up to 1024.
+    // Integer division would be a third of the instructions before the first load. The dividend is half a thread away
+    // from any whole quotient, so the error of the reciprocal (2^-23 relative) cannot reach the next one for blocks of
+    // up to 1024.
     RTK_DEVICE static int quotient(u32 number, float inverse) {
         return static_cast<int>((static_cast<float>(number) + 0.5f) * inverse);
     }
@@ -155,7 +157,7 @@ RTK_DEVICE float group_reduce(float v, const RowGroup& group, GroupScratch<1>& s
     return warp_reduce<Op>(lane < warps ? scratch.slot[phase][group.index * warps + lane][0] : Op::kIdentity);
 }
 
-// The same over a block of whole warps, more than one, in which nothing else is reduced.
+// The same over a block of whole warps, more than one, that performs no other reduction.
 template <typename Op>
 RTK_DEVICE float block_reduce(float v, GroupScratch<1>& scratch) {
     const u32 lane = threadIdx.x % kWarp;
@@ -165,7 +167,7 @@ RTK_DEVICE float block_reduce(float v, GroupScratch<1>& scratch) {
     return warp_reduce<Op>(lane < blockDim.x / kWarp ? scratch.slot[0][lane][0] : Op::kIdentity);
 }
 
-// The same for two numbers at half the price of two reductions: after the first exchange even lanes carry `a` and odd
+// The same for two numbers at half the cost of two reductions: after the first exchange even lanes carry `a` and odd
 // lanes `b`. Groups of at most 16 warps.
 template <typename Op, bool kManyGroups>
 RTK_DEVICE void group_reduce_pair(float& a, float& b, const RowGroup& group, GroupScratch<2>& scratch, int phase) {

@@ -1,6 +1,6 @@
-// N consecutive elements of a row between memory and fp32 registers, whatever the row allows: in accesses of 16 bytes
-// (`aligned16`: address, row stride and row length are multiples of 16 bytes), else one element at a time. Elements from
-// `valid` on do not exist: they are zeros, and are not stored.
+// N consecutive elements of a row between memory and fp32 registers, in the widest accesses that the row allows: 16
+// bytes (`aligned16`: address, row stride and row length are multiples of 16 bytes), else one element at a time.
+// Elements from `valid` on do not exist: they read as zeros, and are not stored.
 #pragma once
 #include "common/amax.cuh"
 #include "common/vec.cuh"
@@ -53,9 +53,9 @@ RTK_DEVICE void store_elements(T* p, int valid, bool aligned16, const float (&v)
     }
 }
 
-// N elements of T in accesses of 16 bytes, asked for first and unpacked where they are needed: loads of all operands are under
-// way before the first of them has come. Zeros for what does not exist. No branch around a load: where two ways meet, the
-// compiler copies what was loaded, and waits for it.
+// N elements of T in 16-byte accesses, loaded first and unpacked where they are needed: loads of all operands are in
+// flight before the first of them has arrived. Missing elements are zeros. No branch around a load: where two paths
+// join, the compiler copies the loaded values and waits for them.
 template <typename T, int N>
 struct Asked {
     static constexpr int kEach = 16 / sizeof(T), kLoads = N / kEach;
@@ -70,7 +70,7 @@ struct Asked {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) clear(raw[i]);
     }
-    // All N, or none: then what was there stays.
+    // All N, or none: then the previous contents stay.
     RTK_DEVICE void ask_whole(bool exists, const T* p, u64 policy) {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) ptx::ld_stream_16_if(exists, raw[i], p + i * kEach, policy);
@@ -91,12 +91,12 @@ struct Asked {
         for (int i = 0; i < kLoads; ++i) largest = with_larger<T>(largest, raw[i]);
         return WordMax<T>::largest(largest);
     }
-    // From here on, they are unpacked anew where they are used: values that were unpacked before take no registers until then.
+    // From here on, they are unpacked again where they are used, so that unpacked values take no registers in between.
     RTK_DEVICE void forget() {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) ptx::forget(raw[i]);
     }
-    // The values of v as T holds them.
+    // Rounds the values of v to T.
     RTK_DEVICE void round(const float (&v)[N]) {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {

@@ -1,10 +1,10 @@
-// What becomes of the values of a row, in fp32: stored as they are, as 8-bit codes, or as NVFP4. One device function set for
-// all kernels with a `quant` option; ops/shared/row_quant.py is the host's side.
+// Stores the values of a row, from fp32: unchanged, as 8-bit codes, or as NVFP4. One set of device functions for all
+// kernels with a `quant` option; ops/shared/row_quant.py is the host side.
 //
-//     codes:  scale = max(amax / largest code, floor), or given;   code = (v * (1 / scale)), saturated, NaN kept
+//   codes:  scale = max(amax / largest code, floor), or given;   code = (v * (1 / scale)), saturated, NaN kept
 //
-// A scale is that of the tensor (given, or from an amax that a launch before has found), of a row, or of 128 columns of it.
-// A thread owns kPerThread consecutive columns. amax is over finite values.
+// There is one scale per tensor (given, or from an amax that an earlier launch has found), per row, or per 128 columns
+// of a row. A thread owns kPerThread consecutive columns. amax is over finite values.
 #pragma once
 #include "common/block_formats.cuh"
 #include "common/reduce.cuh"
@@ -15,7 +15,7 @@ namespace rtk {
 inline constexpr int kPlainOutput = 0, kByteOutput = 1, kFp4Output = 2;  // FORMAT
 inline constexpr int kByTensor = 0, kByRow = 1, kByBlock = 2;            // bits 0 and 1 of `quant`
 inline constexpr int kToE4m3 = 0, kToE5m2 = 1, kToInt8 = 2;              // bits 2 and 3
-inline constexpr int kInBursts = 0, kNoLoop = 1;                         // how a row is walked through
+inline constexpr int kInBursts = 0, kNoLoop = 1;                         // how a thread loops over a row
 inline constexpr i64 kSwizzledScales = 16, kAmaxOnly = 32, kOutFp32 = 64, kFromAmax = 128;
 
 template <typename T, int FORMAT>
@@ -41,7 +41,7 @@ RTK_DEVICE void store_bytes(u8* out, int valid, bool aligned16, int kind, const 
         clear(raw);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            // NaN becomes 0, as in a conversion of floats to integers.
+            // NaN becomes 0, as in a float-to-integer conversion.
             const int code = min(max(__float2int_rn(scaled[i]), -127), 127);
             raw.w[i / 4] |= (static_cast<u32>(code) & 0xffu) << (i % 4 * 8);
         }
@@ -72,7 +72,7 @@ struct RowOutput {
     float* global_out;
     i64 cols, quant;
     float floor, inverse;  // the latter: of the scale of a row
-    u32 word;  // the scale of the tensor, or its amax: asked for at the start, and first used when values are there
+    u32 word;  // the scale of the tensor, or its amax: loaded at the start, and first used when values have arrived
 
     // `given`: one number on the device; `amax`: bits of the largest magnitude; else `number` is the scale.
     RTK_DEVICE RowOutput(void* out_, void* kept_, void* scales_, float* global_out_, const float* given, const u32* amax,
@@ -90,7 +90,7 @@ struct RowOutput {
         if constexpr (FORMAT != kPlainOutput) ptx::ld_keep_if<4>(from != nullptr, word, from);
     }
 
-    // Of the whole tensor; of NVFP4: that on top of those of blocks.
+    // Scale of the whole tensor; for NVFP4 the one on top of the block scales.
     RTK_DEVICE float tensor_scale() const {
         const float own = __uint_as_float(word);
         if constexpr (FORMAT == kByteOutput) return fmaxf(from_amax() ? over_limit(own, limit()) : own, floor);
@@ -104,14 +104,14 @@ struct RowOutput {
     RTK_DEVICE bool amax_only() const { return FORMAT != kPlainOutput && (quant & kAmaxOnly) != 0; }
     RTK_DEVICE bool reads_twice() const { return granularity() == kByRow; }
 
-    // The scale of a row from its amax; `writes`: by one thread of the row.
+    // The scale of a row from its amax; `writes`: true in one thread of the row.
     RTK_DEVICE void take_row_scale(float amax, i64 row, bool writes) {
         const float scale = fmaxf(over_limit(amax, limit()), floor);
         inverse = reciprocal_of(scale);
         if (writes) static_cast<float*>(scales)[row] = scale;
     }
 
-    // Stores `valid` values from `column` on. All lanes of a warp call it; `lanes` work on one row.
+    // Stores `valid` values from `column` on. All lanes of a warp call this; `lanes` work on one row.
     RTK_DEVICE void store(i64 row, i64 column, int valid, int lanes, const float (&v)[N]) {
         const i64 at = row * cols + column;
         if (kept != nullptr && valid > 0) store_elements<T, N>(static_cast<T*>(kept) + at, valid, aligned16, v);
@@ -134,12 +134,12 @@ struct RowOutput {
         }
     }
 
-    // The scale of the tensor, when it has come.
+    // The scale of the tensor, once it has arrived.
     RTK_DEVICE void take_tensor_scale() {
         if (FORMAT == kByteOutput && granularity() == kByTensor) inverse = reciprocal_of(tensor_scale());
     }
 
-    // As `store`, for rows of whole vectors: `exists` says whether there is one in this thread. `start`: row * cols. After
+    // As `store`, for rows of whole vectors: `exists` says whether this thread has one. `start`: row * cols. Call after
     // take_tensor_scale or take_row_scale.
     RTK_DEVICE void store_whole(i64 start, i64 row, int column, bool exists, int lanes, const float (&v)[N]) {
         static_assert(FORMAT != kFp4Output && aligned16, "vectors are what shares a scale, or parts of it");
@@ -163,9 +163,10 @@ struct RowOutput {
         }
     }
 
-    // Columns [begin, stop) of a row of whole vectors, none of it if not `exists`: a pass for the amax of the row, if its scale
-    // or that of the tensor depends on it, and one that stores. The next vector is asked for before one is worked
-    // on: ask(asked, column, there), which leaves `asked` alone if not `there`, and then make_y(asked, y).
+    // Columns [begin, stop) of a row of whole vectors, none if not `exists`: a pass for the amax of the row, if its
+    // scale or that of the tensor depends on it, and one that stores. The next vector is loaded before the current one
+    // is processed: ask(asked, column, there), which leaves `asked` unchanged if not `there`, and then make_y(asked,
+    // y).
     template <typename Asked, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish_whole(const RowGroup& group, Scratch& scratch, i64 row, bool exists, int begin, int stop, u32* amax,
                                  Ask ask, MakeY make_y) {
@@ -202,11 +203,11 @@ struct RowOutput {
         }
     }
 
-    // Columns [begin, stop) of a row, of which those before `end` exist: a pass for the amax of the row, if its scale or that
-    // of the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called for
-    // all of them before the first make_y(v, asked, column, valid, y), which gives N values, zeros behind
-    // `valid`. `slot` of the scratch is free.
-    // WALK: kNoLoop, these are all columns of the thread.
+    // Columns [begin, stop) of a row; those before `end` exist: a pass for the amax of the row, if its scale or that of
+    // the tensor depends on it, and one that stores. A thread has V vectors at a time: ask(v, column, valid) is called
+    // for all of them before the first make_y(v, asked, column, valid, y), which returns N values, zeros past `valid`.
+    // `slot` of the scratch is free.
+    // WALK: kNoLoop if these are all columns of the thread.
     template <int V, int WALK, typename Scratch, typename Ask, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, Ask ask, MakeY make_y) {
@@ -245,7 +246,7 @@ struct RowOutput {
         }
     }
 
-    // The same for kernels that load what they need in make_y(column, valid, y).
+    // The same for kernels that load their operands in make_y(column, valid, y).
     template <typename Scratch, typename MakeY>
     RTK_DEVICE void finish(const RowGroup& group, Scratch& scratch, int slot, i64 row, bool exists, i64 end, i64 begin,
                            i64 stop, u32* amax, MakeY make_y) {
@@ -253,8 +254,8 @@ struct RowOutput {
                   [&](int, int, i64 column, int valid, float(&y)[N]) { make_y(column, valid, y); });
     }
 
-    // Columns that a kernel has to walk through: with swizzled scales all that the last tile has scales for, and rows
-    // likewise up to a multiple of 128.
+    // Number of columns that a kernel must process: with swizzled scales all that the last tile has scales for, and
+    // rows likewise up to a multiple of 128.
     RTK_DEVICE i64 span() const { return quant & kSwizzledScales ? (cols + 63) / 64 * 64 : cols; }
 
     RTK_DEVICE void store_fp4(i64 row, i64 column, int valid, const float (&v)[N]) {

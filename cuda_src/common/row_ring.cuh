@@ -1,6 +1,6 @@
-// Rows of one or more inputs on their way from global memory, several deep. A persistent block walks its rows; each
-// thread copies its own 16-byte vectors of the next STAGES - 1 rows into shared memory while it works on the current
-// one. Slots are private to the thread, so waiting for its own copies is enough and no barrier is needed.
+// A ring of rows of one or more inputs, loaded several deep from global memory. A persistent block loops over its rows;
+// each thread copies its own 16-byte vectors of the next STAGES - 1 rows into shared memory while it works on the
+// current one. Slots are private to the thread, so waiting for its own copies is enough and no barrier is needed.
 //
 // Vectors past the end of the row are zeroed once and never copied: readers need no mask.
 #pragma once

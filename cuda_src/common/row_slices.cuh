@@ -1,5 +1,5 @@
-// How elementwise kernels cut a matrix: each group of threads takes slices of kInFlight accesses per thread, so that
-// several loads are under way before the first is used. A slice never leaves its row; a dense tensor is one row.
+// How elementwise kernels split a matrix: each group of threads takes slices of kInFlight accesses per thread, so that
+// several loads are in flight before the first is used. A slice never leaves its row; a dense tensor is one row.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -27,14 +27,14 @@ struct RowSlices {
 
     RTK_DEVICE i64 row(i64 slice) const { return rows == 1 ? 0 : slice / per_row; }
 
-    // First column of this thread in a slice of `row`; its accesses are `pitch()` columns apart, those from cols on are
-    // not there.
+    // First column of this thread in a slice of `row`; its accesses are `pitch()` columns apart, and those from cols on
+    // do not exist.
     RTK_DEVICE i64 column(i64 slice, i64 row) const {
         return ((slice - row * per_row) * (kInFlight * threads) + thread) * VEC;
     }
     RTK_DEVICE int pitch() const { return threads * VEC; }
 
-    // Column of access i, and loads by it: faster than by a pitch in dequantize_fp8, slower elsewhere.
+    // Column of access i, and loads by column: faster than by a pitch in dequantize_fp8, slower elsewhere.
     RTK_DEVICE i64 column(i64 slice, i64 row, int i) const {
         return (((slice - row * per_row) * kInFlight + i) * threads + thread) * VEC;
     }

@@ -1,4 +1,5 @@
-// Sums over the lanes and threads before; those of 32-bit counts stop at a limit (below 2^31) instead of wrapping around.
+// Prefix sums over lanes and threads; those of 32-bit counts saturate at a limit (below 2^31) instead of wrapping
+// around.
 #pragma once
 #include "common/abi.cuh"
 
@@ -37,9 +38,9 @@ struct ScanItems {
     }
 };
 
-// write(i, sum of read(0) ... read(i - 1), the same with read(i)) for i < n. read(i), at most `limit`, is called twice,
-// by the thread that calls write(i), which may change what it reads. A thread has consecutive items. The whole block
-// calls; one barrier inside, none at the end.
+// Calls write(i, sum of read(0) ... read(i - 1), the same with read(i)) for i < n. read(i), at most `limit`, is called
+// twice, by the thread that calls write(i), which may change what it reads. A thread owns consecutive items. The whole
+// block calls this; one barrier inside, none at the end.
 template <typename Read, typename Write>
 RTK_DEVICE void exclusive_scan_up_to(int n, u32 limit, const Read& read, const Write& write) {
     __shared__ u32 sums[kWarp];

@@ -1,16 +1,16 @@
-// Which tiles of a matrix product a block of a persistent grid makes, one after the other:
+// Which tiles of a matrix product a block of a persistent grid computes, one after the other:
 //
 //   TileScheduler<Tiles, Source> scheduler{tiles, source};
 //   for (Tile tile; scheduler.next(tile);) ...
 //
-// `Tiles` says how many tiles there are and where number i lies: MatrixTiles (one matrix), GroupedTiles (rows sorted by
-// group, whose sizes are known on the device only). `Source` says which numbers a block gets: StaticSource (every
-// gridDim.x-th; producers and consumers walk it on their own), DrawnSource (the next one that no block has, from a counter
-// in global memory; for tiles of unequal cost). Any of the former goes with any of the latter.
+// `Tiles` says how many tiles there are and where tile i is: MatrixTiles (one matrix), GroupedTiles (rows sorted by
+// group, with sizes known on the device only). `Source` says which numbers a block gets: StaticSource (every
+// gridDim.x-th; producers and consumers enumerate them independently), DrawnSource (the next one that no block has
+// claimed, from a counter in global memory; for tiles of unequal cost). Any of the former goes with any of the latter.
 //
-// Order: tiles are numbered in bands of BAND rows of tiles, down the columns of a band first. Blocks that run at the same
-// time then have about BAND rows and as many columns as they need, instead of one row and all columns, and read both
-// operands from L2. Rows, columns and tiles are fewer than 2^31 each; the host checks that.
+// Order: tiles are numbered in bands of BAND rows of tiles, down the columns of a band first. Blocks that run at the
+// same time then cover about BAND rows and as many columns as they need, instead of one row and all columns, and read
+// both operands from L2. Rows, columns and tiles are fewer than 2^31 each; the host checks that.
 #pragma once
 #include "common/pipeline.cuh"
 #include "common/scan.cuh"
@@ -32,7 +32,8 @@ RTK_DEVICE void place_in_bands(u32 index, u32 tiles_m, u32 tiles_n, u32& m, u32&
     m = first + inside - n * height;
 }
 
-// ---- where tiles lie ------------------------------------------------------------------------------------------------
+// ---- positions of tiles
+// ----------------------------------------------------------------------------------------------
 
 template <int TILE_M, int TILE_N, int BAND>
 struct MatrixTiles {
@@ -56,12 +57,11 @@ struct MatrixTiles {
     }
 };
 
-// Rows of a matrix [rows, columns] in groups that lie one behind the other; ends[g] is the row behind group g. No tile has
-// rows of two groups, and empty groups have none. Ends that are not in order, or outside of the matrix, give groups that
-// are inside.
+// Rows of a matrix [rows, columns] in consecutive groups; ends[g] is the end of group g. No tile spans two groups, and
+// empty groups have none. Ends that are out of order or outside of the matrix are clamped, so that groups stay inside.
 //
-// The constructor writes a table to shared memory; then every thread finds tiles by itself, by a binary search that begins
-// at the last group it found, since a block's numbers rise.
+// The constructor writes a table to shared memory; then every thread finds tiles by itself, with a binary search that
+// begins at the last group it found, because a block's numbers rise.
 template <int TILE_M, int TILE_N, int BAND>
 struct GroupedTiles {
     struct Entry {
@@ -74,7 +74,7 @@ struct GroupedTiles {
     // Of shared memory, 4-byte aligned.
     RTK_DEVICE static constexpr u32 bytes(int group_count) { return (group_count + 1) * sizeof(Entry); }
 
-    // The whole block calls (whole warps); two barriers.
+    // The whole block calls this (whole warps); two barriers.
     RTK_DEVICE GroupedTiles(void* memory, const i32* ends, i64 group_count, i64 rows, i64 columns)
         : table(static_cast<Entry*>(memory)),
           groups(static_cast<u32>(group_count)),
@@ -97,10 +97,10 @@ struct GroupedTiles {
 
     RTK_DEVICE u32 count() const { return table[groups].block * tiles_n; }
 
-    // `index` must be less than count(), and not less than that of the call before.
+    // `index` must be less than count(), and not less than in the previous call.
     RTK_DEVICE Tile find(u32 index) {
         const u32 block = index / tiles_n;
-        u32 low = last, high = groups;  // the last group of which `block` is not below; empty ones are before it
+        u32 low = last, high = groups;  // the last group that starts at or before `block`; empty ones precede it
         while (high - low > 1) {
             const u32 middle = (low + high) / 2;
             if (table[middle].block <= block) {
@@ -120,7 +120,8 @@ struct GroupedTiles {
     }
 };
 
-// ---- which a block gets ---------------------------------------------------------------------------------------------
+// ---- assignment to blocks
+// --------------------------------------------------------------------------------------------
 
 struct StaticSource {
     u32 index;
@@ -134,7 +135,8 @@ struct StaticSource {
     }
 };
 
-// How one thread's number gets to all threads of a block that are in step: all of them call give(...) as often.
+// Broadcasts one thread's number to all threads of a block that run in lockstep: all of them call give(...) equally
+// often.
 struct BlockHandover {
     u32* slots;  // two words of shared memory
     u32 slot = 0;
@@ -153,8 +155,9 @@ struct BlockHandover {
 };
 
 #if RTK_HAS_TMA
-// The same for warps with roles, which come at their own times (sm_90 and up): numbers pass through a pipeline of two stages.
-// The warp that `makes` is one of `warps` that call; a warp may be up to two calls behind it. Whole warps call.
+// The same for warps with roles, which run at their own pace (sm_90 and up): numbers pass through a pipeline of two
+// stages. The warp that `makes` is one of `warps` that call; a warp may be up to two calls behind it. Whole warps call
+// this.
 struct WarpHandover {
     static constexpr int kStages = 2;
     static constexpr u32 kBytes = Pipeline<kStages>::kBytes + 4 * kStages;  // of shared memory, 8-byte aligned
@@ -168,7 +171,7 @@ struct WarpHandover {
           slots(reinterpret_cast<u32*>(static_cast<u8*>(memory) + Pipeline<kStages>::kBytes)),
           makes(this_warp_makes) {}
 
-    // By one thread, before a barrier of the block.
+    // Called by one thread, before a block-wide barrier.
     RTK_DEVICE void init(u32 warps) const { pipeline.init(1, warps); }
 
     template <typename Make>
@@ -188,14 +191,14 @@ struct WarpHandover {
 };
 #endif
 
-// Numbers from a counter that starts at 0 (runtime/launch/memory.py: fresh_zeros), and that the launch leaves above 0. A
-// block's first tile is its own number, so nobody waits for the counter at the start; later ones are asked for one call
+// Numbers from a counter that starts at 0 (runtime/launch/memory.py: fresh_zeros), and that the launch leaves above 0.
+// A block's first tile is its own number, so nobody waits for the counter at the start; later ones are claimed one call
 // before they are used. Where each block has one tile at most, the counter may be null.
 template <typename Handover>
 struct DrawnSource {
     u32* counter;
     Handover handover;
-    u32 next;  // in the thread that draws
+    u32 next;  // in the thread that claims
 
     RTK_DEVICE DrawnSource(u32* zero, const Handover& way) : counter(zero), handover(way), next(blockIdx.x) {}
 
@@ -213,7 +216,7 @@ struct TileScheduler {
     Tiles tiles;
     Source source;
 
-    // False if there is none left; then this thread must not call any more.
+    // False if there is none left; then this thread must not call it again.
     RTK_DEVICE bool next(Tile& tile) {
         const u32 index = source.draw();
         if (index >= tiles.count()) return false;

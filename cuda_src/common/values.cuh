@@ -1,5 +1,5 @@
-// Elements of floats and integers alike: values in the type that arithmetic uses (float, or i64 for integers and bool), and
-// stores of a type known at run time, one element at a time.
+// Elements of floating-point and integer types: values in the type that arithmetic uses (float, or i64 for integers and
+// bool), and stores of a type known at run time, one element at a time.
 #pragma once
 #include "common/vec.cuh"
 

@@ -6,13 +6,13 @@
 
 namespace rtk {
 
-// Data read once; `kLast`: L2 gives it up last (ptx::ld_stream).
+// Data read once; `kLast`: L2 evicts it last (ptx::ld_stream).
 template <typename T, int N, bool kLast = true>
 RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p) {
     return kLast ? ptx::ld_stream<sizeof(T) * N>(p) : ptx::ld_keep<sizeof(T) * N>(p);
 }
 
-// The same with a policy for L2 (ptx::l2_policy), which narrow accesses do not have.
+// The same with an L2 policy (ptx::l2_policy), which narrow accesses do not have.
 template <typename T, int N>
 RTK_DEVICE Raw<sizeof(T) * N> load_raw(const T* p, u64 policy) {
     if constexpr (sizeof(T) * N == 16) {
@@ -42,7 +42,7 @@ RTK_DEVICE void load_keep(const T* p, float (&f)[N]) {
     }
 }
 
-// Zeros for elements that do not exist. Not `= {}`: the compiler reads those zeros from a table in global memory.
+// Zeros for elements that do not exist. Not `= {}`: the compiler would read those zeros from a table in global memory.
 template <int B>
 RTK_DEVICE void clear(Raw<B>& raw) {
 #pragma unroll

@@ -1,6 +1,5 @@
-// Elements told apart by their width: fp32 (BYTES 4), or bf16, or fp16 if `half` (BYTES 2). One kernel serves both
-// 16-bit types, for the price of a branch that all threads of a launch take alike; compiling each kernel for both would
-// double the time.
+// Elements distinguished by width: fp32 (BYTES 4), or bf16, or fp16 if `half` (BYTES 2). One kernel serves both 16-bit
+// types at the cost of a uniform branch; compiling each kernel for both would double the compile time.
 #pragma once
 #include "common/vec.cuh"
 
@@ -19,7 +18,7 @@ struct stored<2> {
 template <int BYTES, int N>
 using Packed = RawParts<typename stored<BYTES>::type, N>;
 
-// Data read once; `kLast`: L2 gives it up last (ptx::ld_stream).
+// Data read once; `kLast`: L2 evicts it last (ptx::ld_stream).
 template <int BYTES, int N, bool kLast = true>
 RTK_DEVICE Packed<BYTES, N> load_packed(const u8* p) {
     Packed<BYTES, N> raw;

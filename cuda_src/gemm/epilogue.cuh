@@ -1,19 +1,19 @@
-// From the sums of a matrix product, in registers, to results in memory: steps in fp32 (scales, bias, a matrix to add, an
-// activation), one rounding, then an output. Both are policies:
+// Epilogue of a matrix product: turns accumulators in registers into results in memory. Steps in fp32 (scales, bias, a
+// matrix to add, an activation), one rounding, then an output. Steps and output are policies:
 //
 //   finish_tile(sums, part, steps(ColumnScale{scale}, Bias<bf16>{bias}, Activate<Silu, true>{}), DirectOutput<bf16>{...});
 //
-// Sums lie as wgmma m64nNk16 leaves them (ptx/wgmma.cuh), N / 2 in a thread: sums[4j + 2r + c] is row 16w + g + 8r, column
-// 8j + 2t + c of the warpgroup's 64 rows, for lane 4g + t of its warp w. A thread has two rows and, in each, pairs of
-// neighbours, so a step loads per row what belongs to a row, and per pair what belongs to columns.
+// Accumulators are laid out as wgmma m64nNk16 leaves them (ptx/wgmma.cuh), N / 2 per thread: sums[4j + 2r + c] is row
+// 16w + g + 8r, column 8j + 2t + c of the warpgroup's 64 rows, for lane 4g + t of its warp w. A thread holds two rows
+// and, in each, pairs of neighbours, so a step loads row operands once per row and column operands once per pair.
 //
 // A step is a type with
-//   Row row(i64 m, bool exists)                  what it needs of a row, and
-//   Columns columns(i64 n, int exist)            of columns n and n + 1, of which `exist` (0 to 2) are there
-//   float2 apply(float2 v, Row, Columns, i64 m, i64 n, int exist)
+//     Row row(i64 m, bool exists)                  its operand for a row, and
+//     Columns columns(i64 n, int exist)            for columns n and n + 1; `exist` (0 to 2) of them are valid
+//     float2 apply(float2 v, Row, Columns, i64 m, i64 n, int exist)
 // Steps of one operand take a null pointer for "nothing to do", the same for all threads of the launch.
 //
-// An output is a type with put(part, row, j, t, v, exist) for every pair, whether it exists or not.
+// An output is a type with put(part, row, j, t, v, exist), called for every pair, valid or not.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/barrier.cuh"
@@ -21,8 +21,8 @@
 
 namespace rtk {
 
-// The 64 rows of a warpgroup and the columns of its sums, in the result. As many as `rows` (of 64) and `columns` exist, which
-// may be more than there are sums, or less than one.
+// The 64 rows of a warpgroup and the columns of its accumulators, in the result. `rows` (of 64) and `columns` of them
+// are valid; this may be more than there are accumulators, or less than one.
 struct TilePart {
     i64 m, n;
     int rows, columns;
@@ -95,8 +95,8 @@ struct Bias {
     }
 };
 
-// Plus matrix[m, n], whose rows are `stride` elements apart: a residual, or what the result is added to. Where that is the
-// result itself, the thread that reads an element is the one that writes it, unless results are staged.
+// Plus matrix[m, n], with rows `stride` elements apart: a residual, or the old result. If it is the result itself, the
+// thread that reads an element also writes it, unless results are staged.
 template <typename T>
 struct AddMatrix {
     using Row = const T*;
@@ -144,7 +144,7 @@ struct Activate {
     }
 };
 
-// Steps one after the other.
+// Applies steps in order.
 template <typename... Rest>
 struct Steps {
     using Row = Nothing;
@@ -184,8 +184,8 @@ RTK_DEVICE Steps<First, Rest...> steps(const First& first, const Rest&... rest) 
 
 // ---- outputs --------------------------------------------------------------------------------------------------------
 
-// Pairs straight to out[m, n]. `paired`: address and stride are multiples of two elements. Four lanes write 16 to 32
-// neighbouring bytes, so this is for narrow results, and for those that nothing else fits.
+// Stores pairs straight to out[m, n]. `paired`: address and stride are multiples of two elements. Four lanes write 16
+// to 32 neighbouring bytes, so this is for narrow results, and for layouts that no other output supports.
 template <typename T>
 struct DirectOutput {
     T* out;
@@ -205,12 +205,12 @@ struct DirectOutput {
     }
 };
 
-// Through shared memory, kBytes per warpgroup, 1024-byte aligned: boxes of 64 rows of 128 bytes with the 128-byte swizzle
-// of gemm/operand.cuh, those of the next columns behind. The eight rows of a store hit different banks. Around the
-// finish_tile of a tile:
-//   open()                   the boxes of the tile before have left (call it for the first tile, too)
-//   send(...) or copy(...)   after it
-// All 128 threads of the warpgroup call; `barrier` is a named barrier of its own.
+// Stages results in shared memory, kBytes per warpgroup, 1024-byte aligned: boxes of 64 rows of 128 bytes with the
+// 128-byte swizzle of gemm/operand.cuh, one after another along the columns. The eight rows of a store hit different
+// banks. Around the finish_tile of a tile:
+//     open()                   waits until the boxes of the previous tile are stored (call it for the first tile, too)
+//     send(...) or copy(...)   after it
+// All 128 threads of the warpgroup call these; `barrier` is a named barrier of its own.
 template <typename T, int N>
 struct StagedOutput {
     static constexpr int kRow = 128, kRows = 64, kBoxColumns = kRow / sizeof(T), kBoxBytes = kRows * kRow;
@@ -231,7 +231,7 @@ struct StagedOutput {
     RTK_DEVICE void put(const TilePart&, int row, int j, int t, float2 v, int) const {
         const float both[2] = {v.x, v.y};
         const Raw<2 * sizeof(T)> raw = pack<T, 2>(both);
-        // Of the 8 columns that start at 8j, these are two; they are in one 16-byte vector.
+        // Two of the 8 columns that start at 8j; these are in one 16-byte vector.
         const int vector = 8 * j % kBoxColumns / kEach + 2 * t / kEach;
         u8* p = memory + 8 * j / kBoxColumns * kBoxBytes + row * kRow + ((vector ^ (row & 7)) << 4) + 2 * t % kEach * sizeof(T);
         if constexpr (sizeof(T) == 4) {
@@ -241,9 +241,9 @@ struct StagedOutput {
         }
     }
 
-    // By the copy engine, which leaves out what is outside of the map's matrix (boxes of 64 rows and 128 bytes), but knows no
-    // groups: the last tile of a group is not for it unless groups begin at multiples of the tile.
-    // The copy engine of an H200 cuts rows of a matrix at 16 bytes, not at an element: of other widths `copy` is right.
+    // Stores with TMA, which skips everything outside of the map's matrix (boxes of 64 rows and 128 bytes) but does not
+    // know about groups: use it for the last tile of a group only if groups begin at multiples of the tile. On an H200,
+    // TMA clips rows of a matrix at 16 bytes, not at an element: for other widths use `copy`.
     RTK_DEVICE void send(const ptx::TensorMap& map, const TilePart& part) const {
         static_assert(RTK_HAS_TMA || sizeof(T) == 0, "bulk stores need sm_90; copy() does not");
         ptx::fence_async_shared();
@@ -257,12 +257,13 @@ struct StagedOutput {
         }
     }
 
-    // Before the block returns, or the memory becomes something else.
+    // Call before the block returns, or before the memory is reused.
     RTK_DEVICE void close() const {
         if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
     }
 
-    // By the threads, 16 bytes each, and exactly part.rows and part.columns. `aligned`: rows of `out` are 16-byte aligned.
+    // Stores with threads, 16 bytes each: exactly part.rows and part.columns. `aligned`: rows of `out` are 16-byte
+    // aligned.
     RTK_DEVICE void copy(T* out, i64 stride, bool aligned, const TilePart& part) const {
         constexpr int kVectors = N / kEach, kPerBox = kBoxColumns / kEach;
         ptx::named_barrier_sync(barrier, 128);
@@ -290,7 +291,7 @@ struct StagedOutput {
 
 // ---- both -----------------------------------------------------------------------------------------------------------
 
-// By the 128 threads of a warpgroup, each with its sums (fp32, or int32 of integer products).
+// Called by the 128 threads of a warpgroup, each with its accumulators (fp32, or int32 of integer products).
 template <typename Sum, int COUNT, typename AllSteps, typename Output>
 RTK_DEVICE void finish_tile(const Sum (&sums)[COUNT], const TilePart& part, const AllSteps& all_steps, const Output& output) {
     static_assert(COUNT % 4 == 0, "two rows of pairs");

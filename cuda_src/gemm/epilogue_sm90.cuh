@@ -1,11 +1,12 @@
-// From the sums of a warpgroup to the result, everything chosen at run time by numbers that all threads share.
+// Epilogue of gemm_sm90.cu: turns the accumulators of a warpgroup into the result; run-time flags, the same for all
+// threads, choose each step.
 //
-// Sums (ptx/wgmma.cuh has their places) are multiplied by a factor per row and one per column, and a bias per column is
+// Accumulators (layout: ptx/wgmma.cuh) are multiplied by a factor per row and one per column, and a bias per column is
 // added, in registers. Then they go to boxes of 64 rows of 128 bytes in shared memory, with the 128-byte swizzle:
-//   plainly      as elements of the result, which the copy engine stores, or adds to fp32 results; it leaves out what is
-//                outside of the matrix
-//   in general   as fp32 numbers (or int32 sums), which threads read back, 4 neighbours each, for a matrix to add, the activation,
-//                the old result and any alignment, and store themselves: exactly the rows and columns that exist
+//     plainly      as elements of the result, which TMA stores, or adds to fp32 results; it skips everything outside of the
+//                  matrix
+//     in general   as fp32 numbers (or int32 sums). Threads read them back, 4 neighbours each, apply the matrix to add, the
+//                  activation and the old result, and store exactly the valid rows and columns, in any alignment
 #pragma once
 #include "common/math.cuh"
 #include "common/vec.cuh"
@@ -16,11 +17,11 @@
 
 namespace rtk {
 
-// rtkernels/ops/gemm/sm90_plan.py knows these numbers.
+// Mirrored in rtkernels/ops/gemm/sm90_plan.py.
 enum ElementKind : u32 { kBf16 = 0, kFp16 = 1, kFp32 = 2, kInt32 = 3, kE4m3 = 4, kE5m2 = 5 };
 enum ActKind : u32 { kNoAct = 0, kReluAct = 1, kSiluAct = 2, kGeluTanhAct = 3, kGeluAct = 4 };
 
-// What the epilogue does, by fields of a number.
+// Bit fields that say what the epilogue does.
 struct EpilogueFlags {
     u32 bits;
 
@@ -29,7 +30,7 @@ struct EpilogueFlags {
     RTK_DEVICE u32 add() const { return bits >> 6 & 3u; }
     RTK_DEVICE u32 act() const { return bits >> 8 & 15u; }
     RTK_DEVICE bool accumulate() const { return bits >> 12 & 1u; }
-    RTK_DEVICE bool copy_engine() const { return bits >> 13 & 1u; }  // results lie as it can store them, and need no more than that
+    RTK_DEVICE bool copy_engine() const { return bits >> 13 & 1u; }  // TMA can store the results, and no further step is needed
     RTK_DEVICE bool copy_engine_adds() const { return bits >> 14 & 1u; }
     RTK_DEVICE bool loop_scales_a() const { return bits >> 15 & 1u; }
     RTK_DEVICE bool loop_scales_b() const { return bits >> 16 & 1u; }
@@ -40,7 +41,8 @@ struct EpilogueFlags {
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 
-// The activation, fast versions: sums of tensor cores are no more exact. x, relu(x), gelu(x), or x * sigmoid(x * (linear + cubic * x^2)): silu, and gelu by tanh. One formula, for code is unrolled.
+// The activation, in its fast version, because accumulators of tensor cores are no more exact: x, relu(x), gelu(x), or
+// x * sigmoid(x * (linear + cubic * x^2)) for silu and tanh gelu. One formula for both keeps the unrolled code small.
 struct Activation {
     u32 kind;
     float linear, cubic;
@@ -53,12 +55,12 @@ struct Activation {
         if (kind == kNoAct) return x;
         if (kind == kReluAct) return x <= 0.0f ? 0.0f : x;
         if (kind == kGeluAct) return x * normal<true>(x).below;
-        const float u = kind == kSiluAct ? x : x * (linear + cubic * (x * x));  // 0 * inf is no part of silu
+        const float u = kind == kSiluAct ? x : x * (linear + cubic * (x * x));  // silu must not compute 0 * inf
         return sigmoid_gate<true>(x, u).product;
     }
 };
 
-// N numbers of a matrix, added. Plain loads: others may write elsewhere in it.
+// Adds N numbers of a matrix. Plain loads: other threads may write elsewhere in it.
 template <typename T, int N>
 RTK_DEVICE void add_numbers(float (&v)[N], const T* p) {
     float more[N];
@@ -88,8 +90,8 @@ RTK_DEVICE void add_numbers_of(u32 kind, float (&v)[N], const void* matrix, i64 
     }
 }
 
-// Boxes of one warpgroup, SLOTS of them, written in batches. All 128 threads call; `barrier` is their own. The boxes of a batch
-// are sent by the first lanes of the four warps, each of which counts its own groups of stores: one for every batch.
+// SLOTS boxes of one warpgroup, written in batches. All 128 threads call; `barrier` is their own. The first lanes of
+// the four warps send the boxes of a batch; each counts its own groups of stores, one per batch.
 template <int SLOTS>
 struct BoxRing {
     static constexpr u32 kBytes = 64 * 128;
@@ -97,8 +99,8 @@ struct BoxRing {
     int barrier;
     int slot = 0;
 
-    // BOXES boxes that may be overwritten: what the copy engine reads, and threads have read, are others. Batches that are not
-    // sent (`sends` is false) leave no group to count, so these wait for all that were.
+    // Returns BOXES boxes that may be overwritten: TMA and threads have finished reading them. Batches that are not
+    // sent (`sends` is false) leave no group to count, so these wait for all groups that were sent.
     template <int BOXES>
     RTK_DEVICE u8* open(bool sends) {
         static_assert(SLOTS % BOXES == 0, "whole batches");
@@ -115,7 +117,7 @@ struct BoxRing {
         return box;
     }
 
-    // `boxes` boxes of `columns` columns each, one behind the other.
+    // `boxes` consecutive boxes of `columns` columns each.
     RTK_DEVICE void send(const ptx::TensorMap& map, u8* box, int boxes, int columns, i32 n, i32 row, i32 group, bool adds) const {
         ptx::fence_async_shared();
         ptx::named_barrier_sync(barrier, 128);
@@ -138,7 +140,7 @@ struct BoxRing {
     }
 };
 
-// Where the result and a matrix to add lie, and how the result is finished.
+// Addresses of the result and of a matrix to add, and how the result is finished.
 struct ResultPlace {
     const ptx::TensorMap& map;
     void* out;
@@ -148,7 +150,7 @@ struct ResultPlace {
     EpilogueFlags flags;
 };
 
-// 64 rows of a tile. `rows` of them exist; `engine`: the copy engine may store them.
+// 64 rows of a tile. `rows` of them are valid; `engine`: TMA may store them.
 struct ResultPart {
     i32 row, n;
     int rows;
@@ -156,8 +158,8 @@ struct ResultPart {
     bool engine;
 };
 
-// N neighbours of a row, from a box: what is added to them, the activation, the old result. N is 4 where rows of all matrices are
-// aligned to four elements.
+// N neighbours of a row, from a box: the matrix to add, the activation, the old result. N is 4 where rows of all
+// matrices are aligned to four elements.
 template <int N>
 RTK_DEVICE void finish_numbers(const u32 (&raw)[N], const ResultPlace& place, const Activation& activate, i64 at, i64 added_at) {
     const EpilogueFlags flags = place.flags;
@@ -183,7 +185,7 @@ RTK_DEVICE void finish_numbers(const u32 (&raw)[N], const ResultPlace& place, co
     }
 }
 
-// Threads of a warpgroup finish a box of fp32 numbers [64, 32], whose first column is n.
+// Threads of a warpgroup finish a box of fp32 numbers [64, 32] with first column n.
 RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
     const Activation activate(place.flags.act());
 #pragma unroll 1
@@ -217,20 +219,21 @@ RTK_DEVICE Sum as_sum(float value) {
     }
 }
 
-// By a warpgroup: all its parts of a tile, WAVES of 64 rows; part_of(w) is where they lie. `columns` is [2, COLS] in shared memory:
-// factors, then biases (not read without FACTORS). One loop over boxes, in which the sums of a box are found by comparison: registers have no
-// index, and code for every box would take seconds to compile. Stores are those of ptx/, which the compiler does not merge: a
-// merged one would have its sums moved to common registers first. Batches of boxes share barriers.
+// Called by a warpgroup: finishes all its parts of a tile, WAVES of 64 rows; part_of(w) says where they are. `columns`
+// is [2, COLS] in shared memory: factors, then biases (not read without FACTORS). A single loop runs over boxes and
+// selects the accumulators of a box by comparison: registers cannot be indexed, and separate code for every box would
+// take seconds to compile. Stores are those of ptx/, because the compiler would merge plain ones and first move the
+// accumulators to common registers. Batches of boxes share barriers.
 template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
 RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
                              BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
     u32 thread[1] = {threadIdx.x};
-    ptx::wgmma_pin(thread);  // what follows from it is not kept in registers from tile to tile
+    ptx::wgmma_pin(thread);  // so that values derived from it are not kept in registers from tile to tile
     const int lane = static_cast<int>(thread[0]) % kWarp, t = lane % 4;
     const int row = static_cast<int>(thread[0]) / kWarp % 4 * 16 + lane / 4;
     const EpilogueFlags flags = place.flags;
     const bool raw = flags.out() == kInt32;
-    if constexpr (is_same<Sum, i32>::value) {  // here, not in the loop: the compiler would keep both forms of all
+    if constexpr (is_same<Sum, i32>::value) {  // here, not in the loop: the compiler would keep both forms of all values
         if (!raw) {
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
@@ -238,12 +241,12 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                 for (Sum& sum : sums[w]) sum = static_cast<i32>(__float_as_uint(static_cast<float>(sum)));
         }
     }
-    // In place, before the loop over boxes, whose two forms then only store.
+    // In place, before the loop over boxes, so that its two forms only store.
     if (FACTORS && flags.factors()) {
-        ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+        ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
 #pragma unroll
         for (int j = 0; j < COLS / 8; ++j) {
-            if (j % 4 == 0) __syncwarp();  // or the compiler loads more factors at first than it has registers for
+            if (j % 4 == 0) __syncwarp();  // otherwise the compiler hoists more loads of factors than it has registers for
             const float2 factor = *reinterpret_cast<const float2*>(columns + 8 * j + 2 * t);
             const float2 bias = *reinterpret_cast<const float2*>(columns + COLS + 8 * j + 2 * t);
 #pragma unroll
@@ -256,7 +259,7 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                 }
         }
     }
-    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, for a box.
+    // Columns 8 (first + j) + 2t and the next, of rows `row` and `row + 8`, into a box.
     auto finished = [&](int w, int first, auto& v) {
         constexpr int kCount = sizeof(v) / sizeof(v[0]);
 #pragma unroll
@@ -265,7 +268,8 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
             for (int r = 0; r < 2; ++r)
                 v[j][r] = make_float2(as_float(sums[w][4 * (first + j) + 2 * r]), as_float(sums[w][4 * (first + j) + 2 * r + 1]));
     };
-    // Rows of the matrices that this lane names to stmatrix: those at columns 8j, those 8 rows below, then both at 8 (j + 1).
+    // Rows of the matrices that this lane passes to stmatrix: those at columns 8j, those 8 rows below, then both at 8
+    // (j + 1).
     const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
     auto two_bytes = [&](ptx::SharedAddress box, int w, int first) {
         float2 v[8][2];

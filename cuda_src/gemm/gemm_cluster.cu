@@ -1,15 +1,16 @@
-// out[m, n] = act(sum over k of a[m, k] b[n, k], scaled, + bias[n] + add[m, n]) for up to 64 rows of a, where the time until
-// the first result counts more than bandwidth: all of b is asked for in the first instructions of one wave of blocks.
+// out[m, n] = act(sum over k of a[m, k] b[n, k], scaled, + bias[n] + add[m, n]) for up to 64 rows of a, where latency
+// matters more than bandwidth: the first instructions of a single wave of blocks issue the loads of all of b.
 //
-// A cluster of `parts` blocks owns a tile of 32 rows of b (gated: 16 and their counterparts) and all rows of a. k is cut into
-// steps of 64 bytes, whose ranges belong to the 8 warps of the blocks of the cluster in order. A warp loads its operands from
-// global memory straight into the registers of mma.sync: lane 4g + t has the 16 bytes t of a step of row g, of both operands,
-// which is another order of k than the instruction's, but the same for both. Sums are fp32, those of 8-bit operands leave
-// the tensor cores every 128 of k. The sums of a block's warps are added in shared memory in order, then sent to the block of
-// the cluster that finishes the token, which adds those of the blocks in order: results do not depend on timing.
+// A cluster of `parts` blocks owns a tile of 32 rows of b (gated: 16 and their counterparts) and all rows of a. k is
+// cut into steps of 64 bytes, and ranges of steps are assigned in order to the 8 warps of each block of the cluster. A
+// warp loads its operands from global memory straight into the registers of mma.sync: lane 4g + t has the 16 bytes t of
+// a step of row g, of both operands. This permutes k relative to the instruction, but in the same way for both. Sums
+// are fp32; those of 8-bit operands leave the tensor cores every 128 of k. The sums of a block's warps are added in
+// shared memory in order, then sent to the block of the cluster that finishes the token, which adds those of the blocks
+// in order: results do not depend on timing.
 //
-// The launch may start before the previous kernel has ended: it asks L2 for its rows of b meanwhile, which needs no order, and
-// waits before it reads anything.
+// The launch may start before the previous kernel has ended: meanwhile it prefetches its rows of b into L2, which needs
+// no ordering, and waits before it reads anything.
 //
 // Shared memory: sums of the warps [8][16 TOKENS][kPitch], then those of the blocks [parts][tokens of a block][32].
 #include "gemm/gemm_skinny_finish.cuh"
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
     extern __shared__ __align__(128) u8 memory[];
     constexpr int kTiles = kClusterRows / 8;
     constexpr bool kPromoted = sizeof(T) == 1;
-    constexpr int kStepsInFlight = kPromoted ? 2 : 4;  // 8-bit operands need registers to become others
+    constexpr int kStepsInFlight = kPromoted ? 2 : 4;  // 8-bit operands need registers for their conversion
     float* const warp_sums = reinterpret_cast<float*>(memory);
     float* const block_sums = warp_sums + kClusterWarps * 16 * TOKENS * kClusterPitch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
     const int slice = rank * kClusterWarps + warp;
     const int begin = steps * slice / slices, end = steps * (slice + 1) / slices;
 
-    // The row of b of local row `i`; those behind the last column are read once more, for nothing.
+    // The row of b of local row `i`; past the last column the last row is read again and its result dropped.
     auto row_of = [&](int i) {
         const i64 column = min(first_column + (gated ? i % 16 : i), n - 1);
         return b + (column + (gated && i >= 16 ? n : 0)) * b_pitch;
@@ -124,12 +125,12 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
                 *reinterpret_cast<float2*>(own_sums + (16 * i + g + 8 * r) * kClusterPitch + 8 * j + 2 * t) =
                     make_float2(total[i][j][2 * r], total[i][j][2 * r + 1]);
     if (parts > 1) {
-        ptx::cluster_barrier();  // also: every block of the cluster runs, and may be written to
+        ptx::cluster_barrier();  // also: every block of the cluster has started, so others may write to its memory
     } else {
         __syncthreads();
     }
 
-    // A warp has one token at a time, a lane one of its columns.
+    // A warp handles one token at a time, a lane one of its columns.
     auto of_warps = [&](int token) {
         float sum = 0.0f;
 #pragma unroll

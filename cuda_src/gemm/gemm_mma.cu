@@ -1,16 +1,17 @@
 // Matrix products with mma.sync, for every target and every pair of operands (rtkernels/ops/gemm/product.py):
 // out[m, n] = act(sum over k of a[m, k] * scale_a * b[n, k] * scale_b + bias[n] + add[m, n]), dense or in groups.
 //
-// A block makes one tile of the result: 128x128 by 4 warps of 64x64 (kTile 0), 128x128 by 8 warps of 64x32 (1) or 64x64 by
-// 4 warps of 32x32 (2). Both operands pass through a ring of stages in shared memory, filled by cp.async, 128 bytes of k of
-// the operand with more bits each (gemm_mma_operand.cuh). Lanes read their words one unit of k before the products that need
-// them, and convert them there to what the tensor core takes (gemm_mma_codes.cuh).
+// A block computes one tile of the result: 128x128 by 4 warps of 64x64 (kTile 0), 128x128 by 8 warps of 64x32 (1) or
+// 64x64 by 4 warps of 32x32 (2). Both operands pass through a ring of stages in shared memory, filled by cp.async, 128
+// bytes of k of the wider operand each (gemm_mma_operand.cuh). Lanes read their words one unit of k before the products
+// that need them, and convert them to the type that the tensor core takes (gemm_mma_codes.cuh).
 //
-// Numerics. Sums stay in the accumulators of the tensor cores (fp32; int32 of integers; fp16 if Math says so). Kernels 1 and 2
-// also keep fp32 sums: every `sum_depth` of k the accumulators, times the scales of that stretch of k, are added to those.
-// kBlockScales: scales of 16 or 32 elements of k multiply the operands as they are converted, which is exact in fp16 (e2m1
-// with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0), or go into the product where the target has such (sm_120a).
-// Scales of all of k multiply the sums at the end, with the other steps of gemm_mma_finish.cuh.
+// Numerics. Sums stay in the accumulators of the tensor cores (fp32; int32 for integers; fp16 if Math says so). Kernels
+// 1 and 2 also keep fp32 sums: every `sum_depth` of k the accumulators, times the scales of that stretch of k, are
+// added to those. kBlockScales: scales of 16 or 32 elements of k multiply the operands as they are converted, which is
+// exact in fp16 (e2m1 with ue4m3) and in bf16 (also with e8m0, and e4m3 with e8m0), or are passed to the MMA where the
+// target supports it (sm_120a). Scales that span all of k multiply the sums at the end, with the other steps of
+// gemm_mma_finish.cuh.
 #include "gemm/gemm_mma_finish.cuh"
 #include "gemm/gemm_mma_scales.cuh"
 #include "gemm/gemm_mma_shape.cuh"
@@ -38,15 +39,15 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     ptx::launch_dependents();
     ptx::wait_for_previous();
 
-    // Where the tile lies.
+    // Position of the tile.
     const int gate = option(9), kind_a = option(1), kind_b = option(2);
     const MmaTile tile =
         mma_tile<Shape::kTileM, Shape::kTileN>(static_cast<const i32*>(bounds), static_cast<int>(group_kind),
                                                static_cast<int>(group_count), m, gate ? 2 * n : n, k, memory);
     if (tile.rows == 0) return;
-    __shared__ MmaTile tile_for_later;  // registers are short in between
+    __shared__ MmaTile tile_for_later;  // dropped in between to save registers
     if (threadIdx.x == 0) tile_for_later = tile;
-    if (group_kind == kGroupRows || group_kind == kGroupSpans) __syncthreads();  // the table makes room for stages
+    if (group_kind == kGroupRows || group_kind == kGroupSpans) __syncthreads();  // the table's memory is reused for stages
     const i64 group = tile.group, tile_columns = gate ? Shape::kTileN / 2 : Shape::kTileN, n0 = tile.n * tile_columns;
     const i64 of_a = group * a_group, of_b = group * b_group;
     const OperandA left{static_cast<const u8*>(a) + of_a * Shape::kBitsA / 8, a_pitch,
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                       option(4));
     };
     const MmaScales left_scales = scales_of_a(group), right_scales = scales_of_b(group);
-    // Scales of all of k come at the end.
+    // Scales that span all of k are applied at the end.
     const bool scales_left = left_scales.token != kNoScale && left_scales.depth != 0;
     const bool scales_right = right_scales.token != kNoScale && right_scales.depth != 0;
     const int stretches = kTile == 2 && sum_depth < kDepth ? kDepth / static_cast<int>(sum_depth) : 1;  // in a stage
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     const u8* from_b = right.start(k_begin);
     const int scale_ring = stage_count * Shape::kStageBytes;  // of floats
     int fetched = 0, fetch_slot = 0;
-    bool in_parts = false;  // the stage that is being fetched comes in parts, one with each unit
+    bool in_parts = false;  // the next stage is fetched in parts, one per unit
     auto fetch_begins = [&]() {
         const int k0 = k_begin + fetched * kDepth;
         in_parts = fetched < steps && left.in_parts(k0, tile.k_last) && right.in_parts(k0, tile.k_last);
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         if (++fetch_slot == stage_count) fetch_slot = 0;
         ptx::cp_async_commit();
     };
-    // All but the stages that were asked for last are there: those of the next step.
+    // All stages have arrived except those issued last, which belong to the next steps.
     auto wait_for_stage = [&]() {
         if (stage_count == 2) {
             ptx::cp_async_wait<0>();
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         }
     };
 
-    // Words of the next unit are loaded while products of this one are made: those of b into a second set of registers, those
-    // of a where they were used for the last time.
+    // Words of the next unit are loaded while this one is multiplied: those of b into a second set of registers, those
+    // of a into registers that have just been used for the last time.
     using WordsA = MmaWords<OperandA, 2 * kBlocksM, Shape::kChunks, Shape::kRawA, true>;
     using WordsB = MmaWords<OperandB, kBlocksN, Shape::kChunks, Shape::kRawB, false>;
     WordsA words_a;
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         fetch_unit(unit);
         const int k0 = k_begin + step * kDepth;
         const u8* scale_memory = memory + slot * Shape::kStageBytes + Shape::kScaleAt;
-        // Scales first: behind the barrier below the stage belongs to a later step.
+        // Scales first: after the barrier below the stage belongs to a later step.
         [[maybe_unused]] u32 pairs_a[2 * kBlocksM], pairs_b[kBlocksN];
         if constexpr (Shape::kScaleVector > 0) {
             // Lane 4g + t has the word of row 8t + g of every 32.
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         const u8* stage = memory + slot * Shape::kStageBytes;
         if (more) load_b(1 - now, stage, next);
 
-        // Columns come in two parts where words of a take many registers.
+        // Columns are processed in two parts where words of a take many registers.
         constexpr int kParts = Shape::kRawA == 4 ? 2 : 1, kColumns = kBlocksN / kParts;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                 if (!integers && (until <= 0 || (step + 1 == steps && next == 0))) {
                     until = static_cast<int>(sum_depth);
                     const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(sum_depth) : 0;
-                    // Stretches behind the last k are zeros, which no scale may spoil.
+                    // Stretches past the last k are zeros, which no scale may turn into NaN.
                     if (k0 + stretch * static_cast<int>(sum_depth) < tile.k_last)
                         promote(reinterpret_cast<const float*>(memory + scale_ring +
                                                                step % (stage_count + 1) * Shape::kScaleStage) +
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
         if constexpr (!Shape::kConvertScaled) {
 #pragma unroll
             for (int unit = 0; unit < Shape::kUnits; ++unit) work(step, unit, unit % 2);
-        } else {  // their conversions are more code than the instruction cache has room for
+        } else {  // unrolling their conversions would overflow the instruction cache
 #pragma unroll 1
             for (int unit = 0; unit < Shape::kUnits; unit += 2) {
                 work(step, unit, 0);

@@ -1,15 +1,16 @@
-// Operands of the mma.sync product (gemm/gemm_mma.cu) as they lie in memory, and how a lane makes of its words those that
-// the tensor core takes: copies, or exact conversions of 8- and 4-bit codes to 16-bit numbers, of 4-bit integers to 8-bit.
+// Operands of the mma.sync product (gemm/gemm_mma.cu) as stored in memory, and how a lane turns its words into those
+// that the tensor core takes: copies, or exact conversions of 8- and 4-bit codes to 16-bit numbers, and of 4-bit
+// integers to 8-bit.
 //
-// A word holds 32 / bits elements of consecutive k, the first one lowest. What a word becomes is in the order of memory if
-// the other operand is (it has more bits), and else in the order that costs least, the same for both.
+// A word holds 32 / bits elements of consecutive k, the first one lowest. Converted words keep memory order if the
+// other operand does (because it has more bits); otherwise both use the cheapest order.
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/mma_scaled.cuh"
 #include "ptx/packed.cuh"
 
-// 8-bit floats multiply at full speed on these; elsewhere their product is slow or absent, and fp16 takes its place.
+// 8-bit floats multiply at full speed on these targets; elsewhere that product is slow or absent, and fp16 is used.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 #define RTK_FP8_PRODUCTS 1
 #else
@@ -163,7 +164,7 @@ struct MathFp8 : MathF16 {};
 #endif
 
 #if RTK_HAS_BLOCK_SCALED_MMA
-// Products that take scales of blocks: kScaleVector of them for a row and product. `word`: see ptx/mma_scaled.cuh.
+// Products that take block scales: kScaleVector of them per row and product. `word`: see ptx/mma_scaled.cuh.
 #define RTK_SCALED_PRODUCT(name, bits, vector, instruction)                                                             \
     struct name {                                                                                                       \
         using Sums = FloatSums;                                                                                         \
@@ -205,8 +206,9 @@ RTK_DEVICE u32 upper_bytes(u32 word) {
     return __byte_perm(word, 0u, kFirst == 0 ? 0x1404 : 0x3424);
 }
 
-// Words of four 8-bit floats. The exponent field is moved to that of the 16-bit type, whose larger bias a multiplication takes
-// out: exact, subnormals included. NaN, and infinities of e5m2, are rare and repaired behind one branch for all words.
+// Words of four 8-bit floats. The exponent field is moved to that of the 16-bit type, and a multiplication removes the
+// difference of the biases: exact, subnormals included. NaN, and infinities of e5m2, are rare and repaired behind one
+// branch for all words.
 template <bool kBf16, bool kIsE5m2, int N>
 RTK_DEVICE void floats_of_bytes(const u32 (&word)[N], u32 (&out)[N][2]) {
     if constexpr (!kBf16 && kIsE5m2) {  // e5m2 is the upper byte of fp16
@@ -249,7 +251,7 @@ RTK_DEVICE void floats_of_bytes(const u32 (&word)[N], u32 (&out)[N][2]) {
     }
 }
 
-// Four 8-bit integers, through the mantissa of a number that is large enough to count in ones.
+// Four 8-bit integers, through the mantissa of a number large enough that its last bit counts ones.
 template <bool kBf16, bool kIsSigned>
 RTK_DEVICE void integers_of_bytes(u32 word, u32 (&out)[2]) {
     if constexpr (kIsSigned) word ^= 0x80808080u;
@@ -277,7 +279,7 @@ RTK_DEVICE u32 pair_of_nibbles(u32 word, int i) {
         return fma_pair<kBf16>(bits, both_halves(kBf16 ? 0x7e80u : 0x7400u), kMinusZeros);  // times 2^126, 2^14
     } else {
         constexpr bool kIsSigned = kKindOf == kInt4;
-        constexpr u32 kBase = (kBf16 ? 0x4300u : 0x6400u) | (kIsSigned ? 8u : 0u);  // 128 or 1024, and the sign turned over
+        constexpr u32 kBase = (kBf16 ? 0x4300u : 0x6400u) | (kIsSigned ? 8u : 0u);  // 128 or 1024, and the sign flipped
         const u32 bits = (word >> (4 * i) & 0x000f000fu) ^ both_halves(kBase);
         return fma_pair<kBf16>(bits, both_halves(kBf16 ? 0x3f80u : 0x3c00u), both_halves(kBase | 0x8000u));
     }
@@ -299,7 +301,7 @@ RTK_DEVICE void numbers_of_nibbles(u32 word, u32 (&out)[4]) {
     }
 }
 
-// Eight 4-bit integers as bytes; signed ones times 16, which takes no sign extension.
+// Eight 4-bit integers as bytes; signed ones times 16, which avoids sign extension.
 template <bool kIsSigned, bool kOrdered>
 RTK_DEVICE void bytes_of_nibbles(u32 word, u32 (&out)[2]) {
     constexpr u32 kMask = kIsSigned ? 0xf0f0f0f0u : 0x0f0f0f0fu;
@@ -337,7 +339,7 @@ RTK_DEVICE void expand_words(const u32 (&word)[N], int kind, u32 (&out)[N][Math:
     }
 }
 
-// How many powers of two the product of two such operands is too large (negative: too small).
+// The power of two by which the product of two such operands is too large (negative: too small).
 template <typename Code, typename Math, bool kRaw>
 RTK_DEVICE constexpr int excess_of() {
     if (CodeTraits<Code>::kKind == kInt4 && Math::kBits == 8) return 4;

@@ -1,9 +1,10 @@
-// The end of the mma.sync product: sums lie as fp32 (or int32) in shared memory, [kTileM][kTileN + 8]; scales, bias, a matrix
-// to add, an activation or a gate, and the result's type are run-time choices, the same for the whole launch.
+// The end of the mma.sync product: accumulators are in shared memory as fp32 (or int32), [kTileM][kTileN + 8]; scales,
+// bias, a matrix to add, an activation or a gate, and the result's type are run-time choices, the same for the whole
+// launch.
 //
-// Eight neighbouring columns belong to a thread, the same ones in all of its rows, so what belongs to columns is loaded one
-// time. All steps are fp32 with one rounding at the end: act(sum * scales + bias + add), then plus what `out` holds.
-// Quantised results: scales are those of common/fp8_scale.cuh for 128 columns, and for 16 columns amax / 6 rounded to e4m3.
+// A thread owns eight neighbouring columns, the same in all of its rows, so column operands are loaded once. All steps
+// are fp32 with one rounding at the end: act(sum * scales + bias + add), then plus the old `out`. Quantised results:
+// scales are those of common/fp8_scale.cuh for 128 columns, and for 16 columns amax / 6 rounded to e4m3.
 #pragma once
 #include "act/activations.cuh"
 #include "common/fp8_scale.cuh"
@@ -27,14 +28,14 @@ RTK_DEVICE float activated(float x, int act) {
     }
 }
 
-// One element of a matrix of bf16, fp16 or fp32 that this launch may write elsewhere: plain loads.
+// One element of a bf16, fp16 or fp32 matrix. Plain loads, because this launch may write elsewhere in it.
 RTK_DEVICE float plain_element(const void* matrix, int type, i64 at) {
     if (type == kTypeFp32) return static_cast<const float*>(matrix)[at];
     const u16 bits = static_cast<const u16*>(matrix)[at];
     return type == kTypeBf16 ? __uint_as_float(static_cast<u32>(bits) << 16) : ptx::cvt_f16_to_f32(bits);
 }
 
-// Elements at ... at + 7, of which `exist` are there; zeros for the others.
+// Elements at ... at + 7; `exist` of them are valid, the others are zeros.
 RTK_DEVICE void plain_eight(const void* matrix, int type, i64 at, int exist, bool aligned, float (&v)[8]) {
     if (aligned && exist == 8) {
         if (type == kTypeFp32) {
@@ -62,12 +63,12 @@ struct MmaFinish {
     const void* bias;
     const void* add;
     const float* global_scale;  // null, one, or one of the gate and one of the other half
-    MmaScales scale_a, scale_b;  // with token kNoScale if they are not for here
+    MmaScales scale_a, scale_b;  // with token kNoScale if they are applied elsewhere
     i64 out_pitch, add_pitch, columns, scale_pitch;
     int out_type, bias_type, add_type, act, gate, quantized, global_scales;
     bool accumulate;
 
-    // What belongs to columns first ... first + 7 of b's rows.
+    // Operands of columns first ... first + 7 of b's rows.
     RTK_DEVICE void of_columns(i64 first, int exist, float extra, float (&times)[8], float (&plus)[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -95,7 +96,7 @@ struct MmaFinish {
         of_columns(n, exist, factor * global, times, plus);
         if (gate) of_columns(columns + n, exist, factor * (global_scales == 2 ? global_scale[1] : global), up_times, up_plus);
         const int step = kThreads / lanes;
-        // All threads make as many rounds: results of a row meet in shuffles.
+        // All threads run the same number of rounds, because results of a row are combined by shuffles.
 #pragma unroll 1
         for (int first = 0; first < kTileM; first += step) {
             const int row = first + static_cast<int>(threadIdx.x) / lanes;
@@ -140,8 +141,8 @@ struct MmaFinish {
         }
     }
 
-    // One after the other, in this thread's part of the tile: eight copies of every function would be the longest part of
-    // the kernel.
+    // One column at a time, in this thread's part of the tile: eight inlined copies of every function would be most of
+    // the kernel's code.
     RTK_DEVICE static void activate(float (&v)[8], int act, float* memory) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) memory[i] = v[i];
@@ -181,7 +182,7 @@ struct MmaFinish {
         }
     }
 
-    // `v` counts only as far as it exists. 16 or 2 neighbouring lanes share a scale; all lanes of the warp call.
+    // Invalid parts of `v` are ignored. 16 or 2 neighbouring lanes share a scale; all lanes of the warp must call this.
     RTK_DEVICE void put_codes(i64 row, i64 n, int exist, float (&v)[8]) const {
         float amax = 0.0f;
 #pragma unroll

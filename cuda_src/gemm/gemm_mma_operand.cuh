@@ -12,7 +12,7 @@ namespace rtk {
 
 RTK_DEVICE constexpr u32 reversed_3_bits(u32 v) { return (v & 1u) << 2 | (v & 2u) | (v >> 2 & 1u); }
 
-// Which rows of memory the rows of a tile are. A gated product has eight rows of the gate, then eight of the other half.
+// Maps rows of a tile to rows of memory. A gated product takes eight rows of the gate, then eight of the other half.
 struct MmaRows {
     i64 first;   // of memory, the tile's first
     int exist;   // rows of memory from there on (of one half, if gated)
@@ -39,10 +39,10 @@ struct MmaOperand {
     MmaRows rows;
     bool by_element, stored_across;  // of kAnyStrides; stored_across: rows of memory are those of k
 
-    // ---- to shared memory: k0 ... k0 + kDepth - 1, zeros outside of k_first ... k_last - 1. Rows that do not exist get those of
-    // ---- another, as their products go nowhere.
+    // ---- to shared memory: k0 ... k0 + kDepth - 1, zeros outside of k_first ... k_last - 1. Rows that do not exist
+    // are filled from another row, because their products are dropped.
 
-    // This thread's first vector of row 0 at k: what fetch gets, and moves on by a stage.
+    // This thread's first vector of row 0 at k; fetch takes it and advances it by a stage.
     RTK_DEVICE const u8* start(int k) const {
         if constexpr (kAcross) {
             const int row = static_cast<int>(threadIdx.x) % (kRows / 8) * 8;
@@ -58,7 +58,8 @@ struct MmaOperand {
         }
     }
 
-    // Whether fetch_part, kPerThread times, fetches this stage: whole vectors, which go between products without a branch.
+    // True if fetch_part, called kPerThread times, fetches this stage: whole vectors, interleaved with products,
+    // without a branch.
     RTK_DEVICE bool in_parts(int k0, int k_last) const {
         const bool whole = k0 + kDepth <= k_last;
         if constexpr (kAcross) return whole && rows.exist >= (rows.half == 0 ? kRows : kRows / 2);
@@ -89,7 +90,7 @@ struct MmaOperand {
         }
     }
 
-    // How far `from` is from the next stage's.
+    // Distance from `from` to that of the next stage.
     RTK_DEVICE i64 stage_stride() const { return kAcross ? static_cast<i64>(kDepth) * pitch * 2 : kRowBytes; }
 
     // The vector of this thread's row number `part`, or of the last row that exists.
@@ -188,8 +189,8 @@ struct MmaOperand {
         }
     }
 
-    // For others: of four blocks of eight rows from `first`, lane 4g + t gets kWords words of row g of each, those of k from
-    // (16 * chunk + 4t) * kWords bytes on.
+    // For others: lane 4g + t gets kWords words of row g of each of four blocks of eight rows from `first`, starting at
+    // byte (16 * chunk + 4t) * kWords of k.
     template <int kWords>
     RTK_DEVICE static void raw_words(u32 (&words)[4][kWords], const u8* stage, int first, int chunk) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp, g = lane / 4, t = lane % 4;

@@ -1,11 +1,11 @@
-// What goes with the mma.sync product of groups and of quantised results.
+// Helper kernels of the mma.sync product, for groups and quantised results.
 //
-// gemm_spans: labels[row], the group of each row or -1, to first and last row (behind it) of each group: spans[2][count],
-// zeros before; the rows of a group are neighbours. A thread owns a row; grid: any.
+// gemm_spans: turns labels[row], the group of each row or -1, into the first row and the end of each group:
+// spans[2][count], zeroed before; the rows of a group are contiguous. A thread owns a row; grid: any.
 //
-// gemm_quantize: a result in fp32, [rows, columns] dense, to codes with one scale per row (span 0), per 128 or per 16 columns.
-// A block owns a row. Recipes: common/fp8_scale.cuh (e4m3, e5m2; int8 likewise with 127 for the largest code and rounding
-// to nearest even), gemm/nvfp4_codes.cuh (16 columns). Rows that no group has are left alone.
+// gemm_quantize: quantises an fp32 result, [rows, columns] dense, with one scale per row (span 0), per 128 or per 16
+// columns. A block owns a row. Recipes: common/fp8_scale.cuh (e4m3, e5m2; int8 likewise with 127 for the largest code
+// and rounding to nearest even), gemm/nvfp4_codes.cuh (16 columns). Rows that belong to no group are left alone.
 #include "common/fp8_scale.cuh"
 #include "gemm/gemm_mma_finish.cuh"
 #include "gemm/gemm_mma_tiles.cuh"

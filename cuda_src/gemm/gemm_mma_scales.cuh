@@ -1,4 +1,4 @@
-// Scales of an operand of the mma.sync product: where a scale lies, and its value.
+// Scales of an operand of the mma.sync product: their addresses and values.
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/cp_async.cuh"
@@ -21,7 +21,7 @@ struct MmaScales {
     int token;
     bool swizzled, in_words;   // in_words: four scales of a row can be read as one aligned word
 
-    // The first scale of a row of the operand, and where that of k lies from there, in bytes.
+    // Address of the first scale of a row of the operand, and the offset of the scale of k from there, in bytes.
     RTK_DEVICE const u8* of_row(i64 row) const {
         if (swizzled) return data + (row / 128 * blocks * 512 + row % 32 * 16 + row % 128 / 32 * 4);
         const i64 index = rows == 0 ? 0 : divided(static_cast<u32>(row), rows);
@@ -51,7 +51,7 @@ RTK_DEVICE u32 scale_pair(u32 byte, int token) {
     return __byte_perm(half, 0u, 0x1010);
 }
 
-// Scales of a row for `count` stretches of k from k0, `every` long, as floats `pitch` bytes apart.
+// Scales of a row for `count` stretches of k, each `every` long, from k0, as floats `pitch` bytes apart.
 RTK_DEVICE void fetch_scale_floats(ptx::SharedAddress to, int pitch, const MmaScales& scales, i64 row, int k0, int count,
                                    int every, int k_last) {
     const u8* first = scales.of_row(row);

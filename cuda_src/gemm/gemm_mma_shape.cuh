@@ -19,8 +19,8 @@ struct MmaShape {
     using OperandA = MmaOperand<kBitsA, kTileM, kDepth, kThreads, (kLayout & 1) != 0, kTile == 2>;
     using OperandB = MmaOperand<kBitsB, kTileN, kDepth, kThreads, (kLayout & 2) != 0, kTile == 2>;
 
-    // A unit of k: 16 bytes of the operand with fewer bits (a chunk), or 32 if it needs no conversion. It gives kWords words of
-    // each row, two for a product.
+    // A unit of k: 16 bytes of the narrower operand (a chunk), or 32 if it needs no conversion. It yields kWords words
+    // per row, two per product.
     static constexpr int kGrowth = Math::kBits / kMinBits;
     static constexpr int kChunks = kGrowth == 1 ? 2 : 1, kWords = kGrowth * kChunks;
     static constexpr int kRawA = kBitsA / kMinBits, kRawB = kBitsB / kMinBits;  // words of a chunk as they lie in memory
@@ -28,8 +28,8 @@ struct MmaShape {
 
     static constexpr int kScaleVector = scale_vector<Math>(0);  // scales that a product takes itself
     static constexpr bool kConvertScaled = kBlockScales && kScaleVector == 0;
-    // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more.
-    // Floats have a ring of their own, behind the stages, that is one longer: they are read when their stage is given back.
+    // Scales of a row and stage: bytes for blocks of 16 or 32, or floats for stretches of 32 and more. Floats have a
+    // ring of their own after the stages, with one more slot, because they are still read when their stage is released.
     static constexpr int kScaleBytes =
         kBlockScales ? (kDepth / 16 < 4 ? 4 : kDepth / 16) : kPromotes ? (kTile == 2 ? kDepth / 32 * 4 : 4) : 0;
     static constexpr int kScaleStage = (kTileM + kTileN) * kScaleBytes;
@@ -37,7 +37,7 @@ struct MmaShape {
     static constexpr int kStageBytes = kScaleAt + (kBlockScales ? kScaleStage : 0);
 };
 
-// Words of kBlocks blocks of eight rows, for one unit, as they lie in memory. kIsA: in the order that products want of a.
+// Words of kBlocks blocks of eight rows, for one unit, in memory order. kIsA: in the order that products need for a.
 template <typename Operand, int kBlocks, int kChunks, int kRaw, bool kIsA>
 struct MmaWords {
     static constexpr int kAtATime = kChunks == 2 ? 2 : 4;  // blocks that are loaded together

@@ -1,4 +1,4 @@
-// Which tile of a product a block makes (one block, one tile), with groups whose sizes only the device knows.
+// Maps a block to its tile of a product (one block, one tile), with group sizes that only the device knows.
 #pragma once
 #include "common/tile_scheduler.cuh"
 
@@ -14,9 +14,9 @@ struct MmaTile {
     int k_first, k_last;
 };
 
-// kGroupRows: bounds[g] is the row behind group g. kGroupSpans: group g has rows bounds[g] ... bounds[count + g] - 1.
-// kGroupMasked: bounds[g] is the number of rows of group g. kGroupDepth: bounds[g] is the k behind group g. `table`: shared
-// memory, GroupedTiles' bytes(count), for the first two. The whole block calls.
+// kGroupRows: bounds[g] is the end of group g's rows. kGroupSpans: group g has rows bounds[g] ... bounds[count + g] -
+// 1. kGroupMasked: bounds[g] is the number of rows of group g. kGroupDepth: bounds[g] is the end of group g's k.
+// `table`: shared memory, GroupedTiles' bytes(count), for the first two. The whole block calls this.
 template <int kTileM, int kTileN>
 RTK_DEVICE MmaTile mma_tile(const i32* bounds, int kind, int count, i64 m, i64 columns, i64 k, void* table) {
     constexpr int kBand = 8;
@@ -39,7 +39,7 @@ RTK_DEVICE MmaTile mma_tile(const i32* bounds, int kind, int count, i64 m, i64 c
         __syncthreads();
         const u32 block = blockIdx.x / tiles_n;
         if (block >= entries[count].block) return tile;
-        u32 low = 0, high = static_cast<u32>(count);  // the last group of which `block` is not below
+        u32 low = 0, high = static_cast<u32>(count);  // the last group that starts at or before `block`
         while (high - low > 1) {
             const u32 middle = (low + high) / 2;
             if (entries[middle].block <= block) {

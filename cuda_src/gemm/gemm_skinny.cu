@@ -1,17 +1,20 @@
 // out[m, n] = act(sum over k of a[m, k] b[n, k], scaled, + bias[n] + add[m, n]) for up to 64 rows of a: a product that
-// reads its weights b at the speed of memory. Codes of 16, 8 and 4 bits become 16-bit operands of mma.sync in registers
-// (gemm_skinny_weights.cuh), where weights are the 16 rows and tokens the 8 columns; sums are fp32.
+// reads its weights b at memory bandwidth. 16-, 8- and 4-bit codes become 16-bit operands of mma.sync in registers
+// (gemm_skinny_weights.cuh), with weights as the 16 rows and tokens as the 8 columns; sums are fp32.
 //
-// A block has a tile of weight rows (gated: half of them and their counterparts) and a part of k; the blocks of a tile are a
-// cluster. Of its 8 or 16 warps some lie along the rows, 32 each, the others along k, where they take units (gemm_skinny_stage.cuh)
-// in alternation. Every warp streams its weights through a ring of its own; barriers are where a chunk of activations begins.
+// A block owns a tile of weight rows (gated: half of them and their counterparts) and a part of k; the blocks of a tile
+// form a cluster. Of its 8 or 16 warps some are spread along the rows, 32 each, the others along k, where they take
+// units (gemm_skinny_stage.cuh) round-robin. Every warp streams its weights through its own ring; the block
+// synchronises only where a chunk of activations begins.
 //
-// Sums of a unit or of a scale group, whatever is shorter, leave the tensor cores for fp32 registers, times the scales of that
-// group; sums of integers for int32 ones. The sums of warps, then those of the blocks, which come through distributed shared
-// memory, are added in the order of k, so that results do not depend on timing. They are rounded at the end, and only there.
+// Sums of a unit or of a scale group, whichever is shorter, leave the tensor cores for fp32 registers, times the scales
+// of that group; integer sums for int32 ones. The sums of warps, then those of the blocks, which arrive through
+// distributed shared memory, are added in the order of k, so that results do not depend on timing. They are rounded
+// once, at the end.
 //
-// Shared memory: the rings [warps][kSkinnyRing units], buffers of activations, converted activations if a is quantised. When
-// they have served, sums of warps [warps along k][tokens][rows + 4], then those of blocks, sent to the one that finishes them.
+// Shared memory: the rings [warps][kSkinnyRing units], buffers of activations, converted activations if a is quantised.
+// Afterwards it is reused for sums of warps [warps along k][tokens][rows + 4], then for those of blocks, sent to the
+// one that finishes them.
 #include "gemm/gemm_skinny_finish.cuh"
 #include "gemm/gemm_skinny_stage.cuh"
 #include "ptx/cluster.cuh"
@@ -53,14 +56,15 @@ struct SkinnyWarp {
         }
     }
 
-    // Where the activations of token lane / 4 of tile `j` are, from those of a unit. Tokens that are not there are the last one.
+    // Address of the activations of token lane / 4 of tile `j`, relative to those of a unit. Missing tokens read the
+    // last one.
     RTK_DEVICE int fragment(const Product& product, int j) const {
         return min(8 * j + lane / 4, product.m - 1) * product.token_pitch() + lane % 4 * 16;
     }
 
-    // One unit. `activations`: those of its k; `first_group`: its first one in the words of its scales; 2^group_shift of k share a
-    // scale of the weights, if that is less than a unit; `period`: steps until sums are promoted, a power of two, or 0 if
-    // no scale varies along k: the tensor cores then add up everything.
+    // One unit. `activations`: those of its k; `first_group`: its first group in the words of its scales; 2^group_shift
+    // of k share a scale of the weights, if that is less than a unit; `period`: steps until sums are promoted, a power
+    // of two, or 0 if no scale varies along k, so that the tensor cores accumulate everything.
     RTK_DEVICE void work(const Product& product, const CodeOptions& options, const u8* unit, const u8* activations,
                          const float* of_tokens, int first_group, int group_shift, int period, bool integer) {
         const u8* own_rows = unit + lane / 4 * kSkinnyRowBytes + lane % 4 * Weights::kBits;
@@ -94,7 +98,7 @@ struct SkinnyWarp {
         }
     }
 
-    // Rows whose weights had a NaN that its format's conversion does not keep.
+    // Rows with a NaN weight that the conversion of its format does not preserve.
     RTK_DEVICE void settle_flags() {
         if constexpr (Weights::kFlagged) {
 #pragma unroll
@@ -112,7 +116,7 @@ struct SkinnyWarp {
         }
     }
 
-    // To sums[token][row]; `rows` is the first one of the warp.
+    // Writes to sums[token][row]; `rows` is the first row of the warp.
     RTK_DEVICE void put(float* sums, int pitch, int rows) const {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -126,7 +130,7 @@ struct SkinnyWarp {
         }
     }
 
-    // Sums of the tensor cores, times the scales of their group, to the totals.
+    // Adds tensor-core sums, times the scales of their group, to the totals.
     RTK_DEVICE void promote(const Product& product, const u8* scales, const float* of_tokens, int group, bool integer) {
         if (integer) {
             take([&](float total, float part, int, int, int) {
@@ -183,7 +187,7 @@ struct SkinnyWarp {
     }
 
    public:
-    // total = function(total, part, rows, tile, place), and part is 0.
+    // total = function(total, part, rows, tile, place), and part is reset to 0.
     template <typename Function>
     RTK_DEVICE void take(Function function) {
 #pragma unroll
@@ -200,11 +204,11 @@ struct SkinnyWarp {
     }
 };
 
-// `flags`, from bit 0: a aligned, b aligned, words of scale_a aligned, of scale_b aligned, signed codes, integer sums, gated,
-// accumulate, (nothing), scale_a by row, scale_b by row. `types`: four bits each of bias, add, out, activation,
-// activations of a, scales of b. Scales along k: `words` of a chunk's (a) or unit's (b) row, 0 if a scale serves all of k, and
-// their `count`. 2^row_shift warps of 32 rows; `part_rounds` units of each warp in a block; 2^chunk_shift of k in a
-// chunk, of which there are `buffers`. The grid is the parts of k, which are a cluster, times tiles.
+// `flags`, from bit 0: a aligned, b aligned, words of scale_a aligned, of scale_b aligned, signed codes, integer sums,
+// gated, accumulate, (unused), scale_a by row, scale_b by row. `types`: four bits each for bias, add, out, activation,
+// activations of a, scales of b. Scales along k: `words` per row of a chunk (a) or unit (b), 0 if one scale serves all
+// of k, and their `count`. 2^row_shift warps of 32 rows; `part_rounds` units of each warp per block; chunks of
+// 2^chunk_shift of k in `buffers` buffers. The grid is the parts of k, which form a cluster, times tiles.
 template <typename Codes, typename Math, int TILES>
 __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     gemm_skinny(const u8* a, const u8* b, const u8* scale_a, const u8* scale_b, const float* global_scale, const void* bias,
@@ -235,7 +239,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
         {add, out, out_pitch, add_pitch, type(1), type(2), type(3), flag(7), gated}};
     const CodeOptions options = {flag(4)};
 
-    // Warps along k take units in alternation; blocks have whole rounds of them.
+    // Warps along k take units round-robin; blocks get whole rounds of them.
     const u32 parts = gridDim.x, rank = blockIdx.x;
     const int tile = static_cast<int>(blockIdx.y);
     const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32), along_k = warps >> row_shift;
@@ -252,7 +256,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     own.lane = static_cast<int>(threadIdx.x % 32);
     const typename Product::Source source = product.source(tile, rows, own.lane);
 
-    // Units are asked for in rounds of `along_k`, those of a chunk of activations together with the chunk.
+    // Units are loaded in rounds of `along_k`, those of a chunk of activations together with the chunk.
     int fetch_unit = first_unit, fetch_slot = 0, fetch_in_chunk = 0, fetch_buffer = 0;
     auto fetch = [&]() {
         if (fetch_unit < end_unit) {
@@ -312,7 +316,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
                  static_cast<int>(group_shift), steps_together, integer);
     }
 
-    // Sums of warps, of which those along k are added.
+    // Sums of warps; those along k are added.
     if (steps_together == 0) own.take([](float, float part, int, int, int) { return part; });
     own.settle_flags();
     if (has_terms) of_rows[threadIdx.x] = make_float2(Warp::Weights::kFactor * terms.scale * terms.global, terms.bias);
@@ -320,7 +324,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     const int pitch = tile_rows + 4, plane = Product::kTokens * pitch;
     __syncthreads();
     own.put(sums + warp_k * plane, pitch, rows);
-    // Also: every block of the cluster has done with its copies, and may be written to.
+    // Also: every block of the cluster has finished its copies, so others may write to its memory.
     if (parts > 1) {
         ptx::cluster_barrier();
     } else {
@@ -332,8 +336,8 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
         for (int w = 1; w < along_k; ++w) sum = skinny_plus(sum, sums[w * plane + token * pitch + row], integer);
         return sum;
     };
-    // Result i of the tile is column i % columns of token i / columns; stretches of 32 belong to the blocks of the cluster in
-    // alternation. Gated ones have two sums, of which the second is in a plane of its own.
+    // Result i of the tile is column i % columns of token i / columns; stretches of 32 are dealt to the blocks of the
+    // cluster in turn. Gated ones have two sums; the second is in a plane of its own.
     const int columns_shift = 5 + row_shift - (gated ? 1 : 0), total = product.m << columns_shift, planes = gated ? 2 : 1;
     const u32 stretches = static_cast<u32>(total + 31) / 32, share = (stretches + parts - 1) / parts * 32;
     auto row_of = [&](int i) {

@@ -1,4 +1,4 @@
-// The end of the skinny product: from sums to results.
+// The end of the skinny product: turns sums into results.
 #pragma once
 #include "common/math.cuh"
 #include "common/vec.cuh"
@@ -14,7 +14,7 @@ RTK_DEVICE float skinny_load(const void* p, i64 i, int type) {
     return type == kTypeBf16 ? __uint_as_float(static_cast<u32>(bits) << 16) : ptx::cvt_f16_to_f32(bits);
 }
 
-// NaN stays NaN. The library's functions, as results may be fp32 and there are few of them.
+// NaN stays NaN. Uses the library's functions, because results may be fp32 and there are few of them.
 RTK_DEVICE float skinny_activation(float x, int act) {
     if (act == kActRelu) return x <= 0.0f ? 0.0f : x;
     if (act == kActSilu) return sigmoid_gate<false>(x, x).product;
@@ -23,7 +23,7 @@ RTK_DEVICE float skinny_activation(float x, int act) {
     return x;
 }
 
-// Where results go, and what happens to one between its scaled sum and memory; gemm_cluster.cu ends with it, too.
+// Where results go, and the steps between a scaled sum and memory; gemm_cluster.cu uses it, too.
 struct SkinnyStore {
     const void* add;
     void* out;
@@ -31,7 +31,7 @@ struct SkinnyStore {
     int add_type, out_type, act;
     bool accumulate, gated;
 
-    // `up`: what a gated result is multiplied by.
+    // `up`: the factor of a gated result.
     RTK_DEVICE void put(i64 token, i64 column, float v, float up) const {
         if (add != nullptr) v += skinny_load(add, token * add_pitch + column, add_type);
         v = skinny_activation(v, act);
@@ -49,7 +49,7 @@ struct SkinnyStore {
     }
 };
 
-// From a finished sum (fp32, or int32 of integers) to a result.
+// Turns a finished sum (fp32, or int32 of integers) into a result.
 struct SkinnyResult {
     const float* global_scale;  // null, or one number, or two of a gated product
     const float* scale_a;       // of tokens, null without
@@ -64,7 +64,7 @@ struct SkinnyResult {
     bool integer;
     SkinnyStore results;
 
-    // What belongs to a weight row (of 2n, if gated), loaded when the block starts and used when it ends.
+    // Operands of a weight row (of 2n, if gated), loaded when the block starts and used when it ends.
     struct OfRow {
         float scale, global, bias;
     };
@@ -76,7 +76,7 @@ struct SkinnyResult {
         return found;
     }
 
-    // `row`: factor and what is added of the sum's row, `up_row`: of its counterpart.
+    // `row`: factor and addend of the sum's row, `up_row`: of its counterpart.
     RTK_DEVICE void put(int token, i64 column, float sum, float up, float2 row, float2 up_row) const {
         if (results.out_type == kTypeInt32) {
             static_cast<i32*>(results.out)[token * results.out_pitch + column] = __float_as_int(sum);

@@ -1,13 +1,14 @@
-// How the operands of the skinny product come: everything is asked for by cp.async, several units before it is used.
+// Operand loads of the skinny product: all by cp.async, several units before they are used.
 //
-// A unit of weights is what a warp works on at a time: 32 rows, 64 bytes of each. A warp has a ring of units to itself, so
-// that nobody waits for others because of weights. Row r is at 64 r; its steps of 32 k (16, 32 or 64 bytes) change places by
-// xor with r / 2, so that the rows of a step fall into different banks. Behind the weights of a unit are the words of its scales
-// along k, [word][32 rows], a word being an fp32 number or four bytes.
+// A unit of weights is what a warp works on at a time: 32 rows, 64 bytes of each. Each warp has its own ring of units,
+// so that no warp waits for another one's weights. Row r is at 64 r; its steps of 32 k (16, 32 or 64 bytes) are
+// swizzled by xor with r / 2, so that the rows of a step fall into different banks. The weights of a unit are followed
+// by the words of its scales along k, [word][32 rows], a word being an fp32 number or four bytes.
 //
-// Activations come in chunks of k for the whole block, token by token, with a barrier where a chunk begins: [m][pitch], then
-// the words of their scales, [word][tokens]. Lane 4g + t of a step reads k = 8t ... 8t + 7 of token g; a pitch of 64 bytes
-// more than a multiple of 128 keeps that free of bank conflicts. Quantised ones are made fp16 when their chunk begins.
+// Activations are loaded in chunks of k for the whole block, token by token, with a barrier where a chunk begins:
+// [m][pitch], then the words of their scales, [word][tokens]. Lane 4g + t of a step reads k = 8t ... 8t + 7 of token g;
+// a pitch of 64 bytes more than a multiple of 128 avoids bank conflicts. Quantised ones are converted to fp16 when
+// their chunk begins.
 #pragma once
 #include "gemm/gemm_skinny_weights.cuh"
 #include "ptx/cp_async.cuh"
@@ -18,13 +19,13 @@ inline constexpr int kSkinnyMaxRows = 128;  // of weights, that a block has
 inline constexpr int kSkinnyUnitRows = 32;
 inline constexpr int kSkinnyRowBytes = 64;  // of a row, in a unit
 inline constexpr int kSkinnyUnitBytes = kSkinnyUnitRows * kSkinnyRowBytes;
-inline constexpr int kSkinnyRing = 3;  // units of a warp; more of them only take longer to come (H200)
+inline constexpr int kSkinnyRing = 3;  // units of a warp; more in flight only raises their latency (H200)
 
 enum SkinnyActivations { kActivations16, kActivationsE4m3, kActivationsE5m2, kActivationsInt8, kActivationsInt4, kActivationsUint4 };
 enum SkinnyScales { kScalesFp32, kScalesE8m0, kScalesUe4m3, kScalesSwizzled = 4 };  // the last one is added to a kind
 
-// `size` bytes to shared memory, the first `bytes` of them from memory, zeros behind, in any alignment. Not inlined: rare code
-// between what every block runs would take as long to come as weights do.
+// `size` bytes to shared memory, the first `bytes` of them from memory, zeros after those, in any alignment. Not
+// inlined: rare code amid the common path would take as long to fetch as the weights.
 __device__ __noinline__ void skinny_copy(u8* to, const u8* from, int bytes, int size) {
 #pragma unroll 1
     for (int i = 0; i < size; ++i) to[i] = i < bytes ? from[i] : 0;
@@ -49,7 +50,7 @@ struct SkinnyScale {
         return data + (r >> 7) * ((count + 3) >> 2) * 512 + (r & 31) * 16 + (r >> 5 & 3) * 4;
     }
 
-    // The word, counted along a whole row, that has the scale of k = `at`.
+    // The word, counted along a whole row, that holds the scale of k = `at`.
     RTK_DEVICE int word(int at) const { return at >> (is_fp32() ? shift : shift + 2); }
 
     RTK_DEVICE void fetch(u8* memory, int to, const u8* of_row, int word) const {
@@ -63,7 +64,7 @@ struct SkinnyScale {
     }
 };
 
-// A product as the copies see it. BITS of a weight, TILES of 8 tokens (of which `m` tokens exist).
+// A product as the copies see it. BITS per weight, TILES of 8 tokens (`m` tokens exist).
 template <int BITS, int TILES>
 struct SkinnyProduct {
     static constexpr int kDepth = kSkinnyRowBytes * 8 / BITS;  // of k, in a unit
@@ -89,18 +90,18 @@ struct SkinnyProduct {
     RTK_DEVICE int copied_pitch() const { return activations == kActivations16 ? token_pitch() : row_bytes(); }
     RTK_DEVICE int buffer_bytes() const { return m * copied_pitch() + scale_a.words * (kTokens * 4); }
 
-    // Row r of a tile, in b. Rows that are not there are those of the last one, whose results are not written twice. Gated:
-    // warps have 32 rows, 16 of the gate and their 16 counterparts.
+    // Row r of a tile, in b. Missing rows read the last one and their results are not written. Gated: warps have 32
+    // rows, 16 of the gate and their 16 counterparts.
     RTK_DEVICE int weight_row(int tile, int r) const {
         const int first = tile * tile_columns();
         if (!gated) return min(first + r, n - 1);
         return min(first + (r >> 5) * 16 + (r & 15), n - 1) + (r & 16 ? n : 0);
     }
 
-    // Where the codes of a step of row r begin, in the row.
+    // Offset of the codes of a step in row r.
     RTK_DEVICE static int step_place(int r, int step) { return (step ^ (r / 2 & (kSteps - 1))) * (4 * BITS); }
 
-    // What a lane asks for: one vector of rows r, r + 8, r + 16 and r + 24 of its warp, one word of a row's scales.
+    // A lane's loads: one vector of rows r, r + 8, r + 16 and r + 24 of its warp, and one word of a row's scales.
     struct Source {
         const u8* weights[4];
         const u8* scales;
@@ -115,7 +116,7 @@ struct SkinnyProduct {
         return source;
     }
 
-    // Asks for a unit of the warp; `to`: where in `memory`.
+    // Issues the loads of a unit of the warp; `to`: offset in `memory`.
     RTK_DEVICE void fetch(u8* memory, int to, const Source& source, int lane, int unit) const {
         const int vector = lane % 4, r = lane / 4;  // rows r + 8i have the same places
         const i64 offset = static_cast<i64>(unit) * kSkinnyRowBytes;
@@ -137,7 +138,7 @@ struct SkinnyProduct {
                           scale_b.word(unit * kDepth) + w);
     }
 
-    // Asks for the activations of a chunk that begins at k = `first`.
+    // Issues the loads of the activations of a chunk that begins at k = `first`.
     RTK_DEVICE void fetch_chunk(u8* memory, int to, int first) const {
         const int vectors_shift = chunk_shift + bits_shift - 7, bytes = ((k - first << bits_shift) + 7) >> 3;
         const u8* from = a + (static_cast<i64>(first) << bits_shift >> 3);
@@ -158,7 +159,7 @@ struct SkinnyProduct {
                           scale_a.word(first) + i / kTokens);
     }
 
-    // Quantised activations of a chunk to fp16, exactly.
+    // Converts quantised activations of a chunk to fp16, exactly.
     RTK_DEVICE void convert(const u8* from, u8* to) const {
         const int vectors_shift = chunk_shift - 3;
 #pragma unroll 1

@@ -1,8 +1,8 @@
-// Weights of the skinny product, from codes in shared memory to the 16-bit operands of mma.sync. Every value is exact;
-// factors that a format leaves behind (kFactor) multiply the finished sums.
+// Weights of the skinny product: converts codes in shared memory to the 16-bit operands of mma.sync. Every value is
+// exact; factors that a format leaves behind (kFactor) multiply the finished sums.
 //
-// A step is 32 of k. A lane 4g + t has eight codes of row g, those of k = 8t ... 8t + 7, and makes four pairs of neighbours:
-// two for each of the step's two products.
+// A step is 32 of k. Lane 4g + t has eight codes of row g, those of k = 8t ... 8t + 7, and turns them into four pairs
+// of neighbours: two for each of the step's two products.
 #pragma once
 #include "common/convert.cuh"
 #include "ptx/mma.cuh"
@@ -37,7 +37,7 @@ RTK_DEVICE u32 upper_halves(float lo, float hi) { return __byte_perm(__float_as_
 
 inline constexpr u32 kNegativeZeros = 0x80008000u;  // x + -0 is x, also where x is a zero
 
-// What is the same for all codes of a launch.
+// Options that are the same for all codes of a launch.
 struct CodeOptions {
     bool is_signed;
 };
@@ -55,8 +55,9 @@ struct WeightCodes {  // 16-bit floats
     }
 };
 
-// By way of fp16, and of fp32 to bf16. Before sm_89 sign, exponent and fraction move to their places in fp16 or bf16, which makes
-// the number 2^8 or 2^120 times too small, in subnormal numbers, too; the NaN codes come out as 480: `flag` collects them.
+// Converts via fp16, and fp32 for bf16. Before sm_89, sign, exponent and fraction move to their places in fp16 or bf16,
+// which makes the number 2^8 or 2^120 times too small, subnormals included; the NaN codes come out as 480: `flag`
+// collects them.
 template <typename Math>
 struct WeightCodes<e4m3, Math> {
     static constexpr int kBits = 8;
@@ -82,13 +83,13 @@ struct WeightCodes<e4m3, Math> {
         }
     }
 
-    // Bit 7 of a byte: this code or one before it is NaN.
+    // Bit 7 of a byte: this code or an earlier one is NaN.
     RTK_DEVICE static u32 flag(u32 flags, const Raw<8>& raw) {
         return flags | ((raw.w[0] & 0x7f7f7f7fu) + 0x01010101u) | ((raw.w[1] & 0x7f7f7f7fu) + 0x01010101u);
     }
 };
 
-// The upper byte of fp16. To bf16 it goes by way of fp32.
+// The upper byte of fp16. The conversion to bf16 goes via fp32.
 template <typename Math>
 struct WeightCodes<e5m2, Math> {
     static constexpr int kBits = 8;
@@ -106,7 +107,8 @@ struct WeightCodes<e5m2, Math> {
     }
 };
 
-// code + 128 is the low byte of 1024 + (code + 128) in fp16, and of 2^23 + (code + 128) in fp32, whose upper half is bf16.
+// code + 128 is the low byte of 1024 + (code + 128) in fp16, and of 2^23 + (code + 128) in fp32; the upper half of the
+// latter is bf16.
 template <typename Math>
 struct WeightCodes<int8_codes, Math> {
     static constexpr int kBits = 8;
@@ -130,8 +132,9 @@ struct WeightCodes<int8_codes, Math> {
     }
 };
 
-// A nibble is the low end of 1024 + nibble in fp16, and of 128 + nibble in bf16. The second one of a byte stays four (fp16)
-// or three bits (bf16) up, where it counts 16 or 8 times. Signed ones have their upper bit flipped, which adds 8.
+// A nibble is the low end of 1024 + nibble in fp16, and of 128 + nibble in bf16. The second one of a byte stays four
+// (fp16) or three bits (bf16) higher, where it counts 16 or 8 times. Signed ones have their upper bit flipped, which
+// adds 8.
 template <typename Math>
 struct WeightCodes<int4_codes, Math> {
     static constexpr int kBits = 4;
@@ -160,8 +163,8 @@ struct WeightCodes<int4_codes, Math> {
     }
 };
 
-// As e4m3: 2^14 or 2^126 too small. A scale that is 2^7 or 2^119 times too large (skinny_scale_pair) leaves 2^-7, in whose
-// range all products of e2m1 and ue4m3 are exact.
+// As e4m3: 2^14 or 2^126 too small. A scale that is 2^7 or 2^119 times too large (skinny_scale_pair) leaves 2^-7; in
+// that range all products of e2m1 and ue4m3 are exact.
 template <typename Math>
 struct WeightCodes<e2m1_codes, Math> {
     static constexpr int kBits = 4;
@@ -181,7 +184,7 @@ struct WeightCodes<e2m1_codes, Math> {
     }
 };
 
-// A ue4m3 scale, twice, times 2^7 (fp16) or 2^119 (bf16). The sign bit is not looked at.
+// A ue4m3 scale, twice, times 2^7 (fp16) or 2^119 (bf16). The sign bit is ignored.
 template <typename Math>
 RTK_DEVICE u32 skinny_scale_pair(u32 byte) {
     const u32 code = byte & 0x7fu;

@@ -2,22 +2,23 @@
 // (gemm/epilogue_sm90.cuh); a [m, k] and b [n, k] of 16 or 8 bits, those of 16 bits in either order. Dense or in groups
 // (gemm/schedule_sm90.cuh).
 //
-// Grid: persistent, one block per multiprocessor. A block has CONSUMERS warpgroups, each with WAVES times 64 rows of a tile of
-// COLS columns, and a producer warpgroup: one thread asks the copy engine for tiles of a and b, 128 bytes of k per stage;
-// scales of the loop come the same way, or by two more warps, in any layout. Boxes of results leave through the copy engine while
-// the next tile is multiplied.
+// Grid: persistent, one block per SM. A block has CONSUMERS warpgroups, each with WAVES times 64 rows of a tile of COLS
+// columns, and a producer warpgroup: one thread issues TMA loads of a and b, 128 bytes of k per stage; scales of the
+// loop are loaded the same way, or by two more warps in any layout. TMA stores boxes of results while the next tile is
+// multiplied.
 //
-// Where kColumnScales leaves multiprocessors without a tile, blocks share tiles along k (TileShare): `shared_sums` has the sums of
-// one part of each block, `arrived` counts those that are there. Both are null where no tile is shared.
+// Where kColumnScales leaves SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums
+// of one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
 //
-// Numerics: sums are fp32 in the tensor cores over all of k, which keep about 14 bits of fp8 products as they add; int32 sums
-// are exact. With SCALES they add over 128 bytes of k from zero, and fp32 registers add up what came out, times its scales:
+// Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
+// accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
+// its scales, is added in fp32 registers:
 //   kNoScales        none in the loop
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
-// FINISH says where results are made: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh), quantised or
-// gated; b then has 2 n rows, and a tile half as many columns of the result.
+// FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
+// quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
@@ -29,7 +30,7 @@ namespace rtk {
 inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
-// With scales in the loop, totals are fp32 whatever the tensor cores add up.
+// With scales in the loop, totals are fp32 whatever type the tensor cores accumulate.
 template <typename Sum, int SCALES>
 struct Totals {
     using Type = float;
@@ -45,7 +46,7 @@ struct ScalePlace {
     i64 row_pitch, depth_pitch, group_pitch;
     u32 rows, depth_shift;
 
-    // Of scales in the loop; those of the epilogue cover one row, or all, and have a pitch of 0 then.
+    // For scales in the loop; those of the epilogue cover one row, or all with a pitch of 0.
     RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
     RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
         return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
@@ -53,15 +54,15 @@ struct ScalePlace {
     RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
 };
 
-// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them by each thread of
-// two warps. Fewer than 2^32 scales.
+// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
+// thread of two warps. Fewer than 2^32 scales.
 template <int ROWS, int COUNT>
 struct ScaleCopies {
     static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
     static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
     u32 at[kEach], exist = 0;
 
-    // `rows` of a's rows exist (0: others copy them), and b's columns, `apart` from each other, up to `columns`.
+    // `rows` of a's rows exist (0: copied elsewhere), and b's columns, `apart` from each other, up to `columns`.
     RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
                           int apart) {
         exist = 0;
@@ -77,7 +78,7 @@ struct ScaleCopies {
         }
     }
 
-    // From where the scales of this depth begin.
+    // Start of the scales of this depth.
     RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
                          bool columns_too) const {
 #pragma unroll
@@ -103,15 +104,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               i64 flags_and_band) {
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
     using Sum = typename Operands::Sum;
-    // Two products of the same rows of a: those are read from shared memory one time.
+    // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS;
-    // With scales in the loop a part of the products at a time is in registers of its own.
+    // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
-    // Weight gradients have few tiles and a long k, of which several blocks may have parts.
+    // Weight gradients have few tiles and a long k, so several blocks may share it.
     constexpr bool kSplits =
         SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
     using Share = TileShare<kSplits>;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
     u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
     const Pipeline<STAGES> pipeline{ptx::shared_address(barriers)};
-    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const u64 places = reinterpret_cast<u64>(out) | reinterpret_cast<u64>(add);
     const bool aligned = places % 16 == 0 && (out_pitch | out_group_pitch | add_pitch) % 4 == 0;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const ScalePlace of_a{scale_a, a_row_pitch, a_depth_pitch, a_group_pitch, lower(scale_rows), lower(scale_shifts)};
     const ScalePlace of_b{scale_b, b_row_pitch, b_depth_pitch, b_group_pitch, upper(scale_rows), upper(scale_shifts)};
 
-    // Who brings scales of the loop: the copy engine, one scale per row in rows of memory that it can read; else two warps.
+    // TMA loads scales of the loop if there is one per row and it can read their layout; otherwise two warps do.
     const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
     const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
     if (threadIdx.x == kConsumerWarps * kWarp) {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     __syncthreads();
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
-    // Made where a role begins: before, it would be kept in registers that the producer does not have.
+    // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth)); };
 
     if (warp >= kConsumerWarps) {
@@ -213,11 +214,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         Share after = share;
         after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
-        const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block, which others' k follows
-        // What the epilogue needs of rows and columns; asked for before the products where registers allow.
+        const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
+        // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
         u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
-        auto load_factors = [&] {  // without branches, which take the compiler seconds
+        auto load_factors = [&] {  // without branches, which cost seconds of compile time
             const bool of_rows = scale_a != nullptr && !flags.loop_scales_a();
             const bool of_columns = scale_b != nullptr && !flags.loop_scales_b();
 #pragma unroll
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
-            // What a stage needs before its products: done for the next one while the last part of this one is promoted.
+            // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
                 if constexpr (kLeftInRegisters)
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                            static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
                     }
                     ptx::wgmma_commit();
-                    if (unit == 0) {  // here, where the products are on their way
+                    if (unit == 0) {  // here, while the products are in flight
                         if (i == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
 #pragma unroll
                         for (int h = 0; h < kHalves; ++h)
@@ -381,7 +382,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         } else {
             static_assert(WAVES == 1 && kOutCols % 128 == 0, "whole scales in a warpgroup's rows");
             const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
-            ptx::named_barrier_sync(ring.barrier, 128);  // all columns are there
+            ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
             float results[1][64];
             finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
             if (flags.out() < kE4m3) {

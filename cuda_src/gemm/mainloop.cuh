@@ -1,5 +1,5 @@
-// What the wgmma kernels of the router share: a block of two consumer warpgroups, each with 64 of the 128 rows, and
-// a third one of which a single thread works: it asks the copy engine for tiles. Sums are in registers.
+// Shared by the wgmma kernels of the router: a block has two consumer warpgroups, each with 64 of the 128 rows, and a
+// third one with a single active thread that issues TMA loads. Accumulators are in registers.
 #pragma once
 #include "common/pipeline.cuh"
 #include "gemm/operand.cuh"
@@ -20,19 +20,19 @@ inline constexpr int kDepthSteps = kBlockDepth / 16;
 
 // ---- the loop over the depth, for any product ----------------------------------------------------------------------
 //
-// One thread asks for stages (produce_tile), warpgroups multiply what is in them (sum_products), a pipeline lies between;
-// both walk the same tiles (common/tile_scheduler.cuh). What a stage holds and how it is multiplied is a policy, so that other
-// types, scales and layouts change no loop. Operands are a type with
-//   kStageBytes                                bytes of a stage, all of which fetch() copies; a multiple of 1024
-//   kSums                                      sums of a thread
-//   fetch(stage, full, block, m, n)            asks for depth block `block` of the rows from m on and the columns from n on
-//   multiply(sums, stage, add)                 asks for its products; sums are set, not added to, unless `add`
-// and so is the promotion of sums from tensor cores, which drop low bits as they add, to fp32 registers.
+// One thread loads stages (produce_tile), warpgroups multiply them (sum_products), with a pipeline in between; both
+// visit the same tiles (common/tile_scheduler.cuh). The contents of a stage and how they are multiplied are a policy,
+// so that other types, scales and layouts change no loop. Operands are a type with
+//     kStageBytes                                bytes of a stage, all of which fetch() copies; a multiple of 1024
+//     kSums                                      accumulators of a thread
+//     fetch(stage, full, block, m, n)            loads depth block `block` of the rows from m on and the columns from n on
+//     multiply(sums, stage, add)                 issues its products; sums are overwritten, not added to, unless `add`
+// The promotion of sums from tensor cores, which drop low bits as they accumulate, to fp32 registers is another policy.
 
-// Tensor cores add over the whole depth.
+// Tensor cores accumulate over the whole depth.
 struct KeepSums {};
 
-// They add over `stages` stages, then registers do. A policy with scales per depth block has an add() of its own.
+// They accumulate over `stages` stages, then registers do. A policy with scales per depth block has its own add().
 struct PromoteEvery {
     int stages;
 
@@ -66,7 +66,7 @@ struct KMajorOperands {
     }
 };
 
-// By one thread: the `blocks` depth blocks of a tile, into stages that begin at `stages`.
+// Called by one thread: loads the `blocks` depth blocks of a tile into stages that begin at `stages`.
 template <typename Operands, int STAGES>
 RTK_DEVICE void produce_tile(const Operands& operands, const Pipeline<STAGES>& pipeline, PipelineState<STAGES>& state,
                              ptx::SharedAddress stages, int blocks, i64 m, i64 n) {
@@ -77,8 +77,8 @@ RTK_DEVICE void produce_tile(const Operands& operands, const Pipeline<STAGES>& p
     }
 }
 
-// By a warpgroup: sums over `count` stages (more than 0), in the tensor cores. The products of a stage are under way while
-// the next one is waited for; the stage is released when those have read it. One arrival per warp.
+// Called by a warpgroup: sums over `count` stages (more than 0) in the tensor cores. The products of a stage are in
+// flight while the next one is waited for; a stage is released when its products have read it. One arrival per warp.
 template <typename Operands, int STAGES>
 RTK_DEVICE void multiply_stages(float (&sums)[Operands::kSums], const Operands& operands, const Pipeline<STAGES>& pipeline,
                                 PipelineState<STAGES>& state, ptx::SharedAddress stages, int count) {
@@ -97,7 +97,7 @@ RTK_DEVICE void multiply_stages(float (&sums)[Operands::kSums], const Operands& 
     if (speaks) pipeline.release(last);
 }
 
-// By a warpgroup: the sums of a tile.
+// Called by a warpgroup: the sums of a tile.
 template <typename Promotion, typename Operands, int STAGES>
 RTK_DEVICE void sum_products(float (&sums)[Operands::kSums], const Operands& operands, const Promotion& promotion,
                              const Pipeline<STAGES>& pipeline, PipelineState<STAGES>& state, ptx::SharedAddress stages,
@@ -120,14 +120,14 @@ RTK_DEVICE void sum_products(float (&sums)[Operands::kSums], const Operands& ope
     }
 }
 
-// ---- what the kernels of the router share --------------------------------------------------------------------------
+// ---- shared by the router's kernels --------------------------------------------------------------------------------
 
-// Where this thread's sums are (ptx/wgmma.cuh): d[4j + 2r + c] is row + 8r, column + 8j + c of the tile.
+// Positions of this thread's accumulators (ptx/wgmma.cuh): d[4j + 2r + c] is row + 8r, column + 8j + c of the tile.
 struct Fragment {
     int warp, lane, row, column;
 
     RTK_DEVICE Fragment() {
-        warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
+        warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
         lane = threadIdx.x % kWarp;
         row = warp * 16 + lane / 4;
         column = lane % 4 * 2;

@@ -8,10 +8,10 @@ namespace rtk {
 // amax: finite, not negative.
 RTK_DEVICE u32 nvfp4_scale(float amax) { return encode_e4m3(amax / 6.0f) & 0x7fu; }
 
-// What values are multiplied with; a scale of 0 leaves nothing.
+// The factor of values; with a scale of 0 it is 0.
 RTK_DEVICE float nvfp4_inverse(u32 scale) { return scale == 0u ? 0.0f : 1.0f / decode_e4m3(scale); }
 
-// Infinities become the largest code; NaN, which e2m1 does not have, too.
+// Infinities become the largest code, and so does NaN, which e2m1 cannot represent.
 RTK_DEVICE u32 e2m1_code(float v) {
     const float x = fabsf(v);
     u32 code = 0u;

@@ -1,6 +1,6 @@
-// Tiles in shared memory as the copy engine writes them and wgmma reads them, and the ring of stages between the two.
+// Tiles in shared memory as TMA writes them and wgmma reads them, and the ring of stages between the two.
 //
-// Rows are 128 bytes; the 16-byte vector c of row r lies at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
+// Rows are 128 bytes; the 16-byte vector c of row r is at r * 128 + ((c ^ (r & 7)) << 4), the 128-byte swizzle. Tiles
 // start at multiples of 1024 bytes.
 #pragma once
 #include "ptx/mbarrier.cuh"
@@ -16,13 +16,13 @@ inline constexpr int kBlockDepth = 64;  // of the summed dimension per stage: a 
 RTK_DEVICE u64 k_major_descriptor(ptx::SharedAddress address) { return ptx::matrix_descriptor(address, 16); }
 inline constexpr u64 kNextKMajor = 32 >> 4;
 
-// kBlockDepth rows of 64 columns each, the next 64 columns behind them. The next 16 of k are +128.
+// kBlockDepth rows of 64 columns each, followed by the next 64 columns. The next 16 of k are +128.
 RTK_DEVICE u64 column_major_descriptor(ptx::SharedAddress address) {
     return ptx::matrix_descriptor(address, kBlockDepth * kTileRow);
 }
 inline constexpr u64 kNextColumnMajor = 16 * kTileRow >> 4;
 
-// Where a ring of `stages` is, for the thread that fills it (its phase starts at 1) and for those that empty it.
+// Position in a ring of `stages`, for the thread that fills it (its phase starts at 1) and for those that empty it.
 struct RingPlace {
     int stages;
     int stage = 0;
@@ -33,7 +33,7 @@ struct RingPlace {
     }
 };
 
-// Barriers of a ring, 16 bytes a stage: full (the copies have come), empty (all consumer warps are done).
+// Barriers of a ring, 16 bytes per stage: full (the copies have arrived), empty (all consumer warps are done).
 struct RingBarriers {
     ptx::SharedAddress base;
     int stages;
@@ -47,7 +47,7 @@ struct RingBarriers {
             ptx::mbarrier_init(empty(s), consumer_warps);
         }
     }
-    // A consumer warp is done with a stage.
+    // Called when a consumer warp is done with a stage.
     RTK_DEVICE void release(int stage, int lane) const {
         if (lane == 0) ptx::mbarrier_arrive(empty(stage));
     }

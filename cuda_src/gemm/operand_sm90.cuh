@@ -1,6 +1,6 @@
-// Tiles of both operands in a stage of shared memory, and their products, for all types that wgmma has: `rows` of a, then
-// `cols` rows of b, 128 bytes each with the 128-byte swizzle. Operands that lie across have 64 columns of m or n in such a row
-// and 64 of k in as many rows; the next 64 columns lie behind.
+// Tiles of both operands in a stage of shared memory, and their products, for all types that wgmma supports: `rows` of
+// a, then `cols` rows of b, 128 bytes each with the 128-byte swizzle. Transposed operands have 64 columns of m or n in
+// such a row and 64 of k in as many rows, followed by the next 64 columns.
 #pragma once
 #include "gemm/operand.cuh"
 #include "gemm/schedule_sm90.cuh"
@@ -30,7 +30,8 @@ struct TypedOperands {
     static constexpr u32 kABytes = kRows * kTileRow, kBBytes = COLS * kTileRow, kStageBytes = kABytes + kBBytes;
     static constexpr u32 kAtom = 64 * kTileRow;
 
-    // By one thread: asks for depth k of a tile. `apart`: b's second half begins so many rows behind its first one (0: next).
+    // Called by one thread: loads depth k of a tile. `apart`: b's second half begins this many rows after its first one
+    // (0: adjacent).
     RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& b, ptx::SharedAddress stage,
                                  ptx::SharedAddress full, i32 k, i32 row, i32 group_a, i32 n, i32 group_b, i32 apart) {
         if constexpr (ACROSS_A) {
@@ -53,8 +54,8 @@ struct TypedOperands {
         }
     }
 
-    // By a warpgroup: asks for the products of a stage with the 64 rows `part` of a and the columns from `column` on, two for each
-    // sum of a thread. Sums are set, not added to, unless `add`.
+    // Called by a warpgroup: issues the products of a stage with the 64 rows `part` of a and the columns from `column`
+    // on, two per accumulator of a thread. Accumulators are overwritten, not added to, unless `add`.
     template <int SUMS>
     RTK_DEVICE static void multiply(Sum (&sums)[SUMS], ptx::SharedAddress stage, u32 part, u32 column, bool add) {
         const ptx::SharedAddress own = stage + part * kAtom, other = stage + kABytes + column * kTileRow;
@@ -66,7 +67,7 @@ struct TypedOperands {
             ptx::wgmma_typed<A, B, ACROSS_A, ACROSS_B>(sums, left + i * kNextA, right + i * kNextB, add || i != 0);
     }
 
-    // The 64 rows `part` of a, all of a stage's k, in registers as wgmma takes them: read one time for several products.
+    // The 64 rows `part` of a, all of a stage's k, in registers as wgmma takes them: read once for several products.
     RTK_DEVICE static void load_left(u32 (&left)[4][4], const u8* stage, u32 part) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane % 16;
@@ -81,8 +82,8 @@ struct TypedOperands {
         for (int i = 0; i < 4; ++i) ptx::wgmma_left<A, B>(sums, left[i], right + i * kNextKMajor, i != 0);
     }
 
-    // By all consumers, before they multiply: what lies behind the first `valid` of k becomes 0. It belongs to the next group,
-    // and may be infinite. Ends with a barrier.
+    // Called by all consumers before they multiply: zeroes everything past the first `valid` of k. It belongs to the
+    // next group, and may be infinite. Ends with a barrier.
     RTK_DEVICE static void cut(u8* stage, int valid, int barrier) {
         for (int i = static_cast<int>(threadIdx.x); i < (kRows + COLS) * 8; i += 128 * CONSUMERS) {
             const int row = i / 8, vector = i % 8;

@@ -1,16 +1,17 @@
-// Results that are made in registers before they leave: gated ones, and fp8 codes with a scale per 128 columns of a row.
+// Results that are finished in registers: gated ones, and fp8 codes with a scale per 128 columns of a row.
 //
-// A gated tile has 128 columns of the gate, then the same 128 of the other half, so a thread has both in its own sums:
-// result = act(gate) * up. A row of 128 columns lies in four lanes, so its amax takes two shuffles; its codes are one
-// row of a box of gemm/epilogue_sm90.cuh. Scales are those of common/fp8_scale.cuh, bit for bit.
+// A gated tile has 128 columns of the gate, then the same 128 of the other half, so a thread has both among its own
+// accumulators: result = act(gate) * up. A row of 128 columns is spread over four lanes, so its amax takes two
+// shuffles; its codes are one row of a box of gemm/epilogue_sm90.cuh. Scales are those of common/fp8_scale.cuh, bit for
+// bit.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "gemm/epilogue_sm90.cuh"
 
 namespace rtk {
 
-// By a warpgroup: the 128 columns from FIRST on. Sums times factors, plus bias, through the activation; of a gated tile the
-// product of both halves. Columns that the result (`existing` of this tile) does not have become 0.
+// Called by a warpgroup: the 128 columns from FIRST on. Accumulators times factors, plus bias, through the activation;
+// for a gated tile the product of both halves. Columns past the result's last one (`existing` of this tile) become 0.
 template <bool GATED, int COLS, int FIRST, typename Sum>
 RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&row_factor)[2], const float* columns, u32 act,
                                     int existing, float (&results)[64]) {
@@ -19,7 +20,7 @@ RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&r
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
         const int column = FIRST + 8 * j + 2 * t;
-        if (j % 4 == 0) __syncwarp();  // or the compiler loads more factors at first than it has registers for
+        if (j % 4 == 0) __syncwarp();  // otherwise the compiler hoists more loads of factors than it has registers for
         float2 factor[2], bias[2];
 #pragma unroll
         for (int half = 0; half < (GATED ? 2 : 1); ++half) {
@@ -40,7 +41,7 @@ RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&r
     }
 }
 
-// Where codes and scales go: scale (m, n / 128) lies m + pitch * (n / 128) behind the first.
+// Destinations of codes and scales: scale (m, n / 128) is m + pitch * (n / 128) after the first.
 struct CodePlace {
     const ptx::TensorMap& map;
     u8* out;
@@ -50,7 +51,7 @@ struct CodePlace {
     bool e5, aligned;
 };
 
-// By a warpgroup: 64 rows of 128 columns, as codes and scales.
+// Called by a warpgroup: stores 64 rows of 128 columns as codes and scales.
 template <int SLOTS>
 RTK_DEVICE void store_codes(const float (&results)[64], BoxRing<SLOTS>& ring, const CodePlace& place, const ResultPart& part) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, t = lane % 4;

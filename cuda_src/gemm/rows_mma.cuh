@@ -1,5 +1,5 @@
-// Products of rows that lie in memory as both operands want them: lane 4g + t has the 16 bytes t of 64 of row g. That is another
-// order of k than the one of mma.sync, but the same for both operands.
+// Products of rows loaded straight from memory: lane 4g + t has the 16 bytes t of 64 of row g. This permutes k relative
+// to mma.sync, but in the same way for both operands.
 #pragma once
 #include "common/convert.cuh"
 #include "common/vec.cuh"
@@ -23,7 +23,8 @@ RTK_DEVICE Raw<16> plain_load(const u8* p) {
     return {{words.x, words.y, words.z, words.w}};
 }
 
-// d += the 64 bytes of a step: both halves of what lanes have of rows g (`low`) and g + 8 (`high`) of a, and of row g of b.
+// d += the 64 bytes of a step: both halves of the lanes' data of rows g (`low`) and g + 8 (`high`) of a, and of row g
+// of b.
 template <typename T>
 RTK_DEVICE void mma_64_bytes(float (&d)[4], const Raw<16>& low, const Raw<16>& high, const Raw<16>& b) {
 #pragma unroll

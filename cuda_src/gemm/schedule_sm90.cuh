@@ -1,10 +1,10 @@
-// Which tiles of a product, dense or grouped, a block of a persistent grid makes, and where they lie. One type for all
-// kinds of groups, chosen at run time: finding a tile costs a few divisions, and a tile takes thousands of cycles.
+// Which tiles of a product, dense or grouped, a block of a persistent grid computes, and where they are. One type for
+// all kinds of groups, chosen at run time: finding a tile costs a few divisions, and a tile takes thousands of cycles.
 //
-// Groups have a table in shared memory, made from numbers on the device by the whole block at its start: the first row (or,
-// where groups cut k, the first k) of each, how many, and the row blocks of all groups before it. No tile has rows of two
-// groups; empty groups have no tiles, unless they cut k: then their sums are 0. Numbers that lie outside of the matrix, or not in
-// order, give groups that are inside.
+// Groups have a table in shared memory, which the whole block builds from numbers on the device at its start: the first
+// row (or, where groups split k, the first k) of each, its length, and the number of row blocks of all groups before
+// it. No tile spans two groups; empty groups have no tiles, unless groups split k: then their sums are 0. Bounds that
+// are outside of the matrix or out of order are clamped, so that every group stays inside it.
 #pragma once
 #include "common/scan.cuh"
 #include "ptx/barrier.cuh"
@@ -12,7 +12,7 @@
 
 namespace rtk {
 
-// rtkernels/ops/gemm/sm90_plan.py knows these.
+// Mirrored in rtkernels/ops/gemm/sm90_plan.py.
 enum GroupKind : u32 { kNoGroups = 0, kRowGroups = 1, kMaskedGroups = 2, kDepthGroups = 3 };
 
 struct ProductTile {
@@ -33,7 +33,8 @@ struct ProductTiles {
     i32 depth;
     u32 last = 0;
 
-    // `starts` may be null: groups then begin where the one before ends. The whole block calls; barriers inside.
+    // `starts` may be null: each group then begins where the previous one ends. The whole block calls this; it contains
+    // barriers.
     RTK_DEVICE ProductTiles(ProductGroup* memory, const i32* starts, const i32* ends, u32 group_kind, u32 group_count, i64 m,
                             i64 columns, i64 k, u32 band_rows)
         : table(memory), kind(group_kind), groups(group_count), rows(static_cast<u32>(m)),
@@ -57,14 +58,14 @@ struct ProductTiles {
 
     RTK_DEVICE u32 count() const { return (kind == kNoGroups ? tiles_m : table[groups].block) * tiles_n; }
 
-    // Tiles are numbered in bands of `band` rows of tiles, down the columns of a band first: blocks that run at the same time
-    // then read both operands from L2. `index` is less than count(), and not less than that of the call before.
+    // Tiles are numbered in bands of `band` rows of tiles, down the columns of a band first, so that blocks that run at
+    // the same time read both operands from L2. `index` is less than count(), and not less than in the previous call.
     RTK_DEVICE ProductTile find(u32 index) {
         ProductGroup here = {0, rows, 0};
         u32 blocks = tiles_m;
         if (kind != kNoGroups) {
             const u32 block = index / tiles_n;
-            u32 high = groups;  // the last group of which `block` is not below; empty ones are before it
+            u32 high = groups;  // the last group that starts at or before `block`; empty ones precede it
             while (high - last > 1) {
                 const u32 middle = (last + high) / 2;
                 if (table[middle].block <= block) {
@@ -95,18 +96,19 @@ struct ProductTiles {
     }
 };
 
-// What a block makes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the blocks of k of the tiles
-// that are left, if their number is no multiple of the grid. A tile may then be in the shares of several blocks: the one that
-// has its first block of k is the last to come to it, adds the others' sums in the order of k, and finishes it.
+// What a block computes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the k blocks of
+// the remaining tiles, if the number of tiles is no multiple of the grid. Several blocks may then share a tile: the one
+// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it.
 //
-// Why nobody waits for ever:
-//   1. All blocks run: the launch is cooperative where tiles are shared.
-//   2. A block waits for blocks with larger numbers only, those that have the rest of a tile whose first block of k is its own.
-//   3. What others wait for, the part at the beginning of its share, a block puts to memory before it waits for anybody.
+// Why this cannot deadlock:
+// 1. All blocks are resident: the launch is cooperative where tiles are shared.
+// 2. A block waits only for blocks with larger numbers: those that own the rest of a tile whose first k block is its
+//    own.
+// 3. A block writes the part that others wait for, at the beginning of its share, before it waits for anybody.
 template <bool SPLITS>
 struct TileShare {
-    u32 index, whole;                // of tiles that one block makes
-    u32 steps = 1, at = 0, end = 0;  // of the others: blocks of k in a tile; those of this block, counted over all these tiles
+    u32 index, whole;                // of tiles that one block computes alone
+    u32 steps = 1, at = 0, end = 0;  // of shared tiles: k blocks per tile; those of this block, counted over all shared tiles
 
     RTK_DEVICE TileShare(u32 count, bool split, i32 block_depth, i32 depth) : index(blockIdx.x), whole(count) {
         if (!SPLITS || !split) return;
@@ -115,10 +117,11 @@ struct TileShare {
         at = first_of(blockIdx.x, count), end = first_of(blockIdx.x + 1, count);
     }
 
-    // Of the steps of tiles that are shared: the first one of a block. Fewer than 2^32 times as many as blocks.
+    // The first step of a block, counted over the steps of all shared tiles. Fewer than 2^32 times the number of
+    // blocks.
     RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
 
-    // Not where there are fewer steps than blocks.
+    // False where there are fewer steps than blocks.
     RTK_DEVICE bool has_any(u32 block, u32 count) const { return first_of(block, count) < first_of(block + 1, count); }
 
     RTK_DEVICE bool exists() const { return index < whole || (SPLITS && at < end); }
@@ -145,15 +148,15 @@ struct TileShare {
     }
 };
 
-// Sums of tiles that blocks share, of one part for each block: as its threads have them, 16 bytes of each, then the next 16.
-// `arrived` says which are there, by block and warpgroup; zeros before the launch.
+// Partial sums of shared tiles, one part per block, in the order of its threads: 16 bytes of each, then the next 16.
+// `arrived` says which are complete, by block and warpgroup; zero before the launch.
 template <int CONSUMERS, int VECTORS>
 struct SharedSums {
     static constexpr u32 kThreads = 128 * CONSUMERS;
     float* sums;
     u32* arrived;
 
-    // By a warpgroup, with a barrier of its own.
+    // Called by a warpgroup, with a barrier of its own.
     RTK_DEVICE void put(const float (&own)[4 * VECTORS], int consumer, int barrier) const {
         float4* const to = place(blockIdx.x);
 #pragma unroll

@@ -1,8 +1,9 @@
-// An fp32 number as a sum of 16-bit ones, so that tensor cores multiply it: each term is the rounded rest of the terms
-// before it. Two bf16 terms keep 16 bits, three keep 24; two fp16 terms keep 22, of numbers scaled into fp16's range.
+// Splits an fp32 number into a sum of 16-bit ones that tensor cores can multiply: each term is the rounded remainder
+// after the terms before it. Two bf16 terms keep 16 bits, three keep 24; two fp16 terms keep 22, of numbers scaled into
+// fp16's range.
 //
-// NaN and infinities are the first term alone, the others are then 0 and always finite; except where kSafe is false,
-// which makes an infinity NaN.
+// For NaN and infinities the first term carries the value and the others are 0, so always finite; unless kSafe is
+// false, which turns an infinity into NaN.
 #pragma once
 #include "common/vec.cuh"
 
@@ -13,13 +14,13 @@ RTK_DEVICE u32 packed_pair(float lo, float hi) {
     return is_same<T, bf16>::value ? ptx::cvt_bf16x2(lo, hi) : ptx::cvt_f16x2(lo, hi);
 }
 
-// What is left of a number without its rounded part; 0 if that is not finite.
+// The remainder of a number after its rounded part; 0 if that is not finite.
 RTK_DEVICE float rest_of(float value, float part) {
     const float rest = value - part;
     return rest == rest ? rest : 0.0f;
 }
 
-// Two numbers, each as kTerms terms. Magnitudes that round to infinity in T stay infinite.
+// Splits two numbers into kTerms terms each. Magnitudes that round to infinity in T stay infinite.
 template <typename T, int kTerms, bool kSafe = true>
 RTK_DEVICE void split_pair(float lo, float hi, u32 (&terms)[kTerms]) {
 #pragma unroll
@@ -34,7 +35,7 @@ RTK_DEVICE void split_pair(float lo, float hi, u32 (&terms)[kTerms]) {
     }
 }
 
-// The power of two that brings numbers of magnitudes up to `largest` under 2^15; 1 if there is nothing to go by.
+// The power of two that brings magnitudes up to `largest` below 2^15; 1 if `largest` says nothing (0, or not finite).
 RTK_DEVICE float fp16_factor(float largest) {
     const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
     if (largest == 0.0f || exponent == 255) return 1.0f;

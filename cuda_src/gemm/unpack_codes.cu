@@ -1,5 +1,6 @@
-// Codes of 8 and 4 bits as numbers that wgmma multiplies, for products whose operands it does not read as they are: bf16 or fp16,
-// times the byte scale of their 16 or 32 elements if kBlockScales; 4-bit integers as bytes. Every conversion is exact.
+// Converts 8- and 4-bit codes to numbers that wgmma multiplies, for operands that it cannot read as they are: bf16 or
+// fp16, times the byte scale of their 16 or 32 elements if kBlockScales; 4-bit integers as bytes. Every conversion is
+// exact.
 //
 // Layout: codes [groups, rows, k] with `pitch` elements from row to row and `group_pitch` from group to group, rows at multiples of
 // 16 bytes; out [groups, rows, out_pitch], dense, out_pitch a multiple of 16. Elements from k on become 0.
@@ -10,14 +11,14 @@
 
 namespace rtk {
 
-// What codes become: the types that gemm/gemm_mma_codes.cuh converts for.
+// Target types of codes: those that gemm/gemm_mma_codes.cuh converts for.
 template <typename T>
 struct UnpackMath;
 template <> struct UnpackMath<bf16> { using Type = MathBf16; };
 template <> struct UnpackMath<fp16> { using Type = MathF16; };
 template <> struct UnpackMath<u8> { using Type = MathInt8; };
 
-// Nibbles 0 ... 15 in four bytes as -8 ... 7; no borrow leaves a byte whose highest bit is set.
+// Nibbles 0 ... 15 in four bytes as -8 ... 7; no borrow crosses bytes because the highest bit of each is set.
 RTK_DEVICE u32 signed_nibbles(u32 bytes) {
     return (((bytes ^ 0x08080808u) | 0x80808080u) - 0x08080808u) ^ 0x80808080u;
 }
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(256)
     constexpr bool kBf16 = is_same<Out, bf16>::value;
     ptx::launch_dependents();
     ptx::wait_for_previous();
-    // One division of 64 bits for the block, one of 32 for a thread.
+    // One 64-bit division for the block, one 32-bit division per thread.
     const u32 vectors = static_cast<u32>(out_pitch / kEach);
     const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x, group = blockIdx.y;
     const i64 first_row = first / vectors;

@@ -1,14 +1,15 @@
-// out[o][r] = x[o][r] + alpha * (the sum of source[o][t] over all t with index[t] = r): index_add, scatter_add of whole rows, index_put
-// that accumulates, and (x null: zeros) the gradient of an embedding. One launch without a sort, for up to 2^16 tokens t. x and out are
-// dense (outer, rows, columns), and may be one tensor; rows of source are at any distance. fp32 sums in the order of the tokens (parts
-// of them for rows of many, in order), one rounding, no atomics on numbers.
+// out[o][r] = x[o][r] + alpha * (the sum of source[o][t] over all t with index[t] = r): index_add, scatter_add of whole
+// rows, accumulating index_put, and (x null: zeros) the gradient of an embedding. One launch without a sort, for up to
+// 2^16 tokens t. x and out are dense (outer, rows, columns), and may be the same tensor; source has any row stride.
+// fp32 sums in the order of the tokens (for rows with many tokens, partial sums in order), rounded once, no
+// floating-point atomics.
 //
-// A block owns up to 128 rows and a slice of 32, 64 or 128 accesses of their columns. Its warps read all indices, a consecutive share
-// each, and keep those that name its rows; they count, and place the tokens of each row side by side in shared memory, ascending. Then a
-// warp (or lanes of one, for narrow rows) adds up the slice of a row, or of two or four rows, four accesses on their way in a thread; a
-// row of many tokens is shared by all warps. An index outside of the rows stops the kernel, as torch's does, but for `ignored`; with
-// `from_end` negative ones count from the end. Rows that no index names are copied, or left alone if x is out. Grid: slices of columns,
-// stretches of rows, outer.
+// A block owns up to 128 rows and a slice of 32, 64 or 128 accesses of their columns. Its warps read all indices, a
+// consecutive share each, and keep those that name its rows; they count them, and list the tokens of each row in shared
+// memory, ascending. Then a warp (or some of its lanes, for narrow rows) sums the slice of a row, or of two or four
+// rows, with four accesses in flight per thread; all warps share a row of many tokens. An index outside of the rows
+// traps, as in torch, except for `ignored`; with `from_end` negative ones count from the end. Rows that no index names
+// are copied, or left alone if x is out. Grid: slices of columns, stretches of rows, outer.
 #include "common/scan.cuh"
 #include "common/vec.cuh"
 
@@ -17,12 +18,12 @@ namespace rtk {
 inline constexpr int kAddThreads = 256;
 inline constexpr int kAddWarps = kAddThreads / kWarp;
 inline constexpr int kAddRows = 128;   // of a block
-inline constexpr int kAddAccesses = 4; // on their way in a lane, of one row or several
+inline constexpr int kAddAccesses = 4; // accesses in flight per lane, of one row or several
 inline constexpr int kLongRow = 16;    // tokens above which all warps share a row
 
 struct AddScratch {
-    u32 place[kAddWarps][kAddRows];  // tokens of a row that a warp found, then where the next of them goes
-    u32 start[kAddRows + 1];         // of a row's tokens in the list
+    u32 place[kAddWarps][kAddRows];  // number of tokens of a row that a warp found, then the position of its next one
+    u32 start[kAddRows + 1];         // start of a row's tokens in the list
     u32 total[kAddWarps];
 };
 
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kAddThreads, 3)
     for (int row0 = warp * per_warp + sub; row0 < own_rows; row0 += next_row * kAddAccesses / across) {
         const T* from = source + unit * VEC;
         Raw<kBytes> mine[kAddAccesses], next[kAddAccesses];
-        u32 first[kAddAccesses], many[kAddAccesses];  // where a row's tokens begin, and how many there are
+        u32 first[kAddAccesses], many[kAddAccesses];  // first token of a row in the list, and how many there are
         bool wanted[kAddAccesses];
 #pragma unroll
         for (int u = 0; u < kAddAccesses; ++u) {
@@ -194,10 +195,10 @@ __global__ void __launch_bounds__(kAddThreads, 3)
             for (int c = threadIdx.x; c < columns; c += kAddThreads) {
                 const i64 column = (first_unit + u * lanes) * VEC + c;
                 if (column >= units * VEC) break;
-                float made[1] = {0.0f};
-                if (x != nullptr) load_keep<T, 1>(x + row * units * VEC + column, made);
-                for (int p = 0; p < shares; ++p) made[0] += parts[p * columns + c];
-                store<T, 1>(out + row * units * VEC + column, made);
+                float row_sum[1] = {0.0f};
+                if (x != nullptr) load_keep<T, 1>(x + row * units * VEC + column, row_sum);
+                for (int p = 0; p < shares; ++p) row_sum[0] += parts[p * columns + c];
+                store<T, 1>(out + row * units * VEC + column, row_sum);
             }
             __syncthreads();
         }

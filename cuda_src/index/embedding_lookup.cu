@@ -1,7 +1,7 @@
 // y[t] = weight[ids[t] - start]; 0 for ids outside of the table. Moves bytes: one kernel for all types.
 //
-// A RowGroup owns one token and copies its row in units of BYTES, four in flight in a thread. Grid: tokens / groups per
-// block.
+// A RowGroup owns one token and copies its row in units of BYTES, with four in flight per thread. Grid: tokens / groups
+// per block.
 #include "common/reduce.cuh"
 #include "index/embedding_tokens.cuh"
 

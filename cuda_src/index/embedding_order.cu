@@ -1,7 +1,7 @@
-// Tokens ordered by row, for any number of them: list[i] = (row, token), rows ascending, their tokens too, tokens without a
-// row as (-1, 0) at the end. A stable radix sort in passes over a digit of the row, two launches each, with one block
-// for every chunk of tokens (common/chunks.cuh: digits are the experts). The first pass reads ids, others the list of the
-// one before. Blocks past the chunks write zeros to their share of `fill`.
+// Orders tokens by row, for any number of them: list[i] = (row, token), rows ascending, tokens of a row ascending,
+// tokens without a row as (-1, 0) at the end. A stable radix sort in passes over a digit of the row, two launches each,
+// with one block per chunk of tokens (common/chunks.cuh: digits take the place of experts). The first pass reads ids,
+// later ones the list of the previous pass. Blocks past the chunks write zeros to their share of `fill`.
 #include "index/embedding_tokens.cuh"
 #include "common/rank.cuh"
 

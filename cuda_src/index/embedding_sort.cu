@@ -1,10 +1,10 @@
-// Tokens ordered by row: list[i] = (row, token), equal rows next to each other with their tokens ascending, tokens
-// without a row as (-1, 0) at the end. For up to 1024 * ROUNDS tokens.
+// Orders tokens by row: list[i] = (row, token), equal rows adjacent with their tokens ascending, tokens without a row
+// as (-1, 0) at the end. For up to 1024 * ROUNDS tokens.
 //
 // Rows are ordered by a key, row * odd number modulo a power of two: the top bits of keys spread over `bins` blocks
 // however the ids cluster. Each block reads all ids, keeps those of its bin in order, and counts those of lower bins,
-// so that it knows where its part of the list begins without hearing from another block. It then sorts what it kept by
-// the remaining key bits in shared memory: a stable radix sort, whose time has a bound even if all tokens are the same.
+// so it knows where its part of the list begins without communicating with other blocks. It then sorts its ids by the
+// remaining key bits in shared memory: a stable radix sort, whose time is bounded even if all tokens are the same.
 // Blocks past the bins write zeros to `fill` meanwhile.
 #include "common/scan.cuh"
 #include "index/embedding_tokens.cuh"
@@ -22,11 +22,11 @@ inline constexpr u32 kCollect = 0x0e8b2f51u;
 inline constexpr u32 kNobody = 0xffffffffu;
 
 struct SortScratch {
-    u32 count[kSortWarps][kDigits + 1];  // one more column: a scan reads down the columns
+    u32 count[kSortWarps][kDigits + 1];  // one column of padding: a scan reads down the columns
     u32 total[3][kSortWarps];
 };
 
-// Sum of a number over the block, and over the warps before this one. One slot is used once in a kernel.
+// Sum of a number over the block, and over the warps before this one. Each slot is used once per kernel.
 struct BlockSum {
     u32 all, before;
     RTK_DEVICE BlockSum(const u32 (&slot)[kSortWarps]) {
@@ -69,7 +69,7 @@ RTK_DEVICE void sort_pass(u32* keys, int count, int shift, SortScratch& scratch)
         }
     }
     __syncthreads();
-    // Where each (digit, warp) begins: thread t adds up two warps of digit t / 16.
+    // Where each (digit, warp) begins: thread t sums two warps of digit t / 16.
     const int digit = threadIdx.x / (kSortWarps / 2), pair = threadIdx.x % (kSortWarps / 2) * 2;
     const u32 first_count = scratch.count[pair][digit], second_count = scratch.count[pair + 1][digit];
     u32 sum = first_count + second_count;

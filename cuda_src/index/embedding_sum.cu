@@ -1,13 +1,13 @@
 // grad[row] += (or =) the sum of dy[token] over the tokens of that row, from the sorted list of (row, token). fp32 sums
-// in the order of the tokens, one rounding at the store, no atomics on numbers. With `weights`, dy[token] is multiplied by
-// the token's.
+// in the order of the tokens, rounded once at the store, no floating-point atomics. With `weights`, dy[token] is
+// multiplied by the token's weight.
 //
 // A block owns a window of the list (a multiple of 32 entries) and a slice of the columns; a thread owns VEC columns.
 // Runs of equal rows that begin in the window belong to it if they end before the 32nd entry of the next one, which
 // skips them. Longer runs are cut at window edges: parts go to `partial` as fp32, and the last block to arrive adds
-// them up in order, in two levels (kGroup windows, then the sums of those), so that a row that owns all tokens takes
-// little longer than rows with a few each. Elements of dy have FROM bytes, those of grad TO bytes (common/widths.cuh).
-// Without ADDS, `accumulate` is 0: what grad holds takes a quarter of the registers.
+// them in order, in two levels (kGroup windows, then the sums of those), so that a row with all tokens takes little
+// longer than rows with a few each. Elements of dy have FROM bytes, those of grad TO bytes (common/widths.cuh). Without
+// ADDS, `accumulate` is 0: holding the old grad takes a quarter of the registers.
 #include "common/widths.cuh"
 #include "index/embedding_tokens.cuh"
 
@@ -30,13 +30,13 @@ RTK_DEVICE void load_partial(const float* p, float (&v)[N]) {
     }
 }
 
-// Number of lanes before the first that does not agree, 32 if all do.
+// Number of lanes before the first one whose predicate is false, 32 if all are true.
 RTK_DEVICE int leading(bool agrees) {
     const u32 other = ~__ballot_sync(kEveryLane, agrees);
     return other == 0 ? kWarp : __ffs(static_cast<int>(other)) - 1;
 }
 
-// What a block knows of the list.
+// A block's view of the list.
 struct SortedList {
     const i64* entries;
     i64 tokens, window;
@@ -46,7 +46,7 @@ struct SortedList {
     RTK_DEVICE i64 end(i64 w) const { return (w + 1) * window < tokens ? (w + 1) * window : tokens; }
 };
 
-// The parts of a cut run: where they are, and who has arrived.
+// The parts of a cut run: their addresses, and which blocks have arrived.
 template <int TO, int VEC>
 struct RunParts {
     float* partial;  // at this thread's columns
@@ -90,7 +90,7 @@ struct RunParts {
         return mine;
     }
 
-    // sum of the parts of windows first, then every `step`-th up to `final`, starting with a multiple of it.
+    // Sum of the parts of window first, then of every `step`-th window up to `final`, starting with a multiple of it.
     RTK_DEVICE void add(int first, int final, int step, int run_start, float (&sum)[VEC]) const {
         constexpr int kInFlight = 4;
 #pragma unroll
@@ -113,7 +113,7 @@ struct RunParts {
     }
 };
 
-// Called by all threads of a block after its part of the run of `row` is in place.
+// Called by all threads of a block after its part of the run of `row` is stored.
 template <int TO, int VEC>
 RTK_DEVICE void combine(const RunParts<TO, VEC>& parts, const SortedList& list, i32 row, int window, int windows) {
     u32 before = 0, after = 0;
@@ -157,14 +157,14 @@ __global__ void __launch_bounds__(128, 4)
     const RunParts<TO, VEC> parts{partial + column, counters + blockIdx.y, cols, grad + column * TO, grad_stride * TO,
                                  static_cast<int>(gridDim.y), add, grad_half != 0, column < cols};
     const i64 start = window * window_size, end = list.end(window);
-    // All that decides who owns which run, requested together.
+    // Everything that decides which run belongs to which block, loaded together.
     i64 entry = list.entry(start + lane);
     const i32 row_before = list.row(start - 1), last_row = list.row(end - 1), row_after = list.row(end + lane);
     const i32 first_row = __shfl_sync(kEveryLane, entry_row(entry), 0);
     if (first_row < 0) return;
 
     int skip = 0, extra = 0;
-    bool cut = false;  // the current run began in an earlier window and is not that one's alone
+    bool cut = false;  // the current run began in an earlier window and was cut
     if (row_before == first_row) {
         const int length = leading(entry_row(entry) == first_row);
         const i64 previous = start - window_size;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(128, 4)
 #pragma unroll
     for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
     bool open = false;       // a run has begun and not ended
-    bool head_cut = false;   // the part of the first run is in its place
+    bool head_cut = false;   // the part of the first run is stored
     const i64 stop = end + extra;
     for (i64 base = start; base < stop; base += kWarp) {
         const i64 at = base + lane;

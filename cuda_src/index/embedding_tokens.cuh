@@ -1,4 +1,4 @@
-// Token ids as the embedding kernels see them, and the sorted list of (row, token) pairs between two of them.
+// Token ids as the embedding kernels read them, and the sorted list of (row, token) pairs that they exchange.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"

@@ -1,9 +1,11 @@
-// out[c] = x[c with coordinate `dim` replaced by index[c]]: gather, and index_select along any dimension. Moves bytes, one kernel for
-// all types. `gather_units` is the general one: a thread moves BYTES at a time: an element, or 16 bytes of neighbours that share an index.
+// out[c] = x[c with coordinate `dim` replaced by index[c]]: gather, and index_select along any dimension. Moves bytes,
+// one kernel for all types. `gather_units` is the general one: a thread moves BYTES at a time, an element or 16 bytes
+// of neighbours that share an index.
 //
-// The result is dense, of up to four dimensions (sizes in units of BYTES); strides of x (0 along `dim`) are in bytes, those
-// of the index in elements. Indices outside of 0 ... n - 1 stop the kernel, as torch's do; with `from_end` negative ones count
-// from the end. A thread moves four of them: all indices are asked for before the first is used. Grid: result / 1024; 64-bit offsets.
+// The result is dense, of up to four dimensions (sizes in units of BYTES); strides of x (0 along `dim`) are in bytes,
+// those of the index in elements. Indices outside of 0 ... n - 1 trap, as in torch; with `from_end` negative ones count
+// from the end. A thread moves four units: all indices are loaded before the first is used. Grid: result / 1024; 64-bit
+// offsets.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -55,8 +57,9 @@ __global__ void __launch_bounds__(256)
         if (first + k * 256 < units) ptx::st<BYTES>(out + (first + k * 256) * BYTES, raw[k]);
 }
 
-// Whole rows: out[o][i] = x[o][index[i]], rows of `units` vectors of BYTES. A RowGroup owns a slice of one row of the result, four
-// vectors of it on their way in a thread. Strides of x are in bytes. Grid: (outer * count) rows / groups of a block, slices.
+// Whole rows: out[o][i] = x[o][index[i]], rows of `units` vectors of BYTES. A RowGroup owns a slice of one row of the
+// result, with four vectors of it in flight per thread. Strides of x are in bytes. Grid: (outer * count) rows / groups
+// of a block, slices.
 template <int BYTES>
 __global__ void __launch_bounds__(256)
     select_rows(const u8* x, const void* index, u8* out, i64 outer_rows, i64 count, i64 count_divisor, i64 units, i64 n,
@@ -80,10 +83,10 @@ __global__ void __launch_bounds__(256)
         if (first + k * group.threads < units) ptx::st<BYTES>(out + k * group.threads * BYTES, raw[k]);
 }
 
-// gather along rows of which many elements are wanted: out[r][j] = x[r][index[r][j]]. A block reads its rows one time, in order, into
-// shared memory, where the elements are chosen; 32 of them from global memory would be 32 lines to look up. `per_row` indices of a row,
-// a multiple of four, are dense int64; a thread has four neighbours at a time. Rows of x have `columns` elements at x_row bytes, both
-// multiples of 16 bytes. Grid: rows / rows_per_block.
+// gather along rows where many elements of each row are needed: out[r][j] = x[r][index[r][j]]. A block reads its rows
+// once, in order, into shared memory, and picks the elements there; picking 32 of them from global memory would touch
+// 32 cache lines. The `per_row` indices of a row, a multiple of four, are dense int64; a thread has four neighbours at
+// a time. Rows of x have `columns` elements at x_row bytes, both multiples of 16 bytes. Grid: rows / rows_per_block.
 template <int BYTES>
 __global__ void __launch_bounds__(1024)
     gather_staged(const u8* x, const i64* index, u8* out, i64 rows, i64 rows_per_block, i64 columns, i64 per_row,
@@ -149,10 +152,10 @@ __global__ void __launch_bounds__(1024)
             constexpr int kStore = BYTES == 8 ? 16 : 4 * BYTES;
 #pragma unroll
             for (int i = 0; i < 4 * BYTES / kStore; ++i) {
-                Raw<kStore> made;
+                Raw<kStore> packed;
 #pragma unroll
-                for (int w = 0; w < kStore / 4; ++w) made.w[w] = words[i * 4 + w];
-                ptx::st<kStore>(out + static_cast<i64>(at) * 4 * BYTES + i * kStore, made);
+                for (int w = 0; w < kStore / 4; ++w) packed.w[w] = words[i * 4 + w];
+                ptx::st<kStore>(out + static_cast<i64>(at) * 4 * BYTES + i * kStore, packed);
             }
         }
     }

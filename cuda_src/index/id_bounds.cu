@@ -1,7 +1,8 @@
-// Where the stretches of equal ids begin in a sorted list of n: bounds[j] is the place of the j-th begin, n behind the last
-// one, j <= n. A block owns a slice of kBoundsSlice ids and the same slice of bounds; a warp owns kBoundsSteps * 32 neighbours
-// and keeps a mask of begins for each step. Several slices take two launches: id_bounds_count writes the begins of each slice,
-// and each block of id_bounds_place adds up those before its own. Grid: slices of n + 1; block: kBoundsThreads.
+// Where stretches of equal ids begin in a sorted list of n: bounds[j] is the position of the j-th start, n after the
+// last one, j <= n. A block owns a slice of kBoundsSlice ids and the same slice of bounds; a warp owns kBoundsSteps *
+// 32 neighbours and keeps a mask of starts per step. Several slices take two launches: id_bounds_count writes the
+// number of starts of each slice, and each block of id_bounds_place sums those before its own. Grid: slices of n + 1;
+// block: kBoundsThreads.
 #include "common/scan.cuh"
 
 namespace rtk {
@@ -11,7 +12,7 @@ inline constexpr int kBoundsSteps = 16;
 inline constexpr int kBoundsWarps = kBoundsThreads / kWarp;
 inline constexpr int kBoundsSlice = kBoundsThreads * kBoundsSteps;
 
-// Masks of begins among the neighbours of a warp from `first` on; returns how many there are.
+// Masks of starts among the neighbours of a warp from `first` on; returns how many there are.
 template <typename I>
 RTK_DEVICE int mask_begins(const I* ids, i64 first, i64 n, u32 (&masks)[kBoundsSteps]) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kBoundsThreads) id_bounds_count(const I* ids, 
 // counts: of all slices; not read if there is one.
 template <typename I>
 __global__ void __launch_bounds__(kBoundsThreads) id_bounds_place(const I* ids, const i32* counts, i32* bounds, i64 n) {
-    __shared__ int parts[3][kBoundsWarps];  // begins of a warp; of slices before this one, and of all, that its threads added
+    __shared__ int parts[3][kBoundsWarps];  // starts of a warp; of the slices before this one, and of all, that its threads summed
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const int slices = static_cast<int>(gridDim.x), slice = static_cast<int>(blockIdx.x);
     u32 masks[kBoundsSteps];

@@ -1,8 +1,8 @@
-// y[i] = x[indices[i]], and the same for a scale of each row; 0 for indices that are no row of x. Moves bytes: one kernel
-// for all types.
+// y[i] = x[indices[i]], and the same for a scale of each row; 0 for indices outside of x. Moves bytes: one kernel for
+// all types.
 //
-// A RowGroup owns one row of y and copies it in units of BYTES, four in flight in a thread. Stores leave
-// the cache first: rows of x may be read again. Grid: rows of y / groups per block.
+// A RowGroup owns one row of y and copies it in units of BYTES, with four in flight per thread. Stores are evicted
+// first, because rows of x may be read again. Grid: rows of y / groups per block.
 #include "common/reduce.cuh"
 #include "index/embedding_tokens.cuh"
 

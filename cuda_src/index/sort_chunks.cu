@@ -1,9 +1,10 @@
-// Chunks of rows in another order, as a list of rows: source[r] is the row of x that row r of the result comes from, -1
-// if there is none (`inverse`: the row of the result that row r of x goes to).
+// Reorders chunks of rows, as a list of rows: source[r] is the row of x that row r of the result comes from, -1 if
+// there is none (`inverse`: the row of the result that row r of x goes to).
 //
-// How long the chunks are is known on the device only. Every block works out where all of them begin, before and after,
-// and then finds the chunk of each of its rows by halving. Lengths below 0 are 0, and chunks end at row `rows` of x at
-// the latest. An entry of `order` that is no chunk, or one that an earlier entry names, stands for no rows.
+// The lengths of the chunks are known on the device only. Every block computes where all of them begin, before and
+// after, and then finds the chunk of each of its rows by bisection. Negative lengths count as 0, and chunks end at row
+// `rows` of x at the latest. An entry of `order` that is not a chunk, or that repeats an earlier entry, stands for no
+// rows.
 #include "common/scan.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/prefetch.cuh"
@@ -16,7 +17,7 @@ RTK_DEVICE i64 integer_at(const void* list, i64 is_int64, i64 i) {
 
 inline constexpr int kAskedLines = 4;
 
-// The last of `count` ascending numbers that is not above `value`; the first is not.
+// The index of the last of `count` ascending numbers that is not above `value`; the first one never is.
 RTK_DEVICE int last_up_to(const u32* numbers, int count, u32 value) {
     int low = 0, high = count;
     while (high - low > 1) {
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(THREADS)
     u32* target = begin + chunks + 1; // [chunks + 1] of each entry of `order` in the result
     u32* entry = target + chunks + 1; // [chunks] the first one that names a chunk, `chunks` if there is none
     const int own = static_cast<int>(threadIdx.x);
-    i64 own_name = -1;  // requested together with the first count
+    i64 own_name = -1;  // loaded together with the first count
     if (own < chunks) own_name = integer_at(order, order_int64, own);
     const auto name = [&](int i) { return i == own ? own_name : integer_at(order, order_int64, i); };
     for (int c = own; c < chunks; c += THREADS) {

@@ -1,12 +1,12 @@
-// Swapping two dimensions of a tensor of up to four. Elements are `size` bytes of bits; strides are in bytes.
+// Swaps two dimensions of a tensor of up to four. Elements are `size` bytes; strides are in bytes.
 #include "common/reduce.cuh"
 #include "layout/transpose_tile.cuh"
 
 namespace rtk {
 
-// The last dimension with another one: matrices x [rows, cols] to y [cols, rows_out], rows past `rows` being zeros. The
-// matrices are numbered by two more dimensions, of which the inner one has `inner` entries. One block per tile, numbered
-// down the rows of x first, so that neighbours write side by side.
+// The last dimension with another one: matrices x [rows, cols] to y [cols, rows_out], with zeros for rows past `rows`.
+// Two more dimensions number the matrices; the inner one has `inner` entries. One block per tile, numbered down the
+// rows of x first, so that neighbours write adjacent memory.
 template <int S>
 __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksPerSm)
     transpose_tiles(const u8* x, u8* y, i64 rows, i64 rows_out, i64 cols, i64 x_stride, i64 y_stride, i64 tiles_across,
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksP
     transpose_tile<S>(x, x_stride, rows - row, rows_out - row, cols - column, y, y_stride, static_cast<int>(size), memory);
 }
 
-// Dense matrices x [rows, cols], whose addresses are in a table, to y [matrices, cols, rows_out]; blocks as above. Strides
-// are arguments though they follow from sizes: as products they would take registers, and spill.
+// Dense matrices x [rows, cols], with their addresses in a table, to y [matrices, cols, rows_out]; blocks as above.
+// Strides are arguments although they follow from sizes: as products they would take registers, and spill.
 template <int S>
 __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksPerSm)
     transpose_list(const i64* matrices, u8* y, i64 rows, i64 rows_out, i64 cols, i64 x_stride, i64 y_stride, i64 y_matrix,
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(TileShape<S>::kThreads, TileShape<S>::kBlocksP
     transpose_tile<S>(x, x_stride, rows - row, rows_out - row, cols - column, y, y_stride, static_cast<int>(size), memory);
 }
 
-// Two dimensions before the last: y is dense, its rows are numbered by dimensions [.., d1, d2] that have strides s0, s1
-// and s2 in x. A group of threads copies `slices_per_row` slices of each row, one access of B bytes per thread.
+// Two dimensions before the last: y is dense, and dimensions [.., d1, d2], with strides s0, s1 and s2 in x, number its
+// rows. A group of threads copies `slices_per_row` slices of each row, one access of B bytes per thread.
 template <int B>
 __global__ void __launch_bounds__(256)
     transpose_rows(const u8* x, u8* y, i64 slices, i64 slices_per_row, i64 row_bytes, i64 threads_per_row, i64 d1, i64 d2,

@@ -1,7 +1,7 @@
-// Rows sorted by expert, each expert's matrix [c, cols] transposed by itself to [cols, p], p being c rounded up to a
-// multiple of `pad_to` (the rows added are zeros). The results lie one after the other in y; what is left of its
-// `rows_out` * cols elements is zeros. How many rows each expert has is known on the device only: a persistent grid, every
-// block of which works out where they begin.
+// Rows sorted by expert: transposes each expert's matrix [c, cols] by itself to [cols, p], p being c rounded up to a
+// multiple of `pad_to` (the added rows are zeros). The results are stored one after another in y; the rest of its
+// `rows_out` * cols elements is zeros. The number of rows per expert is known on the device only: every block of a
+// persistent grid computes where they begin.
 #include "layout/transpose_tile.cuh"
 
 namespace rtk {
@@ -14,7 +14,7 @@ struct PaddedExperts {
     int experts;
 
     // `counts`: of `width` bytes each. Negative ones count as 0, and experts end at row `rows` at the latest. The whole
-    // block calls; two barriers.
+    // block calls this; two barriers.
     RTK_DEVICE PaddedExperts(void* memory, const void* counts, i64 width, i64 count, i64 rows, u32 pad_to, u32 height)
         : entry(static_cast<Entry*>(memory)), experts(static_cast<int>(count)) {
         for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
@@ -47,7 +47,7 @@ struct PaddedExperts {
 
     RTK_DEVICE const Entry& end() const { return entry[experts]; }
 
-    // The expert that has this line of tiles.
+    // The expert that owns this line of tiles.
     RTK_DEVICE int find(u32 tile) const {
         int low = 0, high = experts;
         while (high - low > 1) {

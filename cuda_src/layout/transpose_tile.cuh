@@ -1,9 +1,9 @@
-// Transposing one tile of elements of S bytes through shared memory.
+// Transposes one tile of elements of S bytes through shared memory.
 //
-// A thread owns a square of N x N elements, N = 16 / S: it reads N rows of 16 bytes, turns the square round in its
-// registers, and puts N columns of 16 bytes (units) into shared memory. Unit u of the tile's column c lies in place
-// u ^ (c / N): writing, neighbouring lanes have equal u and different c / N; reading, they share a column; both touch
-// every bank once.
+// A thread owns a square of N x N elements, N = 16 / S: it reads N rows of 16 bytes, transposes the square in its
+// registers, and stores N columns of 16 bytes (units) to shared memory. Unit u of the tile's column c is at place u ^
+// (c / N): when writing, neighbouring lanes have equal u and different c / N; when reading, they share a column; both
+// touch every bank once.
 #pragma once
 #include "common/vec.cuh"
 
@@ -27,7 +27,7 @@ struct SingleElements {
     static constexpr int kBytes = kRows * (kCols + 1) * 4;
 };
 
-// Words of four rows' bytes of four columns, to words of four columns' bytes of those rows.
+// Transposes words of four rows' bytes of four columns into words of four columns' bytes of those rows.
 RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
     const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
     const u32 high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
@@ -37,7 +37,7 @@ RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
     d = __byte_perm(high_ab, high_cd, 0x7632);
 }
 
-// Rows of a square to its columns, in place.
+// Transposes a square, in place.
 template <int S>
 RTK_DEVICE void transpose_square(Raw<16> (&raw)[16 / S]) {
     constexpr int N = 16 / S, kPerWord = 4 / S;
@@ -58,7 +58,7 @@ RTK_DEVICE void transpose_square(Raw<16> (&raw)[16 / S]) {
     }
 }
 
-// Reads a thread's square, of which `rows` rows exist; others are zeros. Stride in bytes, or in elements of X.
+// Reads a thread's square; `rows` rows of it exist, others are zeros. Stride in bytes, or in elements of X.
 template <int S, typename X>
 RTK_DEVICE void load_square(Raw<16> (&raw)[16 / S], const X* p, i64 stride, int rows) {
 #pragma unroll
@@ -68,7 +68,7 @@ RTK_DEVICE void load_square(Raw<16> (&raw)[16 / S], const X* p, i64 stride, int 
     }
 }
 
-// Puts the columns of a thread's square, number `across` and `down` of its tile, into shared memory.
+// Stores the columns of a thread's square, number `across` and `down` of its tile, to shared memory.
 template <int S>
 RTK_DEVICE void stage_square(Raw<16> (&raw)[16 / S], int across, int down, u8* memory) {
     using Shape = Squares<S>;
@@ -106,9 +106,9 @@ RTK_DEVICE void store_one(u8* p, u32 bits, int size) {
 }
 
 // S: 16 bytes at a time, elements of S bytes; 0: one at a time, elements of `size` bytes. `x` and `y`: the tile's first
-// element and where it goes. Of the tile, `rows` rows (less than one: none) and `cols` columns exist; rows from there to
-// `rows_out` are zeros of the result. Strides in bytes. The whole block calls; one barrier inside, and one is needed
-// before the next call.
+// element and its destination. `rows` rows (less than one: none) and `cols` columns of the tile exist; rows from there
+// to `rows_out` are zeros of the result. Strides in bytes. The whole block calls this; one barrier inside, and one is
+// needed before the next call.
 template <int S>
 RTK_DEVICE void transpose_tile(const u8* x, i64 x_stride, i64 rows, i64 rows_out, i64 cols, u8* y, i64 y_stride,
                                int size, u8* memory) {

@@ -4,12 +4,12 @@
 namespace rtk {
 
 // Per row: loss (0 if ignored, NaN for a bad label), stats, and optionally whether the label is the first column with
-// the largest score. Without `loss`: of this part of the vocabulary top, level, the label's score (-inf if it is
+// the largest score. Without `loss`, for this part of the vocabulary: top, level, the label's score (-inf if it is
 // elsewhere), sum of scores.
 //
 // A RowGroup owns a row and reads it once, BATCH 16-byte vectors per thread at a time; other warps work meanwhile. A
-// thread does not request vector by vector what it will need later: the hardware counts loads, and the compiler gives
-// all those of a loop one count, so that waiting for the oldest is waiting for the youngest.
+// thread does not prefetch vector by vector: the hardware counts loads, and the compiler gives all loads of a loop one
+// counter, so that waiting for the oldest means waiting for the youngest.
 template <typename T>
 __global__ void __launch_bounds__(512, 2)
     cross_entropy_fwd(const T* x, const void* labels, float* loss, float* stats, float* correct, i64* report, i64 rows,
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(512, 2)
     const u64 policy = ptx::l2_policy(evict_first != 0);
     auto load = [&](const T* p) { return load_raw<T, VEC>(p, policy); };
     Raw<16> raw[BATCH];
-    load_batch(raw, next, pitch, remaining, threads, load);  // before the label is known: a row that counts must not wait
+    load_batch(raw, next, pitch, remaining, threads, load);  // before the label is known: a valid row must not wait
 
     const Labels all{labels, labels_int64 != 0, ignore_index, first, vocabulary};
     const int label = exists ? all.column(row, static_cast<int>(cols), report, group.thread == 0) : kIgnored;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(512, 2)
 }
 
 // dx from the saved top and level of each row and the gradient of its loss, dloss[row * dloss_stride] * factor[0]
-// (factor may be null). dx may be x. A block has CHUNKS vectors a thread of one row, or of several short ones.
+// (factor may be null). dx may be x. A block has CHUNKS vectors per thread of one row, or of several short ones.
 template <typename T>
 __global__ void __launch_bounds__(256, 4)
     cross_entropy_bwd(const float* dloss, const T* x, T* dx, const void* labels, const float* stats,
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
-// factor[0]: 1 / number of rows that count (0 if none does). With `loss`: out[0], the sum of the losses, and accuracy[0]
-// the sum of `correct` (if there), both times the factor for a mean; the loss of bad labels is NaN.
-// One block; or several, of which the last one adds up what they left in `parts`, three numbers for each and a counter
-// that was 0. Only a template because every kernel is one; T is float.
+// factor[0]: 1 / number of valid rows (0 if there are none). With `loss`: out[0], the sum of the losses, and
+// accuracy[0], the sum of `correct` (if given), both times the factor for a mean; the loss of bad labels is NaN.
+// One block; or several, and the last one adds what they left in `parts`, three numbers for each and a counter that was
+// 0. A template only because every kernel is one; T is float.
 template <typename T>
 __global__ void __launch_bounds__(1024)
     cross_entropy_reduce(const T* loss, const T* correct, const void* labels, T* out, T* accuracy, T* factor, T* parts,
@@ -183,13 +183,13 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x != 0) return;
     if (factor != nullptr) factor[0] = count == 0.0f ? 0.0f : 1.0f / count;
     if (loss == nullptr) return;
-    // The quotient, not the product with a rounded reciprocal: the mean of equal losses is that loss.
+    // A division, not a product with a rounded reciprocal: the mean of equal losses is that loss.
     out[0] = !mean ? whole : count == 0.0f ? 0.0f : whole / count;
     if (correct != nullptr) accuracy[0] = !mean ? right : count == 0.0f ? 0.0f : right / count;
 }
 
-// x *= dloss[row * dloss_stride], in place; rows whose factor is 1 are not touched, so that the usual call (all ones)
-// ends without work, and the host need not know. Persistent blocks; a RowGroup owns a row at a time.
+// x *= dloss[row * dloss_stride], in place; rows with factor 1 are not touched, so that the usual call (all ones) ends
+// without work, and the host need not know. Persistent blocks; a RowGroup owns a row at a time.
 template <typename T>
 __global__ void __launch_bounds__(256)
     cross_entropy_scale(T* x, const float* dloss, i64 rows, i64 cols, i64 x_stride, i64 dloss_stride,

@@ -1,4 +1,4 @@
-// What the cross-entropy kernels share: labels, loss and gradient.
+// Shared by the cross-entropy kernels: labels, loss and gradient.
 //
 // With z the logits (soft-capped: z = cap * tanh(x / cap)), lse = log(sum of exp(z)), t the label and e the smoothing:
 //   loss = (1 - e) * (lse - z[t]) + e * (lse - mean z) + z_loss * lse^2
@@ -16,7 +16,7 @@ inline constexpr int kElsewhere = -1;  // a good label that belongs to another p
 inline constexpr int kIgnored = -2;
 inline constexpr int kBad = -3;
 
-// Where the labels are, and which part of the vocabulary this call has: columns [first, first + cols) of `vocabulary`.
+// The labels, and the part of the vocabulary of this call: columns [first, first + cols) of `vocabulary`.
 struct Labels {
     const void* data;
     bool labels_int64;  // i64, else i32
@@ -40,7 +40,7 @@ struct Labels {
     }
 };
 
-// 1 if no column before the label has the label's score, the largest of the row, else 0. The whole group calls it.
+// 1 if no column before the label has the label's score, the largest of the row, else 0. The whole group calls this.
 template <typename T, typename C>
 RTK_DEVICE float first_of_its_score(const T* row, int column, float top, const C& cap, const RowGroup& group,
                                     GroupScratch<1>& scratch) {
@@ -70,7 +70,7 @@ struct Terms {
     }
 };
 
-// dx of one row: scale * exp(z - anchor) - offset, less `target` at the label; times the slope of the cap.
+// dx of one row: scale * exp(z - anchor) - offset, minus `target` at the label; times the slope of the cap.
 template <typename T>
 struct Gradient {
     static constexpr bool kFast = sizeof(T) == 2;
@@ -120,7 +120,8 @@ RTK_DEVICE void store_zeros(T* dx) {
     ptx::st<sizeof(T) * N>(dx, zeros);
 }
 
-// What the first thread of a row writes. stats: top and level of each row; without `loss` also target and total.
+// Results that the first thread of a row writes. stats: top and level of each row; without `loss` also target and
+// total.
 struct RowResults {
     float* loss;
     float* stats;

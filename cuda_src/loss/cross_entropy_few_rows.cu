@@ -1,6 +1,6 @@
-// Cross entropy of few rows, in one pass or forward only, in one launch: a row is divided among so many
-// threads, in up to eight blocks, that each has no more than CHUNKS vectors of it. Sums over the rows are made here,
-// too. The formulas: cross_entropy.cuh.
+// Cross entropy of few rows, in one pass or forward only, in one launch: a row is divided among so many threads, in up
+// to eight blocks, that each has no more than CHUNKS vectors of it. Sums over the rows are computed here, too. The
+// formulas: cross_entropy.cuh.
 #include "loss/row_in_registers.cuh"
 #include "loss/row_cluster.cuh"
 
@@ -14,16 +14,16 @@ RTK_DEVICE float block_sum(float v, float (&slots)[kWarp]) {
     return warp_reduce<Sum>(lane < warps ? slots[lane] : 0.0f);
 }
 
-// Sums over the rows: every block counts those that count, the last one to end adds up their losses in a fixed order.
+// Sums over the rows: every block counts its valid rows, and the last one to finish adds the losses in a fixed order.
 struct RowSums {
     enum Kind { kNone, kMean, kSum };
     Kind kind;
     float* out;
     float* accuracy;
-    float* factor;  // 1 / rows that count; may be null
+    float* factor;  // 1 / number of valid rows; may be null
     u32* arrived;   // was 0
 
-    // The rows that count, if somebody wants to know.
+    // The number of valid rows, if it is needed.
     RTK_DEVICE float count(const Labels& labels, int rows, float (&slots)[kWarp]) const {
         if (kind != kMean && factor == nullptr) return 0.0f;
         int counted = 0;
@@ -36,7 +36,7 @@ struct RowSums {
     RTK_DEVICE float gradient(float count) const {
         return kind != kMean ? 1.0f : count == 0.0f ? 0.0f : 1.0f / count;
     }
-    // All threads of a block call it after their last write.
+    // All threads of a block call this after their last write.
     RTK_DEVICE void add_up(const float* loss, const float* correct, int rows, float count,
                            float (&slots)[2][kWarp]) const {
         if (kind == kNone) return;
@@ -58,7 +58,7 @@ struct RowSums {
         const float whole = block_sum(static_cast<float>(sum), slots[0]);
         const float right = correct == nullptr ? 0.0f : block_sum(static_cast<float>(hits), slots[1]);
         if (threadIdx.x != 0) return;
-        // The quotient, not the product with a rounded reciprocal: the mean of equal losses is that loss.
+        // A division, not a product with a rounded reciprocal: the mean of equal losses is that loss.
         const float divisor = kind == kMean ? count : 1.0f;
         out[0] = divisor == 0.0f ? 0.0f : whole / divisor;
         if (correct != nullptr) accuracy[0] = divisor == 0.0f ? 0.0f : right / divisor;
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(896, 1)
     const int row = cluster.row(), columns = static_cast<int>(cols), count_of_rows = static_cast<int>(rows);
     const T* source = x + row * x_stride;
     RowInRegisters<T, CHUNKS, true> own_part(source, columns, true, cluster.thread, cluster.threads);
-    // Requested now, looked at when the row is there.
+    // Loaded now, used when the row has arrived.
     const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = all.load(row);
     own_part.load_edge(source);
-    if (cluster.blocks > 1) cluster.meet();  // before the others are written to, they must have started
+    if (cluster.blocks > 1) cluster.meet();  // other blocks must have started before their memory is written
     const NoCap cap;
     const int label = all.column(name, row, columns, report, cluster.leads());
     float target = -kInfinity;

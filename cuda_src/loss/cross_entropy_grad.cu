@@ -1,8 +1,8 @@
 // Cross entropy in one pass: reads the logits once, writes loss and gradient. The formulas: cross_entropy.cuh.
 //
-// g, the gradient of a row's loss, is factor[0] (1 if null). Rows that do not count get gradient 0.
-// dx may be x: a thread reads each of its vectors for the last time before it overwrites it, nobody else reads them,
-// and the label's score and the check for equal scores come before.
+// g, the gradient of a row's loss, is factor[0] (1 if null). Ignored rows get gradient 0. dx may be x: a thread reads
+// each of its vectors for the last time before it overwrites it, nobody else reads them, and the label's score and the
+// check for equal scores come before.
 #include "loss/row_in_registers.cuh"
 #include "loss/row_cluster.cuh"
 #include "ptx/cp_async.cuh"
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(512, 2)
     const int columns = static_cast<int>(cols);
     const T* source = x + (exists ? row : 0) * x_stride;
     RowInRegisters<T, CHUNKS> own_part(source, columns, exists, group.thread, group.threads);
-    // Requested now, looked at when the row is there.
+    // Loaded now, used when the row has arrived.
     const Labels all{labels, labels_int64 != 0, ignore_index, 0, cols};
     const i64 name = exists ? all.load(row) : ignore_index;
     own_part.load_edge(source);
@@ -62,17 +62,18 @@ inline constexpr int kLongInRegisters = 6;  // 9 do not fit its registers
 inline constexpr int kLongInRegisters = 9;
 #endif
 
-// Long rows: persistent blocks, each alone or with the others of its cluster, hold one row on their multiprocessors: of
-// each thread's vectors, kInRegisters in registers, `slots` in shared memory; what is beyond is read again for the
-// gradient, soon, so that it comes from L2.
+// Long rows: persistent blocks, each alone or with the others of its cluster, hold one row on their SMs: kInRegisters
+// of each thread's vectors in registers, `slots` in shared memory; the rest is read again for the gradient, soon enough
+// to come from L2.
 //
-// Multiprocessors are not equally fast, so after its second row a block draws the next one from a counter that was 0.
+// SMs are not equally fast, so after its second row a block claims the next one from a counter that was 0.
 //
-// Memory is to be busy all the time: while the gradient of a row is written, vector by vector, the same vector of the
-// next row is fetched into the register or slot that became free, and summed up kLag pairs of slots later. A slot
-// belongs to one thread; there are 2 * kLag of them or more, an even number. Everything is asked of L2 kPrefetchVectors
-// vectors before, so that the first vectors of a row come while the sums of the one before are added up, when nothing
-// is free. No more of it: what waits in L2 for microseconds is gone (docs/decisions/common.md).
+// Memory should be busy all the time: while the gradient of a row is written, vector by vector, the same vector of the
+// next row is loaded into the register or slot that became free, and summed kLag pairs of slots later. A slot belongs
+// to one thread; there are 2 * kLag of them or more, an even number. Everything is prefetched into L2 kPrefetchVectors
+// vectors in advance, so that the first vectors of a row arrive while the sums of the previous row are computed, when
+// no register is free. Not further in advance: data that waits in L2 for microseconds is evicted
+// (docs/decisions/common.md).
 template <typename T>
 __global__ void __launch_bounds__(640, 1)
     cross_entropy_grad_long(const T* x, T* dx, const void* labels, float* loss, float* stats, float* correct,
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(640, 1)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ Exchange<64> exchange[2];
     __shared__ int upcoming[2];  // the row after the one that is being read
-    __shared__ float own_gradient;  // of the label, from and to the thread that has it: a register is dear
+    __shared__ float own_gradient;  // of the label, from and to the thread that owns it: saves a register
     ptx::launch_dependents();
     const RowCluster cluster(blocks, cluster_threads);
     const int thread = cluster.thread, threads = cluster.threads, pitch = threads * VEC;
@@ -95,12 +96,12 @@ __global__ void __launch_bounds__(640, 1)
     const NoCap cap;
     const bool totals = not_zero(smoothing);
 
-    // The row being read: this thread's first vector, and how many vectors there are from it to the end of the row
-    // (0 if the row does not count and nothing is read).
+    // The row being read: this thread's first vector, and the number of vectors from it to the end of the row (0 if the
+    // row is ignored and nothing is read).
     const T* source;
     int remaining;
     Running<T> running;
-    // The row being written: the same, whether it counts or not; its label's column, if this thread has it.
+    // The row being written: the same, for ignored rows too; its label's column, if this thread owns it.
     T* out = dx;
     int left = 0, own = -1;
     bool counts = false;
@@ -119,17 +120,17 @@ __global__ void __launch_bounds__(640, 1)
     int row = -1, next = static_cast<int>(cluster.row()), phase = 0;
     int label = all.column(next, columns, report, cluster.leads());
     if (threadIdx.x == 0) upcoming[0] = next + static_cast<int>(clusters);
-    cluster.meet();  // before other blocks are written to, they must have started
+    cluster.meet();  // other blocks must have started before their memory is written
     while (true) {
         // From one row to the next: the first time there is nothing to write, the last time nothing to read.
         const T* start = x + (next < count ? next : row) * x_stride;
         source = start + AlignedRow<T, 128>(start, columns).head + thread * VEC;
         remaining = label >= 0 ? AlignedRow<T, 128>(start, columns).vectors - thread : 0;
         running.reset();
-        // Everything walks: the compiler would keep all the multiples of `threads` in registers.
+        // Incremented pointers: the compiler would keep all the multiples of `threads` in registers.
         const T* from = source;
         int to_read = remaining, to_write = left;
-        // A line is fetched into L2 by its first thread; the last rounds fetch for the row after this one.
+        // The first thread of a line prefetches it into L2; the last rounds prefetch for the next row.
         const T* fetched = from + kPrefetchVectors * pitch;
         int to_fetch = thread % 8 == 0 ? to_read - kPrefetchVectors * threads : 0;
         auto fetch = [&] {
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(640, 1)
             }
             if (s == static_cast<int>(prefetch_switch)) {
                 Raw<4> index{{static_cast<u32>(upcoming[phase])}};
-                ptx::forget(index);  // or all of this is computed in every round, and then chosen or not
+                ptx::forget(index);  // otherwise all of this is computed in every round, then selected
                 const int after = static_cast<int>(index.w[0]);
                 if (after < count) {
                     fetched = x + after * x_stride;
@@ -216,11 +217,11 @@ __global__ void __launch_bounds__(640, 1)
         }
         if (next >= count) break;
 
-        // The rest of the sum, and what follows from it.
+        // The rest of the sum, and what depends on it.
         row = next;
         next = upcoming[phase];
         ptx::wait_for_previous();
-        // Requested now, looked at when the sums are there.
+        // Loaded now, used when the sums are complete.
         int then = 0;
         if (cluster.leads()) then = 2 * static_cast<int>(clusters) + static_cast<int>(atomicAdd(drawn, 1u));
         const float g = factor == nullptr ? 1.0f : factor[0];
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(640, 1)
         ptx::cp_async_wait<0>();
 #pragma unroll 1
         for (int s = 0; s < kLag; ++s) sum_pair();
-        source = from;  // what is beyond
+        source = from;  // the rest of the row
 #pragma unroll 1
         for (; to_read > 0; to_read -= kBeyond * threads, from += kBeyond * pitch) {
 #pragma unroll
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(640, 1)
             }
         }
         out += aligned.head + thread * VEC;
-        // What is beyond, from its end: what was read last is the likeliest to be in L2 still.
+        // The rest of the row, from its end: what was read last is most likely still in L2.
         to_write = left - (kInRegisters + used) * threads;
         if (to_write > 0) {
             const int batches = (aligned.vectors - (kInRegisters + used) * threads - 1) / (kBeyond * threads);

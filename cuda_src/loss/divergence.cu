@@ -3,11 +3,11 @@
 //   kProbability  target t = P:      t (log t - x)
 //   kLogarithm    target t = log P:  e^t (t - x)
 //   kMixed        target t = log P:  beta P (t - m) + (1 - beta) Q (x - m),  m = log M,  M = beta P + (1 - beta) Q
-// Where a probability is 0 its term and the gradient through it are 0, whatever its logarithm is. Rows whose
-// label is `ignore` count as 0.
+// Where a probability is 0 its term and the gradient through it are 0, whatever its logarithm is. Rows with the label
+// `ignore` count as 0.
 //
-// Rows are worked on by groups of threads (RowGroup); a thread owns every threads-th vector of VEC columns. Elements
-// have BYTES bytes (common/widths.cuh).
+// A group of threads (RowGroup) works on a row; a thread owns every threads-th vector of VEC columns. Elements have
+// BYTES bytes (common/widths.cuh).
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/widths.cuh"
@@ -16,7 +16,7 @@
 namespace rtk {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kForwardBlocks = 3;  // on a multiprocessor; 4 do not fit the registers
+inline constexpr int kForwardBlocks = 3;  // blocks per SM; 4 exceed the registers
 #else
 inline constexpr int kForwardBlocks = 4;
 #endif
@@ -70,8 +70,8 @@ RTK_DEVICE bool counts(const void* labels, i64 labels_int64, i64 ignore, i64 row
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Sum of one row over this thread's vectors; also writes the terms if `each` is there, or the gradient times `scale` in
-// x (in the target with kTarget) if `out` is there.
+// Sum of one row over this thread's vectors; also writes the terms if `each` is given, or the gradient times `scale` in
+// x (in the target with kTarget) if `out` is given.
 template <int BYTES, int VEC, int MODE, bool kTarget>
 RTK_DEVICE float divergence_row(const u8* x, const u8* target, u8* each, u8* out, i64 cols, const RowGroup& group,
                                 bool half, float beta, float scale) {
@@ -152,9 +152,8 @@ __global__ void __launch_bounds__(256, kForwardBlocks)
     if (here && group.thread == 0) row_loss[row] = sum;
 }
 
-// total[1] = factor, divided by the number of rows that count if `divide`; total[0] = total[1] * the sum of row_loss (if
-// that is there).
-// One block; sums in fp64, in a fixed order. Without any row both are 0.
+// total[1] = factor, divided by the number of valid rows if `divide`; total[0] = total[1] * the sum of row_loss (if
+// given). One block; sums in fp64, in a fixed order. Without any row both are 0.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     divergence_total(const float* row_loss, const void* labels, float* total, i64 rows, i64 labels_int64, i64 ignore,
@@ -227,8 +226,8 @@ RTK_DEVICE void divergence_grad_row(const u8* x, const u8* target, const u8* eac
 }
 
 // out = gradient in x for the incoming gradient *grad * total[1], or each[row, column] if that is not null; with
-// kLogarithm in the target if `in_target`. (The mixture is symmetric: the host exchanges x and target. There is none in
-// a target of probabilities.) Rows that do not count get 0.
+// kLogarithm in the target if `in_target`. (The mixture is symmetric, so the host swaps x and target. A target of
+// probabilities has no gradient.) Ignored rows get 0.
 template <int BYTES, int VEC>
 __global__ void __launch_bounds__(256, 3)
     divergence_bwd(const u8* x, const u8* target, const void* labels, const float* grad, const float* total,

@@ -1,6 +1,6 @@
-// Rows of logits: how they are divided into 16-byte vectors, and what is found out about their scores (soft-capped
-// logits) in one go, the largest one, the sum of exponentials relative to it, so that nothing overflows, and the sum.
-// All in fp32.
+// Rows of logits: how they are split into 16-byte vectors, and the statistics of their scores (soft-capped logits) in
+// one pass: the largest one, the sum of exponentials relative to it, so that nothing overflows, and the sum. All in
+// fp32.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -40,7 +40,7 @@ struct AlignedRow {
         if (thread < head) return thread;
         return thread < head + rest ? vectors * VEC + thread : -1;
     }
-    // The thread of a group that has this column; none if it is negative.
+    // The thread of a group that owns this column; none if it is negative.
     RTK_DEVICE int owner(int column, int threads) const {
         if (column < head) return column;
         const int vector = (column - head) / VEC;
@@ -104,10 +104,9 @@ RTK_DEVICE float score_at(const T* row, int column, const C& cap) {
 
 RTK_DEVICE float anchored(float top) { return top == -kInfinity ? 0.0f : top; }
 
-// exp(z - top) of logits in one multiplication and one exponential: 2^(z * log2(e) - anchor) times a correction, what
-// the rounding of anchor = top * log2(e) changes. Where the rounding is no small change, the neighbours of `top` in 16
-// bits are so far away that their exponential is 0 to any base, and the base 2 needs no rounding.
-// fp32 has no such gaps and gets the difference.
+// exp(z - top) of logits in one multiplication and one exponential: 2^(z * log2(e) - anchor) times a correction for the
+// rounding of anchor = top * log2(e). Where that rounding is not small, the 16-bit neighbours of `top` are so far away
+// that their exponential is 0 in any base, and base 2 needs no rounding. fp32 has no such gaps and uses the difference.
 template <typename T>
 struct Base {
     static constexpr bool kFast = sizeof(T) == 2;
@@ -126,7 +125,7 @@ struct Base {
     }
 };
 
-// Adds up the logits of those vectors for which c * threads < left.
+// Sums the logits of the vectors with c * threads < left.
 template <typename T, int B>
 RTK_DEVICE void add_total(const Raw<16> (&raw)[B], int left, int threads, float& total) {
     constexpr int VEC = 16 / sizeof(T);
@@ -177,13 +176,13 @@ RTK_DEVICE void clear_scores(Raw<16>& raw) {
         word = is_same<T, bf16>::value ? 0xff80ff80u : is_same<T, fp16>::value ? 0xfc00fc00u : 0xff800000u;
 }
 
-// Loads vectors at `from` and every `pitch` elements, each by `load`. Those for which c * threads < left is false do
-// not exist; they are cleared.
+// Loads vectors at `from` and every `pitch` elements, each by `load`. Those where c * threads < left is false do not
+// exist; they are cleared.
 template <typename T, int B, typename Load>
 RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left, int threads, const Load& load) {
     if (left > (B - 1) * threads) {
 #pragma unroll
-        for (int c = 0; c < B; ++c) {  // walks: all the multiples of the pitch would take registers
+        for (int c = 0; c < B; ++c) {  // incremented: all the multiples of the pitch would take registers
             raw[c] = load(from);
             from += pitch;
         }
@@ -203,7 +202,7 @@ RTK_DEVICE void load_batch(Raw<16> (&raw)[B], const T* from, int pitch, int left
     load_batch(raw, from, pitch, left, threads, [](const T* p) { return load_raw<T, 16 / sizeof(T), false>(p); });
 }
 
-// What a thread has seen of a row: the largest score, the sum of exponentials relative to it, the sum of scores.
+// A thread's statistics of a row: the largest score, the sum of exponentials relative to it, the sum of scores.
 template <typename T>
 struct Running {
     static constexpr bool kFast = sizeof(T) == 2;
@@ -224,7 +223,7 @@ struct Running {
         for (int i = 0; i < N; ++i) part += exponential<kFast>(z[i] - anchor);
         sum += part;
         Raw<4> wanted{{totals ? 1u : 0u}};
-        ptx::forget(wanted);  // or the compiler makes two versions of all the code around the calls
+        ptx::forget(wanted);  // otherwise the compiler duplicates all the code around the calls
         if (wanted.w[0] != 0u) {
             part = 0.0f;
 #pragma unroll
@@ -232,8 +231,8 @@ struct Running {
             total += part;
         }
     }
-    // Several vectors of logits together, without a cap: one maximum and one new base for all. Those for which
-    // c * threads < left is false do not exist and are cleared.
+    // Several vectors of logits together, without a cap: one maximum and one new base for all. Those where c * threads
+    // < left is false do not exist and are cleared.
     template <int B>
     RTK_DEVICE void add_batch(Raw<16> (&raw)[B], int left, int threads, bool totals) {
         constexpr int VEC = 16 / sizeof(T);
@@ -266,10 +265,10 @@ struct Running {
         const float one[1] = {z};
         add(one, totals);
     }
-    // Not by assignment of a fresh one: the compiler reads its numbers from a table in global memory.
+    // Not by assigning a fresh one: the compiler would read its numbers from a table in global memory.
     RTK_DEVICE void reset() { top = -kInfinity, sum = 0.0f, total = 0.0f; }
 
-    // Every thread of the group gets the numbers of the whole row.
+    // Every thread of the group gets the statistics of the whole row.
     RTK_DEVICE void combine(const RowGroup& group, GroupScratch<1> (&scratch)[2], bool totals) {
         const float mine = top;
         top = group_reduce<Max, false>(mine, group, scratch[0], 0);

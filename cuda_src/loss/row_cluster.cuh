@@ -14,10 +14,10 @@ struct RowCluster {
         thread = static_cast<int>(threadIdx.x);
         if (blocks > 1) thread += ptx::cluster_rank() * static_cast<int>(blockDim.x);
     }
-    // Which row is this cluster's first one.
+    // The first row of this cluster.
     RTK_DEVICE int row() const { return static_cast<int>(blockIdx.x) / blocks; }
     RTK_DEVICE bool leads() const { return thread == 0; }
-    // What the cluster's threads have read and written before comes before what they do after.
+    // Orders all accesses of the cluster's threads before it against those after it.
     RTK_DEVICE void meet() const {
         if (blocks > 1) {
             ptx::cluster_barrier();
@@ -37,14 +37,14 @@ struct RowCluster {
     }
 };
 
-// The numbers of all warps of a cluster.
+// The statistics of all warps of a cluster.
 template <int WARPS>
 struct Exchange {
     float top[WARPS], sum[WARPS], total[WARPS];
 };
 
-// From the numbers of a thread's warp to those of the row: the largest score, the sum of exponentials relative to it, the
-// sum of scores (if asked for). One barrier. The blocks of a cluster have met before.
+// Merges the statistics of a thread's warp into those of the row: the largest score, the sum of exponentials relative
+// to it, the sum of scores (if needed). One barrier. The blocks of a cluster have synchronised before.
 template <int WARPS>
 RTK_DEVICE void share_row(float& top, float& sum, float& total, const RowCluster& cluster, Exchange<WARPS>& exchange,
                           bool totals) {
@@ -72,7 +72,7 @@ RTK_DEVICE void share_row(float& top, float& sum, float& total, const RowCluster
     total = warp_reduce<Sum>(total);
 }
 
-// The same from what each thread has seen.
+// The same from the statistics of each thread.
 template <typename T, int WARPS>
 RTK_DEVICE void share_row(Running<T>& running, const RowCluster& cluster, Exchange<WARPS>& exchange, bool totals) {
     const float warp_top = warp_reduce<Max>(running.top);

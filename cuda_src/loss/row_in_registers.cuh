@@ -4,10 +4,9 @@
 
 namespace rtk {
 
-// What one of the threads of a row has of it, if they are so many that nobody has more than CHUNKS vectors: those
-// thread, thread + threads, ..., and perhaps one of the columns before and after the vectors. First logits, then their
-// exponentials, then the gradient. `kLast`: L2 gives the logits up last (ptx::ld_stream), which gains with few rows
-// only.
+// A thread's part of a row, if there are so many threads that none has more than CHUNKS vectors: vectors thread, thread
+// + threads, ..., and possibly one of the columns before and after the vectors. First logits, then their exponentials,
+// then the gradient. `kLast`: L2 evicts the logits last (ptx::ld_stream), which helps only with few rows.
 template <typename T, int CHUNKS, bool kLast = false>
 struct RowInRegisters {
     static constexpr int VEC = 16 / sizeof(T);
@@ -20,7 +19,7 @@ struct RowInRegisters {
     float border = -kInfinity;  // score of the edge
     float e[CHUNKS][VEC];
 
-    // Requests the vectors. A row that does not exist has none.
+    // Loads the vectors. A row that does not exist has none.
     RTK_DEVICE RowInRegisters(const T* row, int cols, bool exists, int thread_, int threads_)
         : aligned(row, cols),
           thread(thread_),
@@ -39,7 +38,7 @@ struct RowInRegisters {
         add_total<T, CHUNKS>(raw, remaining, threads, total);
         return edge >= 0 ? total + border : total;
     }
-    // One exponential for every element, which becomes its gradient; `base` is that of `top`. Returns their sum.
+    // One exponential for every element, which later becomes its gradient; `base` is that of `top`. Returns their sum.
     RTK_DEVICE float exponentials(const Base<T>& base, float top) {
         float part[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -52,8 +51,8 @@ struct RowInRegisters {
         const float sum = (part[0] + part[1]) * base.correction;
         return edge >= 0 ? sum + exponential<Base<T>::kFast>(border - anchored(top)) : sum;
     }
-    // The gradient of the row, to `out`; the exponentials times `scale` are what `gradient` makes of the logits. `target`
-    // is the score of the label's column; without one the gradient is 0.
+    // Writes the gradient of the row to `out`; the exponentials times `scale` are what `gradient` computes from the
+    // logits. `target` is the score of the label's column; without one the gradient is 0.
     RTK_DEVICE void store_gradient(T* out, const Gradient<T>& gradient, float scale, int label, float target) {
         const NoCap cap;
         const bool counts = label >= 0;

@@ -1,15 +1,15 @@
-// Where each choice of an expert goes: rows sorted by expert, inside an expert by token, every expert's rows padded to a
-// multiple. Two launches, one block for each chunk of tokens in both (common/chunks.cuh). Integers only, no order of threads
-// shows in the result.
+// Destination row of each (token, expert) choice: rows sorted by expert, within an expert by token, every expert's rows
+// padded to a multiple. Two launches, one block per chunk of tokens in both (common/chunks.cuh). Integers only, so the
+// result does not depend on thread order.
 //
 // moe_count counts the choices of a chunk, from a list [tokens, top_k] of expert numbers. moe_list does the same from a
-// routing map, of which it makes such a list first. moe_place ranks the choices of its chunk (common/rank.cuh), from a given
-// list before it waits for the counts.
+// routing map, which it first turns into such a list. moe_place ranks the choices of its chunk (common/rank.cuh); from
+// a given list it does so before it waits for the counts.
 #include "common/rank.cuh"
 
 namespace rtk {
 
-// A choice is an expert, or none: -1, or anything else that is no expert.
+// A choice is an expert, or none: -1, or any other number that is not an expert.
 struct Choices {
     const void* list;
     bool list_int64;  // i64, else i32
@@ -23,7 +23,7 @@ struct Choices {
     }
 };
 
-// Adds to a number in shared memory once for each warp. The whole warp calls.
+// Adds to a number in shared memory once per warp. The whole warp calls this.
 RTK_DEVICE void add_from_warp(u32* sum, u32 v) {
     v = __reduce_add_sync(kAllLanes, v);
     if (threadIdx.x % kWarp == 0 && v != 0) atomicAdd(sum, v);
@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(THREADS)
     moe_count(const void* list, u8* table, i64 choices, i64 per_chunk, i64 experts, i64 list_int64, i64 width) {
     constexpr int kInFlight = 4;
     extern __shared__ __align__(16) u32 count[];  // [stride]
-    __shared__ u32 made;
+    __shared__ u32 chosen_here;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const Choices given{list, list_int64 != 0, experts};
     const Chunk mine(choices, per_chunk);
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
-    if (threadIdx.x == 0) made = 0;
+    if (threadIdx.x == 0) chosen_here = 0;
     __syncthreads();
     u32 own = 0;
     for (i64 begin = mine.from; begin < mine.to; begin += kInFlight * THREADS) {
@@ -58,19 +58,19 @@ __global__ void __launch_bounds__(THREADS)
             count_expert(count, given.expert(value[k]));
         }
     }
-    add_from_warp(&made, own);
+    add_from_warp(&chosen_here, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.choice_counts()[blockIdx.x] = chosen_here;
 }
 
-// A warp has several tokens at a time. Choice j of a token is its j-th expert; those past top_k are left out.
+// A warp handles several tokens at a time. Choice j of a token is its j-th expert; those past top_k are dropped.
 template <int VEC, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_list(const u8* map, i32* list, u8* table, i64 tokens, i64 per_chunk, i64 experts, i64 top_k, i64 width) {
     constexpr int kInFlight = 4, kWarps = THREADS / kWarp;
     extern __shared__ __align__(16) u32 count[];  // [stride]
-    __shared__ u32 made;
+    __shared__ u32 chosen_here;
     ptx::launch_dependents();
     const ChunkTable chunks(table, width, gridDim.x, experts);
     const Chunk mine(tokens, per_chunk);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(THREADS)
     const int columns = static_cast<int>(experts), max_choices = static_cast<int>(top_k);
     const u32 lower = (1u << lane) - 1u;
     for (int e = threadIdx.x; e < chunks.stride; e += THREADS) count[e] = 0;
-    if (threadIdx.x == 0) made = 0;
+    if (threadIdx.x == 0) chosen_here = 0;
     __syncthreads();
     u32 own = 0;
     for (i64 begin = mine.from + warp; begin < mine.to; begin += kInFlight * kWarps) {
@@ -123,13 +123,13 @@ __global__ void __launch_bounds__(THREADS)
                 for (int j = found[k] + lane; j < max_choices; j += kWarp) list[token * top_k + j] = -1;
         }
     }
-    if (lane == 0 && own != 0) atomicAdd(&made, own);
+    if (lane == 0 && own != 0) atomicAdd(&chosen_here, own);
     __syncthreads();
     chunks.write(blockIdx.x, count);
-    if (threadIdx.x == 0) chunks.made()[blockIdx.x] = made;
+    if (threadIdx.x == 0) chunks.choice_counts()[blockIdx.x] = chosen_here;
 }
 
-// -1 in the rows that no choice has. Warps of all blocks share the experts, or several an expert.
+// Writes -1 to the rows that no choice fills. Warps of all blocks share the experts, or several warps one expert.
 RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
     const int lane = threadIdx.x % kWarp;
     const int warps = static_cast<int>(gridDim.x * blockDim.x) / kWarp;
@@ -145,13 +145,13 @@ RTK_DEVICE void write_pads(const RowLayout& rows, i32* slots) {
     for (u32 row = rows.first[rows.experts] + warp * kWarp + lane; row < rows.rows; row += step) slots[row] = -1;
 }
 
-// The whole block calls. A choice that was made and has no row was dropped.
+// The whole block calls this. A choice without a row was dropped.
 RTK_DEVICE void write_dropped(const RowLayout& rows, const ChunkTable& chunks, i32* dropped) {
     __shared__ u32 lost;
     if (threadIdx.x == 0) lost = 0;
     __syncthreads();
     u32 own = 0;
-    for (int c = threadIdx.x; c < chunks.chunks; c += blockDim.x) own += __ldcg(chunks.made() + c);
+    for (int c = threadIdx.x; c < chunks.chunks; c += blockDim.x) own += __ldcg(chunks.choice_counts() + c);
     for (int e = threadIdx.x; e < rows.experts; e += blockDim.x) own -= rows.kept(e);
     add_from_warp(&lost, own);
     __syncthreads();

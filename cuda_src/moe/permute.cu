@@ -1,8 +1,9 @@
 // y[rows[t, j]] = x[t] for every choice j of token t, with its probability and its scales; zeros in the rows that no
 // choice fills. Moves bytes: one kernel for all types.
 //
-// A RowGroup of whole warps owns one token: it reads the row once, IN_FLIGHT units of BYTES in flight in a thread, and
-// writes it to every place it goes. The first `pad_blocks` blocks write the zeros. Grid: pad_blocks + tokens / groups per block.
+// A RowGroup of whole warps owns one token: it reads the row once, with IN_FLIGHT units of BYTES in flight per thread,
+// and writes it to every destination. The first `pad_blocks` blocks write the zeros. Grid: pad_blocks + tokens / groups
+// per block.
 #include "moe/rows.cuh"
 
 namespace rtk {
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// out[t, e] = sum of the numbers of t's choices of expert e: [tokens, columns] from one number per choice, or from one
-// per row with `rows`. Without `experts`, column j is choice j. One thread per result.
+// out[t, e] = sum over t's choices of expert e: [tokens, columns] from one number per choice, or, with `rows`, from one
+// per row. Without `experts`, column j is choice j. One thread per result.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_probs(const u8* values, const i32* rows, const i32* experts, u8* out, i64 tokens, i64 top_k, i64 row_count,

@@ -1,15 +1,15 @@
-// moe_permute (moe/permute.cu) by the copy engine: bytes pass through shared memory, none through registers.
+// moe_permute (moe/permute.cu) by TMA bulk copies: bytes pass through shared memory, none through registers.
 //
-// A warp owns one token. The engine fetches its row, and then writes it to every place it goes, one lane asking for each.
-// Warps of the last `row_blocks` blocks look after 32 rows of y each: zeros for those that no choice fills, and the
-// probabilities of all of them, which lie side by side there. Grid: tokens / warps of a block + row_blocks.
+// A warp owns one token. TMA loads its row and then writes it to every destination, one lane issuing each copy. Warps
+// of the last `row_blocks` blocks handle 32 rows of y each: zeros for those that no choice fills, and the probabilities
+// of all of them, which are adjacent there. Grid: tokens / warps of a block + row_blocks.
 #include "moe/rows.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/bulk.cuh"
 
 namespace rtk {
 
-// Rows of x and y are multiples of 16 bytes. Dynamic shared memory: a row and 8 bytes for each warp. `divisor`: of top_k
+// Rows of x and y are multiples of 16 bytes. Dynamic shared memory: a row and 8 bytes per warp. `divisor`: of top_k
 // (common/abi.cuh).
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(THREADS)
     const u32 bytes = static_cast<u32>(row_bytes);
     const i64 token_blocks = gridDim.x - row_blocks;
     if (blockIdx.x >= token_blocks) {
-        // Neighbouring rows belong to different blocks, so that a long run of zeros is shared by many.
+        // Neighbouring rows belong to different blocks, so that many blocks share a long stretch of zeros.
         const i64 first = (warp * row_blocks + (blockIdx.x - token_blocks)) * kWarp, row = first + lane;
         const u32 slot = row < row_count ? ptx::ld_keep<4>(slots + row).w[0] : 0u;
         const bool pad = static_cast<i32>(slot) < 0;

@@ -1,9 +1,9 @@
 // e4m3 codes of permuted rows, transposed, with one scale per expert and column: z[r] = x[t] * smooth * (scale[t] *
 // row_factor[r]) for row r of token t, every product rounded. Recipe: common/fp8_scale.cuh. Tiles: quant/tile.cuh.
 //
-// Two launches of a persistent grid: without CODES, `max_abs` [experts, cols] (zeros before) takes the largest finite |z|;
-// with CODES, an expert with rows s .. s + c - 1 gets its matrix [cols, c] from element s * cols of q_t on. Its rows include
-// pad rows, which are zeros; what follows the last expert's is zeros too.
+// Two launches of a persistent grid: without CODES, `max_abs` [experts, cols] (zeros before) collects the largest
+// finite |z|; with CODES, an expert with rows s .. s + c - 1 gets its matrix [cols, c] from element s * cols of q_t on.
+// Its rows include padding rows, which are zeros; everything after the last expert is zeros too.
 #include "moe/rows.cuh"
 #include "quant/experts.cuh"
 
@@ -15,7 +15,8 @@ struct ChannelTile {
     int expert;
 };
 
-// x [tokens, x_cols] can be read 16 bytes at a time; the first `cols` columns count. scale, smooth, row_factor may be null.
+// x [tokens, x_cols] can be read 16 bytes at a time; only the first `cols` columns are used. scale, smooth, row_factor
+// may be null.
 template <typename T, bool CODES>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, 512 / Tile<16 / sizeof(T)>::kThreads)
     moe_permute_channel(const T* x, const i32* slots, const i32* offsets, const float* scale, const float* smooth,

@@ -1,9 +1,9 @@
-// The rows that moe_permute writes, quantised as quantize_fp8_experts (quant/quantize_fp8_experts.cu) quantises them,
-// without being written: tiles of 128 x 128 are gathered from the tokens. An expert's rows include its pad rows, which
-// are zeros. Rows past the last expert's end get zeros as codes, scales and probabilities.
+// Quantises the rows that moe_permute would write, as quantize_fp8_experts (quant/quantize_fp8_experts.cu) does,
+// without writing them first: tiles of 128 x 128 are gathered from the tokens. An expert's rows include its padding
+// rows, which are zeros. Rows past the last expert's end get zeros as codes, scales and probabilities.
 //
-// A persistent grid. Tiles are numbered by bands of `band` column tiles, in a band by blocks of rows, and then along the
-// columns: the part of x that a band reads stays in L2, although each token is read once for each of its experts.
+// A persistent grid. Tiles are numbered by bands of `band` column tiles, within a band by blocks of rows, and then
+// along the columns: the part of x that a band reads stays in L2, although each token is read once per expert.
 #include "moe/rows.cuh"
 #include "quant/expert_output.cuh"
 #include "quant/tile_quantize.cuh"
@@ -12,18 +12,18 @@ namespace rtk {
 
 inline constexpr u32 kNowhere = 0xffffffffu;
 
-// One tile, worked out by one thread and kept in shared memory, where it costs no registers.
+// One tile, computed by one thread and kept in shared memory, where it costs no registers.
 template <typename T, typename F8>
 struct GatheredTile {
     const T* x;   // the tile's first column of token 0
     i64 row;      // first of the tile
-    bool leads;   // has the first columns: writes what there is one of per row
+    bool leads;   // has the first columns: also writes the per-row results
     TileOutput<F8> out;
     TileExtent extent;
 };
 
 // x [tokens, cols] can be read 16 bytes at a time. slots [rows]: the choice (token * top_k + j) of each row, or -1;
-// `divisor`: of top_k (common/abi.cuh). q or q_t is null if not wanted. BLOCKS: of those on a multiprocessor.
+// `divisor`: of top_k (common/abi.cuh). q or q_t is null if not needed. BLOCKS: blocks per SM.
 template <typename T, typename F8, int BLOCKS>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     moe_permute_fp8(const T* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts, F8* q,
@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ TileScratch<N> scratch;
     __shared__ GatheredTile<T, F8> jobs[4];
-    __shared__ __align__(16) u32 places[2][kTileSide];  // of the rows' tokens in x, in units of 16 bytes, or kNowhere
+    __shared__ __align__(16) u32 places[2][kTileSide];  // offsets of the rows' tokens in x, in units of 16 bytes, or kNowhere
     const ExpertTable table(memory, offsets, 0, expert_count, rows);
     auto tiles = [&] { return table.blocks() * static_cast<u32>(column_tiles); };
-    auto self = [] {  // anew each time, so that it takes no register in between
+    auto self = [] {  // recomputed each time, so that it takes no register in between
         Raw<4> thread = {threadIdx.x};
         ptx::forget(thread);
         return static_cast<int>(thread.w[0]);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, BLOCKS)
         job.extent = {static_cast<i64>(expert.rows) - expert.above, cols - column};
         ExpertOutput<F8>{q, scale, q_t, scale_t, cols, column_tiles}.tile(expert, block, group, job.out);
     };
-    // What fills this thread's row of a tile: requested before the rows, used after them.
+    // Source of this thread's row of a tile: loaded before the rows, used after them.
     auto request = [&](u32 index, const GatheredTile<T, F8>& job) {
         const int thread = self();
         i32 slot = -1;

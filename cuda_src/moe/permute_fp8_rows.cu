@@ -1,7 +1,7 @@
-// Codes by rows for moe_permute_fp8. They depend on the token alone, whatever the expert: a warp makes them once and
-// writes them to every row the token goes to. Scales are left in the order of the tokens, [tokens, groups]: one by one
-// in their final places they would be as many requests as all the codes. moe_permute_fp8_scales moves them there,
-// side by side, together with the probabilities.
+// Codes by rows for moe_permute_fp8. They depend on the token alone, not on the expert: a warp computes them once and
+// writes them to every row of the token. Scales are left in token order, [tokens, groups]: scattered to their final
+// places they would be as many requests as all the codes. moe_permute_fp8_scales moves them there, coalesced, together
+// with the probabilities.
 #include "common/reduce.cuh"
 #include "moe/rows.cuh"
 #include "ptx/pdl.cuh"
@@ -15,9 +15,10 @@ inline constexpr int kStepColumns = kWarp * kLaneColumns;
 inline constexpr int kSteps = 4;         // of a warp along the row, loaded together
 inline constexpr int kGroupLanes = kTileSide / kLaneColumns;
 
-// Parts of tokens (kSteps * kStepColumns columns of each), then 32 rows at a time for the zeros where no token goes:
-// tasks of one warp. x [tokens, cols] can be read 16 bytes at a time, cols is a multiple of 16. rows [tokens, top_k]:
-// where each choice goes; slots [row_count]: which choice fills each row; offsets[expert_count]: the end of the last expert.
+// Each warp takes tasks: first parts of tokens (kSteps * kStepColumns columns of each), then 32 rows at a time for the
+// zeros where no token goes. x [tokens, cols] can be read 16 bytes at a time, cols is a multiple of 16. rows [tokens,
+// top_k]: destination of each choice; slots [row_count]: which choice fills each row; offsets[expert_count]: the end of
+// the last expert.
 template <typename F8, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_permute_fp8_rows(const bf16* x, const i32* rows, const i32* slots, const i32* offsets, F8* q, float* token_scale,
@@ -89,9 +90,9 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// What there is one of per row: scale [groups, rows of the expert] by expert from those of the tokens, and probabilities.
-// Rows that no token fills get the scale `empty`, those behind the last expert 0. A thread has one row and reads its
-// token's scales four at a time. It runs after moe_permute_fp8_rows and may start before that one ends.
+// Per-row results: scale [groups, rows of the expert] by expert from those of the tokens, and probabilities. Rows that
+// no token fills get the scale `empty`, those past the last expert 0. A thread owns one row and reads its token's
+// scales four at a time. It runs after moe_permute_fp8_rows and may start before that one ends.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     moe_permute_fp8_scales(const float* token_scale, const i32* slots, const i32* offsets, const u8* probs,

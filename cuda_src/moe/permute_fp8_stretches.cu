@@ -1,15 +1,16 @@
-// What moe/permute_fp8.cu does, with transposed codes among the results, for sm_90. Transposed codes of 128 columns of
-// an expert are one stretch of memory, however many rows it has: they are put together in shared memory and written as
-// one, so that lines of memory are whole, although columns begin anywhere. Long experts have several such stretches.
+// The computation of moe/permute_fp8.cu with transposed codes among the results, for sm_90. Transposed codes of 128
+// columns of an expert are one stretch of memory, however many rows it has: they are assembled in shared memory and
+// written as one, so that only whole cache lines are written, although columns begin anywhere. Long experts have
+// several such stretches.
 //
-// One block per multiprocessor; each has its share of units (moe/permute_fp8_stretches.cuh), which one warp works out.
-// Four warps fetch rows of tokens, up to 128 at a time, to four slots of shared memory. Two consumers, of eight warps
-// each, quantise what a slot has: a warp 16 rows, and then 32 rows of 64 columns, two in a lane, which are kept in
-// registers, so that the slot is free. Three warps write the stretches. They all meet at mbarriers only.
+// One block per SM; each has its share of units (moe/permute_fp8_stretches.cuh), which one warp determines. Four warps
+// load rows of tokens, up to 128 at a time, into four slots of shared memory. Two consumers, of eight warps each,
+// quantise a slot: each warp 16 rows, and then 32 rows of 64 columns, two per lane, which are kept in registers, so
+// that the slot is free. Three warps write the stretches. They synchronise by mbarriers only.
 //
 // Staged codes have no gaps, and no padding that would spread them over the banks. Instead, lanes take vectors of 16
-// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with vector l. In units of 16 bytes,
-// column to column is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
+// rows in an order of their own: lane l has columns 2l and 2l + 1, and begins with vector l. In units of 16 bytes, the
+// column pitch is any number m; then neighbouring lanes are 2m + 1 units apart, an odd number.
 #include "moe/permute_fp8_stretches.cuh"
 #include "moe/rows.cuh"
 #include "ptx/cp_async.cuh"
@@ -17,7 +18,7 @@
 
 namespace rtk {
 
-// Where codes and scales go, as in quant/expert_output.cuh.
+// Destinations of codes and scales, as in quant/expert_output.cuh.
 struct StretchOutput {
     u8* q;
     float* scale;
@@ -31,10 +32,10 @@ struct StretchOutput {
     }
 };
 
-// Whether a magnitude that `larger_of` made may be an infinity.
+// True if a magnitude from `larger_of` may be an infinity.
 RTK_DEVICE bool not_finite(float magnitude) { return magnitude > 3.40282347e38f; }
 
-// The larger magnitudes of two words. NaN does not count, infinities do not if FINITE.
+// The larger magnitudes of two words. NaN is ignored, and so are infinities if FINITE.
 template <bool FINITE>
 RTK_DEVICE u32 larger_of(u32 max_abs, u32 word) {
     return ptx::max_magnitudes_bf16x2(max_abs, FINITE ? WordMax<bf16>::finite(word) : word);
@@ -90,7 +91,7 @@ RTK_DEVICE void quantize_block_rows(const RowBlock& block, const u8* tile, u32 w
 template <typename F8>
 struct BlockColumns {
     static constexpr int kVectors = 2;  // of a lane
-    static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kVectors;  // warps above one another
+    static constexpr int kInColumn = kTileSide / 16, kAbove = kInColumn / kVectors;  // stacked warps
 
     u32 word[kVectors][16];
     u32 lane, warp, column;
@@ -101,7 +102,7 @@ struct BlockColumns {
         : lane(threadIdx.x % kWarp), warp(consumer_warp) {
         column = warp / kAbove * (2 * kWarp) + lane * 2;
         rows = column < out.columns(block.unit) ? (block.rows() + 15) / 16 * 16 : 0;
-        // With few rows, conflicts matter less than that warps have nothing to do.
+        // With few rows, bank conflicts matter less than idle warps.
         vector = warp % kAbove * kVectors + (block.rows() > kTileSide / 2 ? lane : 0);
 #pragma unroll
         for (int p = 0; p < kVectors; ++p) {
@@ -130,8 +131,8 @@ struct BlockColumns {
         return find([](u32 a, u32 b) { return larger_of<true>(a, b); });  // rarely
     }
 
-    // From the maxima of all warps above one another, [kAbove][kWarp], to the reciprocals of the lane's scales. One of
-    // these warps stores the scales.
+    // Turns the maxima of all stacked warps, [kAbove][kWarp], into the reciprocals of the lane's scales. One of these
+    // warps stores the scales.
     RTK_DEVICE void scales(const RowBlock& block, const u32* max_abs, const StretchOutput& out, float (&inverse)[2]) const {
         u32 all = max_abs[lane];
 #pragma unroll
@@ -145,7 +146,7 @@ struct BlockColumns {
                    Raw<8>{__float_as_uint(low), __float_as_uint(high)});
     }
 
-    // Codes, `pitch` bytes from column to column; `stage`: where the block's first row has its.
+    // Codes, with column pitch `pitch` in bytes; `stage`: where those of the block's first row go.
     RTK_DEVICE void codes(const float (&inverse)[2], u8* stage, u32 pitch) const {
         const ptx::SharedAddress to = ptx::shared_address(stage) + column * pitch;
 #pragma unroll
@@ -164,7 +165,7 @@ struct BlockColumns {
     }
 };
 
-// Writes the staged codes of a unit. All warps that store call.
+// Writes the staged codes of a unit. All storing warps call this.
 RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const StretchOutput& out) {
     const u32 columns = out.columns(unit), pitch = unit.pitch();
     u8* to = out.q_t + static_cast<u64>(unit.start) * out.cols + static_cast<u64>(unit.strip * kTileSide) * unit.count +
@@ -191,7 +192,8 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
         }
         return;
     }
-    // Columns may begin at any byte. Lanes write aligned words, shifted together from two, and the bytes at the ends.
+    // Columns may begin at any byte. Lanes write aligned words, each funnel-shifted from two, and the bytes at the
+    // ends.
     const int lane = thread % kWarp, rows = static_cast<int>(unit.rows);
 #pragma unroll 1
     for (u32 c = thread / kWarp; c < columns; c += kStoreWarps) {
@@ -215,7 +217,7 @@ RTK_DEVICE void store_unit(const Unit& unit, const u8* stage, int thread, const 
     }
 }
 
-// What the warps that fetch do; each looks after one slot. `stride`: from token to token, in units of 16 bytes.
+// Runs on the loading warps; each serves one slot. `stride`: from token to token, in units of 16 bytes.
 struct RowFetch {
     static constexpr int kOwn = kTileSide / kWarp;  // rows of a lane
     static constexpr u32 kNowhere = 0xffffffffu;
@@ -225,7 +227,7 @@ struct RowFetch {
     u32 stride, choices, cols;
     i64 divisor;
 
-    // What fills the lane's rows.
+    // Sources of the lane's rows.
     RTK_DEVICE void request(const RowBlock& block, u32 (&found)[kOwn]) const {
         const i32* first = slots + (block.unit.start + block.unit.above + block.down);
         const u32 rows = block.rows();
@@ -269,8 +271,8 @@ struct RowFetch {
     }
 };
 
-// Arguments as those of moe_permute_fp8 (moe/permute_fp8.cu); cols is a multiple of 16, q_t is wanted.
-// Dynamic shared memory: kStretchMemory + 12 * (expert_count + 1) bytes.
+// Arguments as those of moe_permute_fp8 (moe/permute_fp8.cu); cols is a multiple of 16, q_t is not null. Dynamic shared
+// memory: kStretchMemory + 12 * (expert_count + 1) bytes.
 template <typename F8>
 __global__ void __launch_bounds__(kStretchThreads, 1)
     moe_permute_fp8_stretches(const bf16* x, const i32* slots, const i32* offsets, const u8* probs, const i32* experts,
@@ -295,7 +297,7 @@ __global__ void __launch_bounds__(kStretchThreads, 1)
             const RowBlock block = shared.blocks[slot];
             const u32 buffer = block.unit_nth % 2;
             if (block.rows() == 0) {
-                if (block.down == 0) {  // one consumer tells those that store
+                if (block.down == 0) {  // one consumer signals the storing warps
                     wait_for(shared.freed[buffer], block.unit_nth / 2 + 1);
                     warp_arrive(shared.staged[buffer], block.arrivals());
                 }
@@ -362,7 +364,7 @@ __global__ void __launch_bounds__(kStretchThreads, 1)
 #pragma unroll 1
         for (u32 unit_nth = 0;; ++unit_nth) {
             const Unit unit = units.find(blockIdx.x + unit_nth * gridDim.x);
-            // At the end, something for every warp that fetches.
+            // At the end, an end marker for every loading warp.
             const u32 rows_or_ends = unit.rows == 0 ? kSlots : unit.rows, step_down = unit.rows == 0 ? 1 : kTileSide;
 #pragma unroll 1
             for (u32 down = 0; down < rows_or_ends; down += step_down, ++nth) {

@@ -1,4 +1,4 @@
-// The work of moe/permute_fp8_stretches.cu in units, and how warps that do different things with it find each other.
+// The work of moe/permute_fp8_stretches.cu in units, and how warps with different roles synchronise.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -9,8 +9,8 @@ namespace rtk {
 
 inline constexpr u32 kMaxUnitRows = 320;
 inline constexpr u32 kCutRows = 256;  // of a unit, if its expert has more than kMaxUnitRows rows
-inline constexpr u32 kUnitBlocks = 3;  // of 128 rows: the most of a unit
-inline constexpr u32 kSlots = 4;       // of blocks of rows on their way
+inline constexpr u32 kUnitBlocks = 3;  // blocks of 128 rows: at most so many per unit
+inline constexpr u32 kSlots = 4;       // slots of blocks of rows in flight
 inline constexpr u32 kKeptUnits = 8;
 inline constexpr u32 kPlanned = 8;
 inline constexpr u32 kRowBytes = kTileSide * 2;
@@ -18,7 +18,7 @@ inline constexpr u32 kSlotBytes = kTileSide * kRowBytes;
 inline constexpr u32 kStageBytes = kTileSide * kMaxUnitRows;
 inline constexpr u32 kStretchMemory = kSlots * kSlotBytes + 2 * kStageBytes;
 
-// Warps: consumers that quantise, each a block of rows at a time; those that store; those that fetch.
+// Roles of warps: consumers that quantise, one block of rows each at a time; those that store; those that load.
 inline constexpr int kConsumers = 2;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kWorkWarps = kConsumers * kConsumerWarps;
@@ -29,12 +29,12 @@ inline constexpr int kStretchThreads = (kWorkWarps + kStoreWarps + kFetchWarps +
 // 128 columns of an expert's rows, or of some of its rows.
 struct Unit {
     u32 start, count;  // the expert's first row, and its rows
-    u32 above, rows;   // of the expert: above this unit, and in it; no rows: there is no such unit
+    u32 above, rows;   // of the expert: above this unit, and in it; no rows: end marker
     u32 block;         // number of its first block of 128 rows
     u32 strip;         // its columns
 
     RTK_DEVICE bool whole() const { return rows == count; }
-    // From column to column of staged codes.
+    // Column pitch of staged codes.
     RTK_DEVICE u32 pitch() const { return (rows + 15) / 16 * 16; }
     RTK_DEVICE u32 blocks() const { return (rows + (kTileSide - 1)) / kTileSide; }
 };
@@ -47,14 +47,14 @@ struct RowBlock {
 
     // No rows: there are no more blocks.
     RTK_DEVICE u32 rows() const { return unit.rows == 0 ? 0 : min(unit.rows - down, static_cast<u32>(kTileSide)); }
-    // How often each warp arrives at `staged`: the last block of a unit arrives for missing ones, too.
+    // How often each warp arrives at `staged`: the last block of a unit also arrives for missing ones.
     RTK_DEVICE u32 arrivals() const {
         return down + kTileSide < unit.rows ? 1 : kUnitBlocks + 1 - max(unit.blocks(), 1u);
     }
 };
 
 // All units, numbered by expert and then along the rows, strip after strip: the part of x that a strip reads stays in
-// L2, although each token is read once for each of its experts.
+// L2, although each token is read once per expert.
 struct Units {
     struct Entry {
         u32 row, block, unit;  // first of this expert
@@ -63,8 +63,8 @@ struct Units {
     int experts;
     u32 strips;
 
-    // `memory`: that of the entries. Offsets mean what they do for ExpertTable (quant/experts.cuh). The whole block
-    // calls; two barriers.
+    // `memory`: that of the entries. Offsets are those of ExpertTable (quant/experts.cuh). The whole block calls this;
+    // two barriers.
     RTK_DEVICE Units(u8* memory, const i32* offsets, i64 expert_count, i64 rows, u32 column_tiles)
         : entry(reinterpret_cast<Entry*>(memory)), experts(static_cast<int>(expert_count)), strips(column_tiles) {
         for (int e = static_cast<int>(threadIdx.x); e < experts; e += kStretchThreads) {
@@ -73,7 +73,7 @@ struct Units {
         }
         __syncthreads();
         if (threadIdx.x < kWarp) {
-            // A lane has a stretch of experts.
+            // A lane owns a stretch of experts.
             const int lane = static_cast<int>(threadIdx.x), each = (experts + (kWarp - 1)) / kWarp;
             const int begin = min(lane * each, experts), end = min(begin + each, experts);
             const u32 limit = static_cast<u32>(rows);
@@ -123,7 +123,7 @@ struct Units {
     }
 
    private:
-    // Goes on behind an expert with so many rows.
+    // Continues after an expert with so many rows.
     RTK_DEVICE static void add(Entry& here, u32 rows, u32 limit) {
         const u32 end = min(here.row + rows, limit), own = end - here.row;
         here = {end, here.block + (own + (kTileSide - 1)) / kTileSide, here.unit + units_of(own)};
@@ -142,18 +142,18 @@ struct Units {
     }
 };
 
-// What the warps share. Blocks of rows are numbered in their order; a slot has every kSlots'th.
+// State that the warps share. Blocks of rows are numbered in order; a slot takes every kSlots'th.
 struct StretchShared {
     RowBlock blocks[kSlots];
-    Unit units[kKeptUnits];                             // that have been asked for lately
-    RowBlock plan[kPlanned];                            // blocks that come next
-    u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];  // maxima of columns, two in a word: this and the next block
+    Unit units[kKeptUnits];                             // that were loaded recently
+    RowBlock plan[kPlanned];                            // upcoming blocks
+    u32 max_abs[kConsumers][2][kConsumerWarps][kWarp];  // column maxima, two per word: this and the next block
     u64 full[kSlots], empty[kSlots];                    // barriers, a phase for each block in the slot
     u64 added[kConsumers];                              // a phase for each block of the consumer
     u64 staged[2], freed[2];                            // a phase for each unit in the buffer
     u64 planned[kPlanned], taken[kPlanned];             // a phase for each block in the plan
 
-    // The whole block calls, and then meets.
+    // The whole block calls this, and synchronises afterwards.
     RTK_DEVICE void init() {
         if (threadIdx.x != 0) return;
         auto each = [](u64* barriers, u32 count, u32 arrivals) {

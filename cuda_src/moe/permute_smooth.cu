@@ -1,5 +1,5 @@
-// e4m3 codes of permuted rows with one scale per row: z[r] = x[t] * scale[t] * factor[e], where row r belongs to the choice
-// of expert e by token t. Recipe: common/fp8_scale.cuh; every product is rounded. On request also the dot product of x[t] *
+// e4m3 codes of permuted rows with one scale per row: z[r] = x[t] * scale[t] * factor[e], where row r is token t's
+// choice of expert e. Recipe: common/fp8_scale.cuh; every product is rounded. Optionally also the dot product of x[t] *
 // scale[t] with row r of another matrix.
 #include "common/reduce.cuh"
 #include "moe/rows.cuh"
@@ -7,10 +7,10 @@
 
 namespace rtk {
 
-// A RowGroup owns one row, which it keeps in registers: a thread has accesses thread, thread + threads, ... (four of them);
-// cols <= 4 * N * threads. x [tokens, cols], factor [experts, cols] and others [rows, cols] can be read 16 bytes (N
-// elements, of fp8 8 bytes) at a time. Rows that no choice fills are zeros. scales: numbers of scale per token, each for
-// cols / scales columns, a multiple of N; 0: none. Grid: rows / groups per block.
+// A RowGroup owns one row and keeps it in registers: a thread has accesses thread, thread + threads, ... (four of
+// them); cols <= 4 * N * threads. x [tokens, cols], factor [experts, cols] and others [rows, cols] can be read 16 bytes
+// (N elements, or 8 bytes of fp8) at a time. Rows that no choice fills are zeros. scales: number of scales per token,
+// each for cols / scales columns, a multiple of N; 0: none. Grid: rows / groups per block.
 template <typename T>
 __global__ void __launch_bounds__(512)
     moe_permute_smooth(const T* x, const i32* slots, const i32* experts, const float* scale, const float* factor,

@@ -1,9 +1,11 @@
 // The row of every routed (token, expert) pair as a dense map [tokens, experts], -1 where a token is not routed: rows
-// sorted by expert, inside an expert by token, every expert's rows padded to a multiple. Two launches with the same
-// blocks, one or (many experts) a few for each chunk of tokens (common/chunks.cuh): row_id_count counts, row_id_place writes.
+// sorted by expert, within an expert by token, every expert's rows padded to a multiple. Two launches with the same
+// blocks, one or (with many experts) a few per chunk of tokens (common/chunks.cuh): row_id_count counts, row_id_place
+// writes.
 //
-// A thread owns VEC neighbouring experts and kTokens tokens in a row; threads with the same experts are a column, and
-// the counts of those above are added to a thread's own. Counts of up to 248 tokens are kept in bytes, four in a word.
+// A thread owns VEC neighbouring experts and kTokens consecutive tokens; threads with the same experts form a column,
+// and the counts of those above are added to a thread's own. Counts of up to 248 tokens are kept in bytes, four per
+// word.
 #include "common/chunks.cuh"
 
 namespace rtk {
@@ -11,7 +13,7 @@ namespace rtk {
 inline constexpr int kTokens = 8;
 inline constexpr int kMaxGroups = 32;
 
-// Which part of a tile of tokens and experts a thread has. Blocks of a chunk (gridDim.y) share the experts.
+// A thread's part of a tile of tokens and experts. Blocks of a chunk (gridDim.y) share the experts.
 template <int VEC, int THREADS>
 struct MapTile {
     int first, columns, width, groups;  // of experts: this block's first and last (exclusive), in a tile; of tokens
@@ -32,8 +34,8 @@ struct MapTile {
     RTK_DEVICE bool one_column() const { return columns - first <= width; }
     RTK_DEVICE int tokens() const { return groups * kTokens; }
 
-    // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the other. All are requested
-    // before one is looked at, those that do not exist as the first flags of the map.
+    // Flags of this thread's experts in up to kTokens tokens from `token`, each `step` after the previous one. All are
+    // loaded before any is used; those that do not exist read the first flags of the map.
     RTK_DEVICE void load(const u8* map, int token, int end, int step, int at, u32 (&flags)[kTokens]) const {
         const int here = group < groups && at < columns ? end - token : 0;
         const u8* from = here > 0 ? map + static_cast<i64>(token) * experts + at * VEC : map;
@@ -116,7 +118,8 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
             for (int g = 0; g < tile.group; ++g) above += column[g * tile.width + tile.column];
     };
     tile.load(map, own_token, count, 1, tile.first + tile.column, flags);
-    // A chunk of one tile is filled with -1 while the counts are being made; only pairs that are routed are left.
+    // A chunk of one tile is filled with -1 while the counts are computed; afterwards only routed pairs remain to be
+    // written.
     const bool one_tile = tile.one_column() && per_chunk <= tile.tokens();
     if (one_tile && tile.group < tile.groups && tile.first + tile.column < tile.columns) {
         Raw<4 * VEC> none;

@@ -1,5 +1,5 @@
-// What the kernels that move rows between tokens and experts share. A row outside [0, row_count) is a choice that was
-// dropped: it is never touched, whatever the index holds.
+// Shared by the kernels that move rows between tokens and experts. A row outside [0, row_count) is a dropped choice: it
+// is never touched, whatever the index holds.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -25,7 +25,7 @@ struct Probs {
 
     RTK_DEVICE int bytes() const { return kind == kProbFloat ? 4 : 2; }
 
-    // Place of a choice's number; null if its expert does not exist.
+    // Address of a choice's number; null if its expert does not exist.
     RTK_DEVICE const u8* place(i64 token, int choice) const {
         i64 column = choice;
         if (experts != nullptr) {
@@ -67,7 +67,7 @@ RTK_DEVICE void store_prob(u8* p, i64 kind, float value) {
     }
 }
 
-// Choices of one token, a lane of the warp holding one each: 32 of them, from choice `first` on.
+// Choices of one token, one per lane of the warp: 32 of them, from choice `first` on.
 struct Choices {
     i32 row;       // -1: none
     float weight;  // 0 where there is no row; 1 without probabilities
@@ -82,7 +82,8 @@ struct Choices {
         if (row >= 0) place = probs.place(token, first + static_cast<int>(threadIdx.x) % kWarp);
         weight = place == nullptr ? 0.0f : probs.value(place);
     }
-    // Row and weight of the choice that lane c has; the whole warp calls. c is known to the compiler: no register for it.
+    // Row and weight of the choice that lane c holds; the whole warp calls this. c is a compile-time constant: no
+    // register for it.
     RTK_DEVICE i32 row_of(int c) const { return __shfl_sync(0xffffffffu, row, c); }
     RTK_DEVICE float weight_of(int c) const { return __shfl_sync(0xffffffffu, weight, c); }
     // The choices after the first `count`.
@@ -92,8 +93,8 @@ struct Choices {
     }
 };
 
-// Zeros for the rows that no choice fills (slots < 0). Each warp of the first `pad_blocks` blocks looks at 32 rows;
-// neighbouring ones belong to different blocks, so that a long run of such rows is shared by many.
+// Zeros for the rows that no choice fills (slots < 0). Each warp of the first `pad_blocks` blocks checks 32 rows;
+// neighbouring ones belong to different blocks, so that many blocks share a long stretch of such rows.
 template <int BYTES, typename Each>
 RTK_DEVICE void clear_pad_rows(const i32* slots, u8* y, i64 row_count, i64 units, i64 pad_blocks, const Each& each) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;

@@ -1,4 +1,5 @@
-// out[t] = sum over j of w[t, j] * y[rows[t, j]], and its backward. fp32 sums in the order of the choices, one rounding.
+// out[t] = sum over j of w[t, j] * y[rows[t, j]], and its backward. fp32 sums in the order of the choices, rounded
+// once.
 //
 // SIZE: bytes of an element (common/widths.cuh); VEC: elements of an access.
 #include "common/widths.cuh"
@@ -7,14 +8,14 @@
 
 namespace rtk {
 
-// Rows can be asked for when the choices are known: L2 is asked for those of the token that is as many tokens later as
-// are worked on at the same time.
+// Rows can be prefetched once the choices are known: L2 gets those of the token that follows as many tokens later as
+// are processed at the same time.
 inline constexpr i64 kPrefetchTokens = 1024;
 
-// A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are requested
-// before the first is added. UNITS: accesses of each row in a thread; with more than one, top_k is at most CHOICES, so that
-// sums need no registers. `carried` [rows] goes back to the choices as it is, to carried_out [tokens, top_k]. No probs:
-// w = 1. BLOCKS: of 256 threads, on a multiprocessor. Grid: tokens / groups per block.
+// A RowGroup of whole warps owns one token and each of its threads columns of it; all rows of CHOICES choices are
+// loaded before the first is added. UNITS: accesses per row and thread; with more than one, top_k is at most CHOICES,
+// so that sums need no registers. `carried` [rows] is copied back to the choices, to carried_out [tokens, top_k]. No
+// probs: w = 1. BLOCKS: blocks of 256 threads per SM. Grid: tokens / groups per block.
 template <int SIZE, int VEC, int CHOICES, int UNITS, int BLOCKS>
 __global__ void __launch_bounds__(256, BLOCKS)
     moe_unpermute(const u8* y, const i32* rows, const u8* probs, const i32* experts, const u8* carried, u8* out,

@@ -1,9 +1,9 @@
-// Lists of tensors as kernels see them: a table of 64-bit words (built by rtkernels/ops/multi/multi_tables.py).
+// Lists of tensors as kernels read them: a table of 64-bit words (built by rtkernels/ops/multi/multi_tables.py).
 //
 // One record per tensor: elements, kinds, index of its first chunk, then its address in each of the lists that are
-// walked together. `kinds` has two bits per list (0 fp32, 1 bf16, 2 fp16) and the bit kAligned: every address is a
-// multiple of 16. Behind the records: for each chunk, the tensor it belongs to. A chunk is 2^shift elements (the last
-// one of a tensor: what is left), at least 4096, so the chunks of an aligned tensor are aligned.
+// processed together. `kinds` has two bits per list (0 fp32, 1 bf16, 2 fp16) and the bit kAligned: every address is a
+// multiple of 16. After the records: for each chunk, the tensor it belongs to. A chunk is 2^shift elements (the last
+// one of a tensor: the remainder), at least 4096, so the chunks of an aligned tensor are aligned.
 #pragma once
 #include "common/vec.cuh"
 

@@ -1,9 +1,9 @@
 // One AdamW step (decoupled weight decay) over lists of tensors: fp32 weights, moments and arithmetic, gradients of any
 // of the three types, and optionally a bf16 or fp16 copy of the new weights.
 //
-// Lists: 0 weights, 1 gradients, 2 first moments, 3 second moments, 4 step counts (one fp32 number each), 5 copies.
-// One block per chunk; a thread takes 4 elements at a time, at several places. adamw_advance runs first and adds 1 to
-// every step count. With *found_inf != 0 neither changes anything.
+// Lists: 0 weights, 1 gradients, 2 first moments, 3 second moments, 4 step counts (one fp32 number each), 5 copies. One
+// block per chunk; a thread takes 4 elements at a time, at several places. adamw_advance runs first and adds 1 to every
+// step count. With *found_inf != 0 neither changes anything.
 #include "multi/list.cuh"
 #include "ptx/math.cuh"
 #include "ptx/pdl.cuh"
@@ -33,7 +33,7 @@ struct Adam {
     }
 };
 
-// kCount vectors of N elements, kMultiThreads vectors apart; all are requested before the first is used.
+// kCount vectors of N elements, kMultiThreads vectors apart; all are loaded before the first is used.
 template <typename G, int N, int kCount>
 RTK_DEVICE void update(const Adam& adam, float* w, const G* g, float* m, float* v, u16* out, int copy) {
     constexpr int kStep = kMultiThreads * N;

@@ -13,7 +13,7 @@ enum : int { kSquares = 0, kMagnitudes = 1, kLargest = 2, kZeros = 3 };
 
 inline constexpr int kFinishThreads = 1024;
 
-// What one thread has seen. Two sums, so that additions of neighbours do not wait for each other.
+// A thread's partial result. Two sums, so that consecutive additions do not wait for each other.
 template <int kKind>
 struct Seen {
     double sum[2] = {0.0, 0.0};
@@ -57,7 +57,7 @@ RTK_DEVICE double warp_combine(double v) {
     return v;
 }
 
-// The whole block calls it; thread 0 gets the result. A barrier must lie between two calls with the same scratch.
+// The whole block calls this; thread 0 gets the result. A barrier must separate two calls with the same scratch.
 template <int kKind, int kWarps>
 RTK_DEVICE double block_combine(double v, double* scratch) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -137,7 +137,7 @@ template <int kKind>
 __global__ void __launch_bounds__(kFinishThreads)
     multi_finish(const i64* table, const double* partial, void* out, i64 tensors, i64 shift, i64 chunks, i64 raw) {
     constexpr int kWarps = kFinishThreads / kWarp;
-    constexpr i64 kMany = 8 * kWarp;  // chunks from which the whole block works on a tensor
+    constexpr i64 kMany = 8 * kWarp;  // from this many chunks on, the whole block works on a tensor
     __shared__ double scratch[kWarps];
     const int me = static_cast<int>(threadIdx.x);
     ptx::wait_for_previous();

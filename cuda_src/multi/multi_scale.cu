@@ -1,15 +1,15 @@
 // out = in * factor over lists of tensors, in fp32 with one rounding. With one list in and out are the same tensors;
 // with two, list 0 is written and list 1 read, and the dtypes may differ (a cast is a factor of 1).
 //
-// factor = scale * *by, or, with `max_norm` >= 0 and the norm of everything in *by, min(1, max_norm / (norm + 1e-6)):
-// clipping. Nothing at all is touched where clipping changes nothing. Blocks stay and walk over the chunks, so that
-// such a launch is short.
+// factor = scale * *by, or, with `max_norm` >= 0 and the total norm in *by, min(1, max_norm / (norm + 1e-6)): clipping.
+// Nothing is touched where clipping changes nothing. Persistent blocks loop over the chunks, so that such a launch is
+// short.
 #include "multi/list.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
 
-// kCount vectors of N elements, kMultiThreads vectors apart; all are requested before the first is used.
+// kCount vectors of N elements, kMultiThreads vectors apart; all are loaded before the first is used.
 template <typename In, typename Out, int N, int kCount>
 RTK_DEVICE void scale_vectors(const In* in, Out* out, float factor) {
     float value[kCount][N];

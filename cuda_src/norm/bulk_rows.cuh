@@ -1,4 +1,4 @@
-// The rows that a block of a backward norm works on, brought by the copy engine (sm_90 and up).
+// The rows that a block of a backward norm works on, loaded by TMA bulk copies (sm_90 and up).
 #pragma once
 #include "common/bulk_ring.cuh"
 #include "common/pressure.cuh"
@@ -8,22 +8,21 @@
 
 namespace rtk {
 
-// dy, h and, if DSUM, dsum: rows first, first + step, ... below `count` are those of a group; fewer than 2^30 rows, strides
-// of less than 2^32 bytes. They are dealt to blocks, and by each of these to its groups, so that no block has two rows more
-// than another. The copy engine takes its time to be asked and to answer: so in the constructor every thread asks
-// for its vectors of the first row itself, and in start(), which asks for as many rows as the ring holds, each has a
-// lane of its own. All further rows are fetched by helpers, if the groups have them (HELPED: they may), or else by
-// their first thread.
+// dy, h and, if DSUM, dsum: a group owns rows first, first + step, ... below `count`; fewer than 2^30 rows, strides of
+// less than 2^32 bytes. Rows are dealt to blocks, and within a block to its groups, so that block loads differ by at
+// most one row. A bulk copy has a long latency, so in the constructor every thread loads its vectors of the first row
+// itself, and start(), which fills the ring, issues each row from a different lane. All further rows are fetched by
+// helper warps, if the groups have them (HELPED: they may), or else by their first thread.
 //
-// PREDICATED: those first loads without branches. layer_norm gains by that, rms_norm does not.
+// PREDICATED: the first loads have no branches. This helps layer_norm, but not rms_norm.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED, bool PREDICATED = false>
 struct BulkRows {
     static constexpr int kInputs = DSUM ? 3 : 2, VEC = 16 / sizeof(T);
     const T *dy, *h, *dsum;
     u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
-    int fetch_distance;   // from a row to the one that is fetched after it
-    int server;  // place of the thread that fetches
+    int fetch_distance;   // distance to the row that is fetched next
+    int server;  // index of the fetching thread
     BulkRing<kInputs, CHUNKS> ring;
     Raw<16> first_row[kInputs][CHUNKS];
 
@@ -68,8 +67,8 @@ struct BulkRows {
         }
     }
 
-    // Asks for the gains (of a weight of T, or fp32 if `weight_fp32`; null: for none), then for the other rows, does what
-    // there is to do `meanwhile`, and has all in place for the first row. In it is a barrier of the block, after `meanwhile`.
+    // Loads the gains (of a weight of T, or fp32 if `weight_fp32`; null: none), then the other rows, runs `meanwhile`,
+    // and has everything ready for the first row. Contains a block-wide barrier, after `meanwhile`.
     template <typename Work>
     RTK_DEVICE void start(const RowGroup& group, const void* weight, bool weight_fp32, AskedGain<T, VEC> (&asked)[CHUNKS],
                           const Work& meanwhile) {
@@ -85,7 +84,7 @@ struct BulkRows {
         begin(group);
     }
 
-    // Asks for what comes `stages` rows after `row`, into the place of it, of which all of the group have read.
+    // Loads what comes `stages` rows after `row` into its slot; all threads of the group have read it.
     RTK_DEVICE void ask(int row) const {
         __syncwarp();
         if (ring.place == server) fetch(ring.stage, row + fetch_distance);
@@ -95,7 +94,7 @@ struct BulkRows {
         ring.next_row();
     }
 
-    // What helpers do while their group works on its rows, with one barrier for each; then none are left for themselves.
+    // Runs on helper warps while their group works on its rows, with one barrier per row.
     RTK_DEVICE void serve(const RowGroup& group) {
 #pragma unroll 1
         for (; first < count; first += step) {
@@ -105,7 +104,7 @@ struct BulkRows {
     }
 
   private:
-    // Asks for the other rows.
+    // Issues the copies of the other rows.
     RTK_DEVICE void open(const RowGroup& group) const {
         if (group.thread < ring.stages) {
             ring.open(group.thread);
@@ -114,12 +113,12 @@ struct BulkRows {
         if (!HELPED || !group.helps()) ring.clear_rest();
     }
 
-    // The first row to its place, where each thread reads what it has written, and where the copy engine writes next. Comes
-    // after a barrier of the block.
+    // Stores the first row to its slot, where each thread reads back what it has written and TMA writes next. Comes
+    // after a block-wide barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
         if ((HELPED && group.helps()) || first >= count) return;
-        // Nobody waits for what others write. Not in open(): racecheck takes lanes that set up barriers side by side for writers
-        // of all of them.
+        // No thread waits for data of another one. Not in open(): racecheck reports lanes that initialise neighbouring
+        // barriers as writers of all of them.
         if (group.thread == 0) ptx::mbarrier_arrive(ring.full);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -136,7 +135,7 @@ struct BulkRows {
     }
     RTK_DEVICE void fetch(int stage, int row) const {
         if (row >= count) {
-            ptx::launch_dependents();  // the sum over blocks may come: it takes as long as the rows that are on their way
+            ptx::launch_dependents();  // let the sum over blocks start: its launch takes as long as the rows in flight
             return;
         }
         if constexpr (DSUM) {

@@ -1,4 +1,4 @@
-// What the normalisations share: gains, means and the residual sum.
+// Shared by the normalisations: gains, means and the residual sum.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/math.cuh"
@@ -30,7 +30,7 @@ RTK_DEVICE float reciprocal(float count) {
     return inverse + inverse * (1.0f - count * inverse);
 }
 
-// 1/sqrt(sum/count + eps) for a sum of squares; 0 for an infinite one, for which mean_of gives NaN.
+// 1/sqrt(sum/count + eps) for a sum of squares; 0 for an infinite one, where mean_of would give NaN.
 RTK_DEVICE float rstd_of(float sum, float count, float eps) {
     const float mean = sum < __uint_as_float(0x7f800000u) ? mean_of(sum, count) : sum;
     return rsqrtf(mean + eps);
@@ -40,13 +40,14 @@ RTK_DEVICE float rstd_of(float sum, float count, float eps) {
 constexpr float kSmallPart = 1.0f / (1 << 14);
 RTK_DEVICE float mean_of_parts(float sum, float count) { return mean_of(sum, count) * (1.0f / kSmallPart); }
 
-// Squares about one number from those about another: `squares` less `excess`. An infinite sum stays what it is, and rounding
-// makes none negative.
+// Squares about one number from those about another: `squares` minus `excess`. An infinite sum stays infinite, and
+// rounding never makes the result negative.
 RTK_DEVICE float squares_less(float squares, float excess) {
     return squares < __uint_as_float(0x7f800000u) ? fmaxf(squares - excess, 0.0f) : squares;
 }
 
-// Sums of up to 2^16 of these numbers are exact if they are so equal that the rounding of their mean would matter.
+// Sums of up to 2^16 numbers of this type are exact whenever the numbers are so close that the rounding of their mean
+// would matter.
 template <typename T>
 constexpr bool kExactSums = false;
 template <>
@@ -56,9 +57,9 @@ struct RowStatistics {
     float mean, rstd;
 };
 
-// From sums over `count` numbers: of their differences from `rough`, a number near their mean, and of the squares of these.
-// What rounding made of `rough` shows in the first sum, so the mean is as good as fp32 allows, and that of equal numbers is
-// that number. An infinite sum of squares makes rstd 0, as in torch.
+// Mean and rstd from sums over `count` numbers: of their differences from `rough`, a number near their mean, and of the
+// squares of these differences. The first sum corrects the rounding error of `rough`, so the mean is as good as fp32
+// allows, and the mean of equal numbers is that number. An infinite sum of squares makes rstd 0, as in torch.
 RTK_DEVICE RowStatistics statistics_of(float rough, float differences, float squares, float count, float eps) {
     const float off = differences * ptx::rcp(count);
     return {rough + off, rstd_of(squares_less(squares, off * differences), count, eps)};
@@ -74,7 +75,7 @@ RTK_DEVICE void load_any_gain(const void* weight, bool weight_fp32, i64 column, 
     }
 }
 
-// The same in two steps: asked for as soon as possible, unpacked where it is needed.
+// The same in two steps: loaded as early as possible, unpacked where it is needed.
 template <typename T, int N>
 struct AskedGain {
     RawParts<float, N> raw;  // or N of T in its first part

@@ -1,4 +1,4 @@
-// Forward of the gated normalisation of groups of channels (norm/group_rms_norm_gate.cuh).
+// Forward of the gated RMS normalisation of channel groups (norm/group_rms_norm_gate.cuh).
 #include "norm/group_rms_norm_gate.cuh"
 
 namespace rtk {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(512)
     x += o * x_outer + i * x_inner + g * x_group + column;
     gate += o * gate_outer + i * gate_inner + channel;
 
-    // One condition per load: those with a branch around them would wait for the first of x.
+    // One predicate per load: loads behind a branch would wait for the first one of x.
     const int weight_end = weight != nullptr ? end : 0;
     Raw<16> raw[CHUNKS], gates[CHUNKS];
     RawParts<W, VEC> weights[CHUNKS];

@@ -1,11 +1,11 @@
 // RMS normalisation of each group of channels, times a sigmoid gate:
 //     y = n * w * s,  n = x * rstd,  rstd = 1/sqrt(mean over the group of x^2 + eps),  s = sigmoid(gate),
-// w the weight of the channel (null: ones). fp32 arithmetic, one rounding at each store.
+// w the weight of the channel (null: ones). Arithmetic is fp32, rounded once at each store.
 //
-// A token has `groups` groups of `cols` channels. A row is one group of one token; rows are worked on by groups of
-// threads (RowGroup). Tokens are counted in two levels, token = o * inner_size + i, and every tensor says how far apart
-// its tokens are in each: so x may be [batch, sequence, ...] while gate, y and their gradients are [sequence, batch,
-// ...], and none of the inputs need be dense. The weight of group g starts at g * weight_group: 0 if all groups share it.
+// A token has `groups` groups of `cols` channels. A row is one group of one token; a group of threads (RowGroup) works
+// on a row. Tokens are indexed in two levels, token = o * inner_size + i, and every tensor has a token stride for each:
+// so x may be [batch, sequence, ...] while gate, y and their gradients are [sequence, batch, ...], and inputs need not
+// be dense. The weight of group g starts at g * weight_group: 0 if all groups share it.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -13,7 +13,7 @@
 
 namespace rtk {
 
-// sigmoid(x) and 1 - sigmoid(x), neither by a difference that cancels.
+// sigmoid(x) and 1 - sigmoid(x), both without cancellation.
 struct Gate {
     float open, closed;
 };

@@ -1,4 +1,4 @@
-// Backward of the gated normalisation of groups of channels (norm/group_rms_norm_gate.cuh).
+// Backward of the gated RMS normalisation of channel groups (norm/group_rms_norm_gate.cuh).
 #include "common/block_sums.cuh"
 #include "common/pressure.cuh"
 #include "common/row_ring.cuh"
@@ -13,16 +13,16 @@ namespace rtk {
 //     dx = rstd * a - x * rstd^3 * mean(a * x),  dgate = n * a * (1 - s),  dweight = sum over tokens of dy * s * n.
 // rstd is recomputed: x is read anyway, and the two row sums share one reduction.
 //
-// Persistent, for groups of at most CHUNKS * VEC * blockDim channels. RowGroups are counted through all blocks, however many
-// of them a block has: number u always has group u % groups of a token, so weights and their gradients stay in registers, of
-// every lanes-th token from u / groups on. In registers are also the next rows of a thread with one vector: it asks for
-// a row, by loads with a policy for L2, as soon as the one before it in the same registers is unpacked. Rows of two
-// vectors, for which there are too few registers, come through a RowRing. Weight gradients become rows of fp32
-// (`partial`; null when not wanted) for column_sum to add up: [lanes, groups * cols] if a block has no group twice,
-// else one row for each block, of its sums in shared memory; of `cols` numbers if groups share the weight. The order is
-// fixed by the grid, never by timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
-// registers leave room for a block of column_sum; `overlaps_next`: these may come and wait there. *_outer, *_inner and
-// x_group are in bytes, less than 2^32 of them.
+// Persistent, for groups of at most CHUNKS * VEC * blockDim channels. RowGroups are numbered across all blocks, however
+// many a block has: number u always works on channel group u % groups, so weights and their gradients stay in
+// registers, of every lanes-th token from u / groups on. A thread with one vector also keeps its next rows in
+// registers: it loads a row, with an L2 policy, as soon as the previous one in the same registers is unpacked. Rows of
+// two vectors need too many registers for this and go through a RowRing. Weight gradients are written as rows of fp32
+// (`partial`; null if not needed) for column_sum to add up: [lanes, groups * cols] if no block has a channel group
+// twice, else one row per block, summed in shared memory; rows of `cols` numbers if groups share the weight. The order
+// is fixed by the grid, never by timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
+// registers leave room for a block of column_sum; `overlaps_next`: such blocks may start early and wait. *_outer,
+// *_inner and x_group are in bytes, less than 2^32.
 template <typename T, int CHUNKS, int FORM>
 __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
@@ -56,7 +56,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         const u32 o = ptx::mul_hi(token << 1, magic) >> shift;  // as `divided` has it
         return Place{o, token - o * inner};
     };
-    // A token of a tensor, and in it this thread's first channel.
+    // A token of a tensor, at this thread's first channel.
     auto at = [&](auto* tensor, Place p, i64 outer_bytes, i64 inner_bytes) {
         const u64 from = ptx::mad_wide(p.o, static_cast<u32>(outer_bytes), reinterpret_cast<u64>(tensor));
         return reinterpret_cast<decltype(tensor)>(ptx::mad_wide(p.i, static_cast<u32>(inner_bytes), from));
@@ -84,7 +84,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if constexpr (!kRegisters) ring.commit();
     };
 
-    // RowGroups that run out of rows go on reading while others of the warp work: there must be something.
+    // RowGroups that run out of rows keep reading while others of the warp work, so their address must stay valid.
     auto begin = [&](int stage) {
         if constexpr (kRegisters) {
 #pragma unroll
@@ -130,7 +130,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
                 unpack<T, VEC>(in_flight[stage][0], opened[c]);
                 unpack<T, VEC>(in_flight[stage][1], v);
                 unpack<T, VEC>(in_flight[stage][2], closed[c]);
-                // All of it now: else what is fetched next needs other registers, and has to come before it can be moved.
+                // Unpack everything now: otherwise the next loads need other registers and a move once they arrive.
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) ptx::keep(opened[c][i]), ptx::keep(v[i]), ptx::keep(closed[c][i]);
             } else {
@@ -162,7 +162,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // again: there are no registers for it
+                if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // recomputed: no registers to keep it
                 float to_gate[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
@@ -180,7 +180,7 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         }
         if constexpr (!kRegisters) ring.next_row();
     };
-    // Rows that share warps go on as long as one of the block has a token.
+    // Rows that share warps continue as long as any of the block has a token.
     const u32 lowest_token = FORM >= kWarps ? first : divided(before, by_groups);
     const u32 left = lowest_token < step ? static_cast<u32>(tokens) : 0;
     u32 token = first;
@@ -194,14 +194,14 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     if (partial == nullptr) return;
     const int size = static_cast<int>(cols), count = static_cast<int>(groups);
     const bool shared = weight_group == 0;
-    // What most need comes last: then its code follows the loop's, and need not be fetched from elsewhere in the end.
+    // The most common case comes last: its code then directly follows the loop and needs no extra instruction fetch.
     if (group.count > count || shared) {
         if constexpr (!kRegisters) ptx::cp_async_wait<0>();
         float* const sums = reinterpret_cast<float*>(memory);
         add_row_groups(dweight, {group, before, first, g, size, count, shared}, by_groups, sums, partial);
         return;
     }
-    // [lanes, groups, cols]: the numbers of RowGroups.
+    // [lanes, groups, cols]: the order of RowGroups.
     float* const sums = partial + product(before + group.index, static_cast<u32>(cols)) + column;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
@@ -315,8 +315,9 @@ RTK_DEVICE void weight_gradients(const T* dy, const T* x, const T* gate, const f
     store<float, VEC>(partial + blockIdx.y * (groups * cols) + channel, total);
 }
 
-// Partial weight gradients to go with it: block (x, y) sums dy * s * n over every gridDim.y-th token for the
-// blockDim.x channels (times 16 / sizeof(T) if `aligned16`) it owns, into row y of `partial` [gridDim.y, groups * cols].
+// Partial weight gradients for the kernel above: block (x, y) sums dy * s * n over every gridDim.y-th token for the
+// blockDim.x channels (times 16 / sizeof(T) if `aligned16`) it owns, into row y of `partial` [gridDim.y, groups *
+// cols].
 template <typename T>
 __global__ void __launch_bounds__(256)
     group_rms_norm_gate_bwd_weight(const T* dy, const T* x, const T* gate, const float* rstd, float* partial,

@@ -6,7 +6,7 @@
 
 namespace rtk {
 
-// How the threads of a row lie in warps.
+// How the threads of a row are arranged in warps.
 enum RowForm {
     kLanes,   // a power of two of at most 32 lanes
     kQuads,  // a multiple of four lanes, some of which share their warp with other rows
@@ -15,7 +15,7 @@ enum RowForm {
     kFourWarps,
 };
 
-// The RowGroup of this thread, with the number of threads known to the compiler where the form says it.
+// The RowGroup of this thread; its number of threads is a compile-time constant where the form determines it.
 template <int FORM>
 RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
     constexpr int kThreads = FORM == kTwoWarps ? 2 * kWarp : 4 * kWarp;
@@ -27,11 +27,11 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
     return group;
 }
 
-// How many rows a thread has in registers, the one it works on included: three where some of 512 threads are idle or a row
-// has more than four warps, else two (docs/decisions/norm.md, rows in registers).
+// How many rows a thread keeps in registers, including the current one: three where some of 512 threads are idle or a
+// row has more than four warps, else two (docs/decisions/norm.md, rows in registers).
 RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kQuads || form == kWarps ? 3 : 2; }
 
-// Sums of two numbers over the row of a thread, which has them all in the end. Blocks of at most 512 threads.
+// Sums two numbers over a row; all of its threads get both. Blocks of at most 512 threads.
 template <int FORM>
 struct PairSums {
     static constexpr int kSlots = FORM == kQuads ? 128 : 16;
@@ -43,7 +43,7 @@ struct PairSums {
         if constexpr (FORM == kLanes) {
             if (group.threads == 1) return;
         }
-        // Lanes that exchange.
+        // Lanes that take part in the exchange.
         const int span = FORM == kLanes ? group.threads : FORM >= kWarps ? kWarp : group.threads % 8 == 0 ? 8 : 4;
         const bool odd = threadIdx.x & 1;  // even lanes carry a, odd ones b
         float mine = (odd ? b : a) + __shfl_xor_sync(kAll, odd ? a : b, 1);
@@ -80,7 +80,7 @@ struct PairSums {
     }
 
   private:
-    // Rows that share warps meet at one barrier.
+    // Rows that share warps use one barrier.
     RTK_DEVICE static void meet(const RowGroup& group) {
         int shift = 0;  // of the number of them
         if constexpr (FORM == kQuads)
@@ -89,7 +89,7 @@ struct PairSums {
     }
 };
 
-// Where the weight gradients of a RowGroup belong.
+// Destination of the weight gradients of a RowGroup.
 struct GradientPlace {
     const RowGroup& group;
     u32 before, lane, g;  // RowGroups of other blocks, this one's first token, its group of channels
@@ -97,8 +97,9 @@ struct GradientPlace {
     bool shared;          // by the groups
 };
 
-// Adds up weight gradients of the RowGroups of a block, in `sums` in shared memory, to row blockIdx.x of `partial`:
-// [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack groups.
+// Adds the weight gradients of the RowGroups of a block, in `sums` in shared memory, to row blockIdx.x of `partial`:
+// [tokens at once, groups, cols], or [RowGroups, cols] for a shared weight. The first and the last token may lack
+// groups.
 template <int CHUNKS, int VEC>
 RTK_DEVICE void add_row_groups(const float (&dweight)[CHUNKS][VEC], const GradientPlace& of, i64 by_groups, float* sums,
                                float* partial) {
@@ -121,8 +122,8 @@ RTK_DEVICE void add_row_groups(const float (&dweight)[CHUNKS][VEC], const Gradie
     add_rows(sums, terms, width, width, partial + static_cast<i64>(blockIdx.x) * width);
 }
 
-// gate_at for the products that gradients need, two instructions shorter: where `open` is flushed to zero, from -87.3 on,
-// `closed` may be anything finite.
+// gate_at for the products that gradients need, two instructions shorter: where `open` is flushed to zero, from -87.3
+// on, `closed` may be any finite number.
 template <typename T>
 RTK_DEVICE Gate gate_of(float x) {
     if constexpr (sizeof(T) != 2) return gate_at<T>(x);

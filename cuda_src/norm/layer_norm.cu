@@ -1,8 +1,8 @@
 // Forward of layer normalisation over the last dimension:  y = (h - mean) * rstd * (offset + weight) + bias,
 // rstd = 1/sqrt(mean((h - mean)^2) + eps), h = x, or the rounded sum x + residual, which is then an output too.
-// fp32 arithmetic, one rounding at each store. The variance is always that of differences from the mean, which is subtracted
-// before anything else: a mean far from zero costs no digits, and rows of equal numbers give exactly the bias. Sums of h are
-// sums of h / cols, which do not overflow; where those of squares do, rstd is 0.
+// Arithmetic is fp32, rounded once at each store. The variance always uses differences from the mean, which is
+// subtracted first: a mean far from zero costs no precision, and rows of equal numbers give exactly the bias. Sums of h
+// are sums of h / cols, which do not overflow; where sums of squares do, rstd is 0.
 //
 // Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense. weight and bias
 // (either may be null) have one type: W, or where it is chosen at run time T, or fp32 if `weight_fp32`.
@@ -14,8 +14,7 @@ namespace rtk {
 
 // Forward with the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of
 // them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are
-// requested at the end: other blocks have left them in L1, and the registers they would need are better spent on more
-// blocks.
+// loaded at the end: other blocks have left them in L1, and their registers are better spent on more blocks.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
 __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
@@ -98,17 +97,17 @@ __global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
     }
 }
 
-// Threads on a multiprocessor that its registers must suffice for.
+// Threads per SM that its registers must suffice for.
 template <typename T, typename W, int VECTORS>
 constexpr int uniform_resident() {
     if (VECTORS > 2) return sizeof(W) > sizeof(T) || !RTK_HAS_TMA ? 768 : 1024;
     return sizeof(W) > sizeof(T) ? 1024 : RTK_HAS_TMA ? 1536 : 1280;
 }
 
-// Forward for rows of exactly VECTORS 16-byte vectors for each thread of a block, without a residual: nothing is
-// masked, and there is one barrier. Every warp works with the differences from the mean of its own columns, which are
-// equally many for all; the means are merged as differences from that of the first warp, which costs no digits either.
-// Blocks have at most THREADS threads, with two vectors that many or one warp less. Takes the arguments of
+// Forward for rows of exactly VECTORS 16-byte vectors per thread of a block, without a residual: nothing is masked, and
+// there is one barrier. Every warp uses differences from the mean of its own columns, of which all warps have equally
+// many; the means are merged as differences from that of the first warp, which costs no precision either. Blocks have
+// at most THREADS threads; with two vectors per thread, exactly that many or one warp less. Takes the arguments of
 // layer_norm_fwd.
 template <typename T, typename W, int VECTORS, int THREADS>
 __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / THREADS)
@@ -116,11 +115,11 @@ __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / T
                         double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T), kMaxWarps = THREADS / kWarp;
     constexpr float kEach = VECTORS * kWarp * VEC;  // columns of a warp
-    constexpr bool kExact = sizeof(T) == 2;        // of a warp's columns also those of fp16 are (kExactSums)
-    constexpr bool kLoadsBeforeSums = VECTORS <= 2;           // weight and bias are requested before the sums are merged
+    constexpr bool kExact = sizeof(T) == 2;        // fp16 sums over a warp's columns are exact, too (kExactSums)
+    constexpr bool kLoadsBeforeSums = VECTORS <= 2;           // weight and bias are loaded before the sums are merged
     __shared__ float means[kMaxWarps], squares[kMaxWarps];
     const int threads = static_cast<int>(blockDim.x);
-    constexpr int pitch = kWarp * VEC;  // the vectors of a warp lie side by side
+    constexpr int pitch = kWarp * VEC;  // the vectors of a warp are adjacent
     const int column = static_cast<int>(threadIdx.x / kWarp * VECTORS * kWarp + threadIdx.x % kWarp) * VEC;
     x += blockIdx.x * x_stride + column;
     Raw<16> raw[VECTORS];
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, uniform_resident<T, W, VECTORS>() / T
     }
     const float warps = static_cast<float>(threads / kWarp), centre = means[0];
     float away = 0.0f;  // the row's mean from `centre`
-    if constexpr (kMaxWarps <= 4) {  // every thread adds them up; at most one warp is missing
+    if constexpr (kMaxWarps <= 4) {  // every thread adds them all; at most one warp is missing
         const bool all = threads == THREADS;
         float there[kMaxWarps] = {};
 #pragma unroll

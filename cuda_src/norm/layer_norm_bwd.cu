@@ -15,13 +15,13 @@ namespace rtk {
 //   dh = rstd * (g - mean(g) - d * rstd^2 * mean(g * d)) + dsum;  dweight, dbias: sums of dy * d * rstd and dy over rows.
 // mean and rstd are recomputed, since h is read anyway: four sums over the row, with one barrier (merge_warps).
 //
-// Persistent, one block of at most 512 threads per multiprocessor, for rows of at most CHUNKS * 512 16-byte vectors: a
-// RowGroup owns a row, thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to
-// 2 gains and inputs stay in registers, of which enough are left for a block of column_sum to wait while this one runs;
-// with more they are read again. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a
+// Persistent, one block of at most 512 threads per SM, for rows of at most CHUNKS * 512 16-byte vectors: a RowGroup
+// owns a row, thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing. With CHUNKS up to 2 gains
+// and inputs stay in registers, and enough registers are left for a block of column_sum to wait while this one runs;
+// with more they are reread. Fewer than 2^30 rows. Parameter gradients are summed in registers over the rows of a
 // group, over the groups of the block in shared memory, and written as one fp32 row per block into `partial` [grid,
-// partial_stride] (null when not wanted): dweight, then dbias if partial_stride is more than cols. column_sum adds the
-// rows up: the order is fixed by the grid, never by timing.
+// partial_stride] (null if not needed): dweight, then dbias if partial_stride is more than cols. column_sum adds the
+// rows: the order is fixed by the grid, never by timing.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     layer_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
@@ -29,7 +29,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
                    i64 weight_fp32, i64 partial_stride) {
     constexpr int VEC = 16 / sizeof(T);
     constexpr bool kKeep = CHUNKS <= 2;
-    constexpr bool kExact = sizeof(T) == 2;  // of a warp's columns also those of fp16 are (kExactSums)
+    constexpr bool kExact = sizeof(T) == 2;  // fp16 sums over a warp's columns are exact, too (kExactSums)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ GroupScratch<4> scratch;
     const RowGroup group(threads_per_row);
@@ -46,7 +46,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
     const int column = group.thread * VEC;
     const int room = end - column;  // columns from this thread's first one on
 
-    // Addresses are worked out anew for every row: pointers that walk along would take registers.
+    // Addresses are recomputed for every row: incremented pointers would take registers.
     const int count = static_cast<int>(rows);
     auto fetch = [&](int row) {
         if (row < count) {
@@ -63,7 +63,8 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         ring.commit();
     };
 
-    // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
+    // Groups that run out of rows keep reading their slots while others of the block work, so every slot must be
+    // initialised.
     const bool unused_stages = first + (STAGES - 1) * step >= count;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
@@ -87,7 +88,7 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
         fetch(row + (STAGES - 1) * step);
         ring.wait();
         float dy_kept[kKeep ? CHUNKS : 1][VEC], h_kept[kKeep ? CHUNKS : 1][VEC];
-        // Calls visit(dy, h, gain) for a vector, `second_pass` if not for the first time; past the end all are 0.
+        // Calls visit(dy, h, gain) for a vector; `second_pass` unless it is the first visit; past the end all are 0.
         auto visit_vector = [&](int c, bool second_pass, const auto& visit) {
             float(&incoming)[VEC] = dy_kept[kKeep ? c : 0];
             float(&v)[VEC] = h_kept[kKeep ? c : 0];
@@ -103,8 +104,8 @@ __global__ void __maxnreg__(CHUNKS > 2 ? 128 : DSUM ? 120 : 112)
             }
             visit(incoming, v, w);
         };
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h (soon their mean), d^2, g and g * d
-        float differences = 0.0f;                  // sum of d, 0 but for what rounding made of the mean
+        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // sums of h (later their mean), d^2, g and g * d
+        float differences = 0.0f;                  // sum of d: the rounding error of the mean
 #pragma unroll 2
         for (int c = 0; c < CHUNKS; ++c) {
             visit_vector(c, false, [&](const auto& incoming, const auto& v, const auto& w) {

@@ -1,4 +1,4 @@
-// Backward of layer normalisation (norm/layer_norm.cu) with rows that the copy engine brings (sm_90 and up).
+// Backward of layer normalisation (norm/layer_norm.cu) with rows loaded by TMA bulk copies (sm_90 and up).
 #include "common/block_sums.cuh"
 #include "norm/bulk_rows.cuh"
 #include "norm/common.cuh"
@@ -7,14 +7,14 @@
 
 namespace rtk {
 
-// What layer_norm_bwd (norm/layer_norm_bwd.cu) does with two vectors of a row in a thread, but in one pass over them:
-// dh, and a row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024 16-byte
-// vectors.
+// The computation of layer_norm_bwd (norm/layer_norm_bwd.cu) with two vectors of a row per thread, but in one pass over
+// them: dh, and a row of partial parameter gradients per block. For groups of whole warps and rows of at most 1024
+// 16-byte vectors.
 //
-// Kernel arguments come 64 bytes at a time, which takes a while. So two numbers share one (the first in its lower
-// half), and what the first loads need comes first: rows and columns; bytes from row to row of dy and h; threads of a
-// row, and stages of the ring + 256 * groups; of dsum, and flags (1: the weight is of fp32, 2: sums for a bias too);
-// eps and offset, of fp32.
+// Kernel arguments are loaded 64 bytes at a time, which takes a while. So two numbers share one argument (the first in
+// its lower half), and those that the first loads need come first: rows and columns; row strides in bytes of dy and h;
+// threads of a row, and stages of the ring + 256 * groups; stride of dsum, and flags (1: the weight is of fp32, 2: sums
+// for a bias too); eps and offset, of fp32.
 template <typename T, bool DSUM>
 __global__ void __maxnreg__(128)
     layer_norm_bwd_bulk(const T* dy, const T* h, i64 rows_cols, i64 pitches, i64 threads_stages, const void* weight, T* dh,
@@ -48,7 +48,7 @@ __global__ void __maxnreg__(128)
     for (int row = mine.first; row < mine.count; row += mine.step, phase ^= 1) {
         ring.wait();
         Raw<16> kept[DSUM ? 3 : 2][CHUNKS];  // dy, h, dsum; past the end 0
-        float d[VEC], v[VEC];                // of a vector: dy, and h or what is left of it
+        float d[VEC], v[VEC];                // of a vector: dy, and h minus what was subtracted
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
@@ -59,7 +59,7 @@ __global__ void __maxnreg__(128)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) shift += v[i] * (1.0f / VEC);
         shift = __shfl_sync(0xffffffffu, shift, 0);
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // of h - shift (soon the mean of h), its square, g and g * (h - shift)
+        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // sums of h - shift (later the mean of h), its square, g and g * (h - shift)
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const float centre = ring.has(c) ? shift : 0.0f;
@@ -83,7 +83,7 @@ __global__ void __maxnreg__(128)
         T* const out_row = dh + rtk::product(row, end) + column;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            ptx::forget(kept[0][c]), ptx::forget(kept[1][c]);  // unpacked once more instead of kept: registers decide here
+            ptx::forget(kept[0][c]), ptx::forget(kept[1][c]);  // unpacked again to save registers
             unpack<T, VEC>(kept[0][c], d);
             unpack<T, VEC>(kept[1][c], v);
 #pragma unroll
@@ -107,7 +107,7 @@ __global__ void __maxnreg__(128)
     if (partial == nullptr) return;
     const int width = upper(dsum_flags) & 2 ? 2 * end : end;
     partial += rtk::product(blockIdx.x, width);
-    if (group.count == 1) {  // nobody to add up with, so nothing goes through shared memory
+    if (group.count == 1) {  // a single group needs no exchange through shared memory
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             if (ring.has(c)) {

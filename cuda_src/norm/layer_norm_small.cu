@@ -1,18 +1,17 @@
-// Forward of layer normalisation (norm/layer_norm.cu) for inputs of so little work that only the way through it takes time.
+// Forward of layer normalisation (norm/layer_norm.cu) for inputs so small that latency dominates.
 #include "common/reduce.cuh"
 #include "norm/common.cuh"
 #include "ptx/forget.cuh"
 
 namespace rtk {
 
-// A block for each row, of whole warps; thread i owns the 16-byte vectors i, i + threads, ... (CHUNKS of them, the
-// first one of every warp exists). Everything that is read is requested at the start, and there is one barrier: every
-// warp works with differences from the mean of its own columns, and these are merged as differences from the first
-// warp's. residual (then sum is written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise
-// T.
+// One block of whole warps per row; thread i owns the 16-byte vectors i, i + threads, ... (CHUNKS of them; the first
+// one of every warp exists). All inputs are loaded at the start, and there is one barrier: every warp uses differences
+// from the mean of its own columns, and these are merged as differences from the first warp's. residual (then sum is
+// written) and both parameters may be null; `weight_fp32`: parameters are fp32, otherwise T.
 //
-// What the first loads need is in the first 64 bytes of arguments, which come together; two numbers share one (the first in
-// its lower half): columns and weight_fp32; eps and offset, of fp32.
+// Everything that the first loads need is in the first 64 bytes of arguments, which arrive together; two numbers share
+// one argument (the first in its lower half): columns and weight_fp32; eps and offset, of fp32.
 template <typename T, int CHUNKS>
 __global__ void __launch_bounds__(1024, 1)
     layer_norm_fwd_small(const T* x, const T* residual, const void* weight, const void* bias, T* y, T* sum, i64 cols_weight_fp32,
@@ -114,8 +113,8 @@ __global__ void __launch_bounds__(1024, 1)
     }
 }
 
-// The same for one 16-byte vector in a thread, a weight and a bias of T, no offset and no residual. Instructions come
-// from memory too, and at these sizes that takes as long as everything else: so there are as few of them as possible.
+// The same for one 16-byte vector per thread, a weight and a bias of T, no offset and no residual. At these sizes
+// fetching instructions takes as long as everything else, so there are as few of them as possible.
 template <typename T>
 __global__ void __launch_bounds__(1024)
     layer_norm_fwd_vector(const T* x, const T*, const T* weight, const T* bias, T* y, T*, i64 cols_eps, i64 x_stride) {
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(1024)
     if constexpr (!kExactSums<T>) differences = warp_reduce<Sum>(differences);
     if (lane == 0) of_warps[threadIdx.x / kWarp] = make_float4(rough, differences, square, own_count * per_column);
     __syncthreads();
-    // From this warp's number near the mean to those of all, each lane one of them.
+    // Exchanges the warps' approximate means; each lane holds that of one warp.
     float4 part = make_float4(rough, 0.0f, 0.0f, 0.0f);
     if (lane < warps) part = of_warps[lane];
     const float away = part.x - rough;

@@ -1,6 +1,6 @@
-// Mean and squared differences of a row that the warps of a RowGroup share, with one barrier: every warp works with the
-// differences from the mean of its own columns, then these are merged. No sum of squares that cancel: a mean far from zero
-// costs no digits. Squares that overflow may come out as NaN, from which finite_rstd makes 0.
+// Mean and squared differences of a row that the warps of a RowGroup share, with one barrier: every warp uses
+// differences from the mean of its own columns, then these are merged. No sums of squares cancel, so a mean far from
+// zero costs no precision. Squares that overflow may give NaN, which finite_rstd turns into 0.
 #pragma once
 #include "common/reduce.cuh"
 #include "norm/common.cuh"
@@ -10,8 +10,8 @@ namespace rtk {
 // 1/sqrt(variance) of a row with this mean; 0 if squares overflowed though all numbers are finite.
 RTK_DEVICE float finite_rstd(float variance, float mean) { return variance == variance ? rsqrtf(variance) : mean * 0.0f; }
 
-// How many columns a row has, and how many of them a warp of its group. Threads own CHUNKS vectors of VEC columns, one
-// vector of every other thread apart.
+// Number of columns of a row, and of a warp of its group. Threads own CHUNKS vectors of VEC columns, strided by the
+// number of threads.
 template <int VEC, int CHUNKS>
 struct WarpColumns {
     int threads, warp, cols;
@@ -33,8 +33,8 @@ struct WarpColumns {
 // `v` of a warp becomes that of its group: mean, sum of (h - mean)^2 and, of four values, sum of g, sum of g * (h - mean).
 // Groups of at most 16 warps; `phase` alternates between 0 and 1 from call to call on the same scratch.
 //
-// All warps' means are taken as differences from that of the first, so what is subtracted again in the end is at most as
-// many times larger than the result as there are warps.
+// All warps' means are taken as differences from that of the first, so the final subtraction cancels at most a factor
+// of the number of warps.
 template <bool kManyGroups, int VALUES, int VEC, int CHUNKS>
 RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& columns, const RowGroup& group,
                             GroupScratch<VALUES>& scratch, int phase) {
@@ -74,10 +74,10 @@ RTK_DEVICE void merge_warps(float (&v)[VALUES], const WarpColumns<VEC, CHUNKS>& 
     }
 }
 
-// The same of four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, of
-// (h - shift)^2, g and g * (h - shift), where `shift` is the mean of VEC of these columns. The squares are then at most as
-// many times larger than those of differences from the mean as the warp has vectors of VEC columns, and no more than
-// that cancels. Every warp has said how many columns it has (count_columns) before the group's first barrier.
+// The same for four values in one pass, for groups of whole warps: `v` are sums over a warp's columns of h - shift, of
+// (h - shift)^2, g and g * (h - shift), where `shift` is the mean of VEC of these columns. These squares exceed those
+// of differences from the mean by at most the number of VEC-column vectors of the warp, which bounds the cancellation.
+// Every warp has stored its number of columns (count_columns) before the group's first barrier.
 struct ShiftedSums {
     float sums[4], shift, columns, per_column, unused;
 };

@@ -1,7 +1,7 @@
-// Normalisation whose result leaves as e4m3 codes, one scale per 128 columns of a row; and statistics alone, for kernels
-// that need them before they start (norm/norm_fp8_tile.cu).  v = h * rstd * gain, or if CENTRED v = (h - mean) * rstd *
-// gain + bias, with gain = offset + weight, is quantised from fp32 (recipe: common/fp8_scale.cuh); h = x, or the rounded
-// sum x + residual, which is then an output too. Inputs have any row stride; outputs are dense.
+// Normalisation to e4m3 codes, one scale per 128 columns of a row; and statistics alone, for kernels that need them
+// before they start (norm/norm_fp8_tile.cu).  v = h * rstd * gain, or if CENTRED v = (h - mean) * rstd * gain + bias,
+// with gain = offset + weight, is quantised from fp32 (recipe: common/fp8_scale.cuh); h = x, or the rounded sum x +
+// residual, which is then an output too. Inputs have any row stride; outputs are dense.
 #include "common/pressure.cuh"
 #include "common/reduce.cuh"
 #include "norm/norm_fp8_stats.cuh"
@@ -11,11 +11,11 @@
 
 namespace rtk {
 
-// The row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of them), so
-// cols <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row:
-// threads_per_row is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group].
-// `given`: rstd and mean are inputs, nothing is summed up. Null means absent: residual and sum, weight, bias, q and
-// scale, rstd and mean as outputs, y. Fewer than 2^31 rows.
+// The row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of them), so cols
+// <= CHUNKS * VEC * threads_per_row. The kLanes neighbouring lanes of a group of 128 belong to one row: threads_per_row
+// is a multiple of kLanes. The scale of row m, group j goes to scale[m * scale_row + j * scale_group]. `given`: rstd
+// and mean are inputs, and no sums are computed. These may be null: residual and sum, weight, bias, q and scale, rstd
+// and mean as outputs, y. Fewer than 2^31 rows.
 template <typename T, typename W, int CHUNKS, bool CENTRED>
 __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     norm_fp8_row(const T* x, const T* residual, const W* weight, const W* bias, e4m3* q, float* scale, float* rstd_at,
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) ptx::keep(v[c][i]);
     }
-    // With exact sums the mean is known before the squares are, and subtracted from then on; else in the end.
+    // With exact sums the mean is known before the squares are, and is subtracted first; otherwise at the end.
     constexpr bool kSubtractFirst = CENTRED && kExactSums<T>;
     float mean = 0.0f, rstd = 0.0f;
     if (given != 0) {
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
         }
     }
 
-    // All values at once, in the registers of what they come from: one chain of shuffles and one scale per thread
-    // for all vectors, instead of one after the other.
+    // All values at once, in the registers of their inputs: one chain of shuffles and one scale per thread for all
+    // vectors, instead of one after the other.
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         float gain[VEC], shift[VEC];
@@ -155,14 +155,14 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     }
     if (q == nullptr) return;
 
-    // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+    // Maxima that ignore NaN but not infinities; the rare thread that met an infinity repeats this without infinities.
     float max_abs[CHUNKS], overall = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         max_abs[c] = fabsf(v[c][0]);
 #pragma unroll
         for (int i = 1; i < VEC; ++i) max_abs[c] = fmaxf(max_abs[c], fabsf(v[c][i]));
-        // What does not exist is 0 (or NaN), but for a mean and a bias.
+        // Elements that do not exist are 0 (or NaN), unless there is a mean or a bias.
         if (CENTRED && !inside[c]) max_abs[c] = 0.0f;
         overall = fmaxf(overall, max_abs[c]);
     }
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
     }
 }
 
-// The statistics of the first `rows` rows, and the sum if there is a residual. In rows from there up to `all_rows` rstd
-// becomes -1, which no row has: not there yet. `ticket` (may be null) becomes 0. CENTRED with null for mean is not
+// The statistics of the first `rows` rows, and the sum if there is a residual. From there up to `all_rows` rstd is set
+// to -1, which no row has: not computed yet. `ticket` (may be null) becomes 0. CENTRED with null for mean is not
 // centred.
 template <typename T, int VEC, bool CENTRED>
 __global__ void __launch_bounds__(512)

@@ -1,11 +1,11 @@
-// e4m3 codes of an RMS normalisation whose 1/rms is known (sm_90): v = x * rstd * gain with gain = offset + weight,
-// transposed with one scale per 128 rows of a column, and with ROWS also by rows with one scale per 128 columns, quantised
-// from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; q [rows, cols] and q_t [cols, rows] are
-// dense.
+// e4m3 codes of an RMS normalisation with known 1/rms (sm_90): v = x * rstd * gain with gain = offset + weight,
+// transposed with one scale per 128 rows of a column, and with ROWS also by rows with one scale per 128 columns,
+// quantised from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; q [rows, cols] and q_t [cols,
+// rows] are dense.
 //
-// One block per multiprocessor stays and takes tiles of 128 x 128, with ROWS two neighbours at a time. One thread asks the
-// copy engine for them, into a ring in shared memory; a warp adds the numbers of their rows and columns; two groups of 256
-// threads quantise (norm/norm_fp8_ring_codes.cuh).
+// Persistent, one block per SM: it takes tiles of 128 x 128, with ROWS two neighbours at a time. One thread issues TMA
+// loads into a ring in shared memory; a warp adds the row and column operands; two groups of 256 threads quantise
+// (norm/norm_fp8_ring_codes.cuh).
 #include "norm/norm_fp8_ring_codes.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
@@ -14,7 +14,7 @@ namespace rtk {
 
 using KnownShared = RingShared<4, kGroups>;
 
-// One thread: all tiles from the first_tile-th on; the last fetches are one end for each group.
+// One thread: loads all tiles from the first_tile-th on, then one end marker per group.
 template <typename Walk>
 RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const Walk& walk, int first_tile) {
     int down, across;
@@ -28,8 +28,8 @@ RTK_DEVICE void fetch_tiles(KnownShared& shared, const ptx::TensorMap& x, const 
     }
 }
 
-// One warp: 1/rms and gains of one tile at a time, four in a lane, as they come from memory. They are asked for long
-// before they are needed: behind all copies that the multiprocessor waits for, they would be the last to come.
+// One warp: 1/rms and gains of one tile at a time, four per lane, as stored in memory. They are loaded long before they
+// are needed, because otherwise they would queue behind all copies that the SM waits for.
 template <typename T, typename Walk>
 struct RingNumbers {
     const Walk& walk;
@@ -41,7 +41,7 @@ struct RingNumbers {
     float by[4];
     Raw<16> raw_gains;
 
-    // Asks for those of the tile, if there is one.
+    // Loads those of the tile, if there is one.
     RTK_DEVICE void load() {
         int down, across;
         exist = walk.find(ring_stage, down, across);
@@ -61,7 +61,7 @@ struct RingNumbers {
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.ready[slot]));
     }
 
-    // Those of the first tile have been asked for.
+    // Those of the first tile have already been loaded.
     RTK_DEVICE void give_all(KnownShared& shared) {
         RingStage<KnownShared::kSlots> place;
 #pragma unroll 1
@@ -75,9 +75,9 @@ struct RingNumbers {
     }
 };
 
-// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_fp32`. Boxes of x as [8, rows/8,
-// cols]: 8 x 16 x 64; of q_t as [cols/8, 8, rows]: 16 x 9 x 128. `after`: x and rstd come from the previous kernel of the
-// stream, which wrote the last rows last, so that those may still be in L2.
+// scale_t is [ceil(rows/128), cols]. The weight (may be null) is of T, or of fp32 if `weight_fp32`. Boxes of x as [8,
+// rows/8, cols]: 8 x 16 x 64; of q_t as [cols/8, 8, rows]: 16 x 9 x 128. `after`: x and rstd come from the previous
+// kernel of the stream, which wrote the last rows last, so those may still be in L2.
 template <typename T, bool ROWS>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_fp8_ring(const __grid_constant__ ptx::TensorMap x, const __grid_constant__ ptx::TensorMap q_t,

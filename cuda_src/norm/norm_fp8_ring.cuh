@@ -1,11 +1,11 @@
-// The ring of tiles of x in shared memory that norm/norm_fp8_ring.cu and norm/norm_fp8_single_read.cu quantise from: what is
-// there, which tiles a block takes, how they get there, and which part of a tile of 128 x 128 a thread has.
+// The ring of tiles of x in shared memory that norm/norm_fp8_ring.cu and norm/norm_fp8_single_read.cu quantise from:
+// its contents, which tiles a block takes, how they are loaded, and which part of a tile of 128 x 128 a thread owns.
 //
-// A tile of x is two boxes of 128 rows x 128 bytes as the copy engine writes them: row 8 * i + j is at place 16 * j + i, so
-// that a thread finds its eight rows all the same way; the 16 bytes of vector p of place r are at vector p ^ (r % 8).
-// Codes leave as 16 groups of 8 columns x 128 bytes with the same pattern, which goes by address: groups are nine
-// columns apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which write the same
-// bytes of the same column of each, meet different banks.
+// A tile of x is two boxes of 128 rows x 128 bytes as TMA writes them: row 8 * i + j is at place 16 * j + i, so that
+// all eight rows of a thread are addressed the same way; the 16 bytes of vector p of place r are at vector p ^ (r % 8).
+// Codes are staged as 16 groups of 8 columns x 128 bytes with the same address-based swizzle: groups are nine columns
+// apart, the ninth being outside of the tensor, so that threads with neighbouring groups, which write the same bytes of
+// the same column of each, hit different banks.
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/mbarrier.cuh"
@@ -14,7 +14,7 @@
 namespace rtk {
 
 inline constexpr int kSide = 128;  // of a tile
-inline constexpr int kGroups = 2;  // of threads that quantise, a tile each at a time
+inline constexpr int kGroups = 2;  // groups of threads that quantise, one tile each at a time
 inline constexpr int kGroupThreads = 256;
 inline constexpr int kGroupWarps = kGroupThreads / kWarp;
 inline constexpr int kRingThreads = kGroups * kGroupThreads + 4 * kWarp;  // a warpgroup for everything else
@@ -35,14 +35,14 @@ struct RingShared {
     float maxima[kGroups][kGroupWarps][kMaximaPitch];  // of columns; then reciprocals of scales in the first row
     float rstd[SLOTS][kSide];
     float gain[SLOTS][kSide];
-    int down[SLOTS], across[SLOTS];  // which tile it is; down is negative when there are no more
-    u64 full[SLOTS];                 // x is there
-    u64 ready[SLOTS];                // and 1/rms and gains
-    u64 empty[SLOTS];                // x is not needed any more
+    int down[SLOTS], across[SLOTS];  // position of the tile; down is negative when there are no more
+    u64 full[SLOTS];                 // x has arrived
+    u64 ready[SLOTS];                // so have 1/rms and gains
+    u64 empty[SLOTS];                // x is no longer needed
     u64 taken[SLOTS];                // nor are 1/rms and gains
-    float scales[2][kSide];          // of the rows of the first group's tile, for every other round
+    float scales[2][kSide];          // row maxima of the first group's tile, for alternate rounds
     u64 scales_there[2], scales_gone[2];
-    u64 codes_gone;  // for one tile of staged codes: it has left
+    u64 codes_gone;  // one tile of staged codes has been stored
 
     // `readers`: warps besides a group's that read a tile.
     RTK_DEVICE void init(int readers) {
@@ -61,12 +61,12 @@ struct RingShared {
         if (STAGED == 1) ptx::mbarrier_init(ptx::shared_address(&codes_gone), 1);
     }
 
-    // Numbers per column are kept by fours, first those of columns 0..3 of every eight, then 4..7; the 16 between the
-    // halves put them on different banks.
+    // Column operands are stored by fours, first those of columns 0..3 of every eight, then 4..7; the padding of 16
+    // between the halves puts them on different banks.
     RTK_DEVICE static int place(int column) { return column / 4 % 2 * (64 + 16) + column / 8 * 4 + column % 4; }
 };
 
-// Goes round the slots; `phase` is that of the slot's barriers.
+// Cycles through the slots; `phase` is that of the slot's barriers.
 template <int SLOTS>
 struct RingStage {
     int slot = 0;
@@ -98,7 +98,7 @@ struct RingWalk {
     }
 };
 
-// One thread asks for the tile of a stage, whose slot is free; a group sees one that does not exist as its end.
+// Called by one thread: loads the tile of a stage into its free slot; a missing tile tells a group that it is done.
 template <typename Shared, typename Walk>
 RTK_DEVICE void fetch_tile(Shared& shared, const ptx::TensorMap& x, const Walk& walk, int ring_stage, int slot) {
     const ptx::SharedAddress full = ptx::shared_address(&shared.full[slot]);
@@ -148,9 +148,9 @@ struct RingGains {
     }
 };
 
-// A thread of a group has 8 columns (16 bytes of x) of 8 rows. Half a warp has two lane teams, of other rows and
-// columns, so that what they write of codes, 8 bytes a column, meets all banks: lane bit 3 is the lane team, bits 4 and
-// 3 say which half of the columns.
+// A thread of a group owns 8 columns (16 bytes of x) of 8 rows. Half a warp has two lane teams with different rows and
+// columns, so that their 8-byte stores of codes hit all banks: lane bit 3 is the lane team, bits 4 and 3 say which half
+// of the columns.
 struct RingThread {
     int lane;
     int lane_team, row;     // rows 8 * lane_team ...

@@ -1,7 +1,7 @@
-// How the blocks of norm/norm_fp8_ring.cu and norm/norm_fp8_single_read.cu quantise the tiles of their ring: two groups of 256
-// threads, a tile each at a time. A tile's place is free for the next one as soon as the group has it in registers, with
-// ROWS before its 1/rms is known; transposed codes leave through shared memory by the copy engine while the next tile is
-// worked on.
+// How the blocks of norm/norm_fp8_ring.cu and norm/norm_fp8_single_read.cu quantise the tiles of their ring: two groups
+// of 256 threads, one tile each at a time. A tile's slot is free as soon as the group has it in registers, with ROWS
+// before its 1/rms is known; transposed codes are staged in shared memory and stored by TMA while the next tile is
+// processed.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
@@ -18,7 +18,7 @@ RTK_DEVICE void load_shared_8(const float* low, const float* high, float (&v)[8]
     for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(a.w[i]), v[i + 4] = __uint_as_float(b.w[i]);
 }
 
-// Where the codes of the rows go; the scale of row m, group j to scale[m * scale_row + j * scale_group].
+// Destination of the row codes; the scale of row m, group j goes to scale[m * scale_row + j * scale_group].
 struct RingRows {
     e4m3* q;
     float* scale;
@@ -26,8 +26,8 @@ struct RingRows {
     int rows;
 };
 
-// Scales of the thread's rows from their maxima, then codes. Where the scales of neighbouring tiles lie side by side, the
-// first group leaves its own to the second one, which writes both: one by one they would be 6 % of all requests to L2.
+// Scales of the thread's rows from their maxima, then codes. Where the scales of neighbouring tiles are adjacent, the
+// first group passes its own to the second one, which writes both: separately they would be 6 % of all requests to L2.
 template <typename Shared>
 RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const float (&v)[8][8], float (&max_abs)[8],
                               const RingRows& out, int group, u32 round, int down, int across, int cols, bool pow2) {
@@ -66,13 +66,13 @@ RTK_DEVICE void quantize_rows(Shared& shared, const RingThread& thread, const fl
 template <typename T, bool ROWS, typename Shared>
 RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float* scale_t, const RingRows& out,
                                int cols, bool pow2) {
-    // Shuffles make them known to be uniform.
+    // Shuffled so that the compiler knows they are uniform.
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp % kGroupWarps, 0);
     const int maxima_there = 1 + group, scales_there = 3 + group, codes_there = 5 + group;  // barriers
     const bool makes_scales = warp < kSide / kWarp;
     float(&maxima)[kGroupWarps][kMaximaPitch] = shared.maxima[group];
-    constexpr bool kBoth = Shared::kStaged == 1;  // groups stage codes in the same place
+    constexpr bool kBoth = Shared::kStaged == 1;  // groups stage codes in the same memory
     u8* codes = shared.codes[kBoth ? 0 : group];
     RingStage<Shared::kSlots> ring_stage;
     ring_stage.next(group);
@@ -89,7 +89,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         float v[8][8];
         {
             const ptx::SharedAddress ready = ptx::shared_address(&shared.ready[ring_stage.slot]);
-            if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // where was measured: docs/decisions/norm_fp8.md
+            if (!ROWS) ptx::mbarrier_wait(ready, ring_stage.phase);  // the position was chosen by measurement: docs/decisions/norm_fp8.md
             Raw<16> raw[8];
             const ptx::SharedAddress own = ptx::shared_address(shared.x[ring_stage.slot][thread.part / 8]) + thread.lane_team * 128 +
                                            ((thread.part ^ thread.lane_team) % 8 << 4);
@@ -111,7 +111,8 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
             }
         }
 
-        // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+        // Maxima that ignore NaN but not infinities; the rare thread that met an infinity repeats this without
+        // infinities.
         float columns[8], of_rows[8], max_abs = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -163,7 +164,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         }
         if constexpr (ROWS)
             quantize_rows(shared, thread, v, of_rows, out, group, round, down, across, cols, pow2);
-        if (warp == 0) {  // the codes of the tile before have left
+        if (warp == 0) {  // the codes of the previous tile have been stored
             if (!kBoth) {
                 ptx::bulk_store_wait_read();
             } else if (round + group > 0) {
@@ -173,7 +174,7 @@ RTK_DEVICE void quantize_tiles(Shared& shared, const ptx::TensorMap& q_t, float*
         ptx::named_barrier_sync(scales_there, kGroupThreads);
         float inverse[8];
         load_shared_8(&maxima[0][shared.place(thread.column)], &maxima[0][shared.place(thread.column + 4)], inverse);
-        // The 16-byte vector of column i that two lane teams share lies at their number ^ (part + i) % 8.
+        // The 16-byte vector of column i that two lane teams share is at their number ^ (part + i) % 8.
         const ptx::SharedAddress place = ptx::shared_address(codes) + thread.part * kCodesPitch + thread.lane_team % 2 * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {

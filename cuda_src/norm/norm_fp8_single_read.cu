@@ -2,29 +2,29 @@
 // weight, by rows with one scale per 128 columns, and transposed with one scale per 128 rows of a column, quantised from
 // fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; q [rows, cols] and q_t [cols, rows] are dense.
 //
-// One block per multiprocessor stays and takes pairs of tiles of 128 x 128 from a ring in shared memory, as in
-// norm/norm_fp8_ring.cu. A strip of 128 rows is spread over neighbouring blocks, which work on it at about the same time.
-// While the two groups quantise, two warps add up the squares of pairs that have come, and one waits for the sums of all
-// blocks and makes 1/rms (norm/norm_fp8_single_read.cuh).
+// Persistent, one block per SM: it takes pairs of tiles of 128 x 128 from a ring in shared memory, as in
+// norm/norm_fp8_ring.cu. A strip of 128 rows is spread over neighbouring blocks, which work on it at about the same
+// time. While the two groups quantise, two warps sum the squares of pairs that have arrived, and one waits for the sums
+// of all blocks and computes 1/rms (norm/norm_fp8_single_read.cuh).
 //
-// Why nobody waits for ever:
-//   1. Blocks wait for each other, so all of them must be resident: the launch is cooperative.
-//   2. A strip is complete when all blocks that have pairs of it have added their sums. A block adds those of a pair that has
-//      come to its place in shared memory, and waits for no other block before it does.
-//   3. The place of a pair was that of a pair of the same block at least three rounds before, hence of an earlier strip, as
-//      strips are no wider than two rounds.
-//   4. So all pairs of the first strip that is not complete get their place, and it becomes complete.
+// Why this cannot deadlock:
+// 1. Blocks wait for each other, so all of them must be resident: the launch is cooperative.
+// 2. A strip is complete when all blocks that have pairs of it have added their sums. A block adds those of a pair as
+//    soon as it has arrived in shared memory, and waits for no other block before it does.
+// 3. The slot of a pair previously held a pair of the same block from at least three rounds before, hence of an earlier
+//    strip, because strips are no wider than two rounds.
+// 4. So all pairs of the first incomplete strip get their slots, and it becomes complete.
 #include "norm/norm_fp8_single_read.cuh"
 #include "norm/norm_fp8_ring_codes.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
-// The first tiles are asked for when others have come, so that all blocks have their first pair soon.
+// The first tiles are issued after others have arrived, so that all blocks get their first pair soon.
 inline constexpr int kFirstTiles = 7;
 inline constexpr int kOnTheirWay = 2;
 
-// One thread; the first tile has been asked for.
+// One thread; the first tile has already been issued.
 RTK_DEVICE void fetch_tiles(SingleReadShared& shared, const ptx::TensorMap& x, const SingleReadWalk& walk) {
     int down, across;
     RingStage<SingleReadShared::kSlots> ring_stage;
@@ -63,7 +63,8 @@ RTK_DEVICE void publish_sums(SingleReadShared& shared, const SingleReadWalk& wal
     }
 }
 
-// One warp: 1/rms and gains of tiles to shared memory; 1/rms also to memory, by the first block of a strip.
+// One warp: writes 1/rms and gains of tiles to shared memory; the first block of a strip also writes 1/rms to global
+// memory.
 template <typename T>
 struct SingleReadNumbers {
     SingleReadShared& shared;
@@ -77,7 +78,7 @@ struct SingleReadNumbers {
     float eps;
     int lane = static_cast<int>(threadIdx.x) % kWarp;
 
-    // 1/rms of the strip's rows at places lane, lane + 32, ..., when all blocks have added to them.
+    // 1/rms of the strip's rows at places lane, lane + 32, ..., once all blocks have added to them.
     RTK_DEVICE void wait(int down, float (&by)[4]) const {
         ptx::Words w[4];
         const u64* from = settled(exchange.sum(down, lane));
@@ -98,8 +99,8 @@ struct SingleReadNumbers {
             for (u32 odd = __ballot_sync(0xffffffffu, exchange.odd(w[i])); odd != 0; odd &= odd - 1) {
                 const int which = __ffs(static_cast<int>(odd)) - 1;
                 const i64 row = static_cast<i64>(down) * kSide + exchange.row_at(i * kWarp + which);
-                const float made = row_squares(x + row * x_stride, cols);
-                if (lane == which) sum = made;
+                const float exact = row_squares(x + row * x_stride, cols);
+                if (lane == which) sum = exact;
             }
             by[i] = rstd_of(sum, static_cast<float>(cols), eps);
         }

@@ -1,9 +1,9 @@
-// How the blocks of norm/norm_fp8_single_read.cu make 1/rms of 128 rows together.
+// How the blocks of norm/norm_fp8_single_read.cu compute 1/rms of 128 rows together.
 //
-// A strip of 128 rows is `tiles_across` pairs of tiles, in as many blocks. Each adds its sums of squares to those of the
-// strip in global memory, as whole numbers, so that the order does not matter: a sum is two words, one of units and one of 2^-48ths,
-// with the number of blocks that have added to it in the upper eight bits. Who reads it knows from that whether it is
-// complete: no fences, no flags. The last block to read leaves zeros.
+// A strip of 128 rows is `tiles_across` pairs of tiles, in as many blocks. Each adds its sums of squares to those of
+// the strip in global memory, as integers, so that the order does not matter: a sum is two words, one of units and one
+// of 2^-48ths, with the number of blocks that have added to it in the upper eight bits. That count tells a reader
+// whether the sum is complete: no fences, no flags. The last block to read resets it to zero.
 #pragma once
 #include "common/pressure.cuh"
 #include "norm/norm_fp8_ring.cuh"
@@ -14,7 +14,7 @@
 
 namespace rtk {
 
-inline constexpr int kAdders = 2;  // warps that add up squares
+inline constexpr int kAdders = 2;  // warps that sum squares
 inline constexpr int kPairsInFlight = 4;  // pairs of tiles that a block has in slots and registers
 
 struct SingleReadShared : RingShared<6, 1> {
@@ -30,8 +30,8 @@ struct SingleReadShared : RingShared<6, 1> {
 
 using SingleReadWalk = RingWalk<2>;
 
-// Words in global memory, zeros before and after: sums [strips][128][2], then how many blocks have read those of a strip.
-// Rows are in an order in which those of a warp that adds up squares follow each other.
+// Words in global memory, zero before and after: sums [strips][128][2], then how many blocks have read those of a
+// strip. Rows are ordered so that those of a warp that sums squares are contiguous.
 struct SingleReadExchange {
     u64* words;
     const SingleReadWalk& walk;
@@ -39,7 +39,7 @@ struct SingleReadExchange {
 
     static constexpr int kCount = 56;                    // from this bit on
     static constexpr u64 kValue = (1ull << kCount) - 1;  // below it
-    static constexpr u64 kOdd = 1ull << 48;              // added instead of a sum that would not fit, in the word of units
+    static constexpr u64 kOdd = 1ull << 48;              // added in the word of units in place of a sum that would not fit
     static constexpr float kMaxSum = 0x1p41f, kMinSum = 0x1p-25f, kParts = 0x1p48f;
     static constexpr u64 kMaxTilesAcross = 128;
     static_assert(kMaxTilesAcross * kOdd < kValue && kMaxTilesAcross * static_cast<u64>(kParts) < kValue, "sums stay below the count");
@@ -59,7 +59,8 @@ struct SingleReadExchange {
         atomicAdd(sum(strip, place) + 1, parts | 1ull << kCount);
     }
 
-    // Brings the sums of one of the block's pairs to L2: else who adds to them would wait for memory, behind tiles.
+    // Prefetches the sums of one of the block's pairs into L2: otherwise the additions would wait for memory, behind
+    // tiles.
     RTK_DEVICE void prefetch(int pair) const {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         int down, across;
@@ -78,7 +79,8 @@ struct SingleReadExchange {
     RTK_DEVICE u32* readers(int strip) const {
         return reinterpret_cast<u32*>(sum(static_cast<int>(walk.strips), 0)) + strip;
     }
-    // One warp that has read a strip: lane 0 gets how many had done so before, which takes a while; then zeros.
+    // Called by one warp that has read a strip: lane 0 gets the number of earlier readers, which takes a while; the
+    // last one resets the sums.
     RTK_DEVICE u32 leave(int strip) const {
         return threadIdx.x % kWarp == 0 ? atomicAdd(readers(strip), 1u) : 0;
     }
@@ -101,8 +103,8 @@ RTK_DEVICE void add_products<fp16>(float (&d)[4], u32 a0, u32 a1, u32 b) {
     ptx::mma_m16n8k8_f16(d, a0, a1, b);
 }
 
-// Sums of squares of 64 rows of a tile, those at places one after the other, to `sums`, or added to what is there: 16 rows
-// times themselves by tensor cores, of which the diagonal counts. One warp; x is at the first of the rows.
+// Sums of squares of 64 rows of a tile, at consecutive places, stored to `sums` or added to it: tensor cores multiply
+// 16 rows by themselves, and only the diagonal is used. One warp; x points at the first of the rows.
 template <typename T>
 RTK_DEVICE void add_squares(const u8* x, float* sums, bool added) {
     const int lane = static_cast<int>(this_thread()) % kWarp;

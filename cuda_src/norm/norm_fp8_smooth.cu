@@ -1,21 +1,21 @@
-// Normalisation to e4m3 codes with one scale per row, of values divided by a smoothing number per column:
-// z = v / max(smooth, 1e-30) in fp32, v as in norm/norm_fp8.cu, scale = that of all z of the row (recipe:
-// common/fp8_scale.cuh). For calibration, the largest finite |v| of every column.
+// Normalisation to e4m3 codes with one scale per row, after dividing by a smoothing number per column: z = v /
+// max(smooth, 1e-30) in fp32, v as in norm/norm_fp8.cu, one scale for all z of a row (recipe: common/fp8_scale.cuh).
+// For calibration, it also collects the largest finite |v| of every column.
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
 #include "norm/norm_fp8_stats.cuh"
 
 namespace rtk {
 
-// The larger of two magnitudes in memory that other blocks raise too: for floats that are not negative, the order of their
-// bits is that of the numbers, and a maximum does not depend on who comes first.
+// Raises a magnitude in memory that other blocks raise too: non-negative floats are ordered like their bits, and a
+// maximum does not depend on the order of updates.
 RTK_DEVICE void raise(float* place, float v) { atomicMax(reinterpret_cast<int*>(place), __float_as_int(v)); }
 
-// A block works on rows blockIdx.x, + gridDim.x, ... and reads each up to four times, all but the first from near caches:
-// for the statistics, for the maxima, for the codes. `max_abs` (may be null) [cols] begins as 0; its maxima are collected
-// in `shared` (cols numbers, every thread those of its own columns) if `gather`, else written row by row.
-// Null means absent: residual and sum, weight, bias, mean (nothing is centred then), y, most. Rows and vectors allow
-// accesses of VEC elements.
+// A block works on rows blockIdx.x, + gridDim.x, ... and reads each up to four times, all but the first from caches:
+// for the statistics, for the maxima, for the codes. `max_abs` (may be null) [cols] starts as 0; its maxima are
+// collected in `shared` (cols numbers, each thread its own columns) if `gather`, else written row by row. These may be
+// null: residual and sum, weight, bias, mean (then nothing is centred), y, max_abs. Rows and vectors allow accesses of
+// VEC elements.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256, 2)
     norm_fp8_smooth(const T* x, const T* residual, const void* weight, const void* bias, const float* smooth, e4m3* q,

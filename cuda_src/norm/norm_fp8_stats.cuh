@@ -4,10 +4,10 @@
 
 namespace rtk {
 
-// Computed by the threads that share `reduce(value, phase)`, which adds up over them; thread `thread` of `threads`. The
+// Computed by the threads that share `reduce(value, phase)`, which sums over them; thread `thread` of `threads`. The
 // row is x, or the rounded sum of x and residual (may be null), which is then written to `sum`. CENTRED: `centred` says
-// whether there is a mean. With one the row is read twice: the variance is that of the differences from the mean, and these
-// also say what rounding made of it, so a mean far from zero costs no digits. Phases: 1 comes first and last.
+// whether there is a mean. If so, the row is read twice: the variance uses differences from the mean, whose sum also
+// corrects the rounding error of the mean, so a mean far from zero costs no precision. Phases: 1 comes first and last.
 template <typename T, int VEC, bool CENTRED, int IN_FLIGHT, typename Reduce>
 RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i64 cols, float count, float eps,
                                         bool centred, int thread, int threads, const Reduce& reduce) {
@@ -62,8 +62,8 @@ RTK_DEVICE RowStatistics row_statistics(const T* x, const T* residual, T* sum, i
     return found;
 }
 
-// Sums of squares of two rows, this lane's part: twice as much in flight, and two chains of additions, in the order of
-// row_statistics.
+// This lane's part of the sums of squares of two rows: twice as much in flight, and two chains of additions, in the
+// order of row_statistics.
 template <typename T, int VEC, int IN_FLIGHT>
 RTK_DEVICE void squares_of_two(const T* upper, const T* lower, i64 cols, int lane, float (&square)[2]) {
     const i64 pitch = kWarp * VEC;

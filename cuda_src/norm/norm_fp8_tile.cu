@@ -3,9 +3,9 @@
 // offset + weight, quantised from fp32 (recipe: common/fp8_scale.cuh). x [rows, cols] has any row stride; y, q [rows,
 // cols] and q_t [cols, rows] are dense.
 //
-// A tile needs the statistics of whole rows. The kernel before this one (norm_fp8_stats) makes those of the first
-// `stats_distance` blocks of 128 rows; the others are made here, by blocks that come a fixed distance before the tiles that
-// wait for them, so that x is read from memory once and from L2 the second time, after which L2 may forget it.
+// A tile needs the statistics of whole rows. The previous kernel (norm_fp8_stats) computes those of the first
+// `stats_distance` blocks of 128 rows; the others are computed here, by blocks that run a fixed distance ahead of the
+// tiles that wait for them, so that x is read once from memory and once from L2, which may evict it afterwards.
 #include "common/reduce.cuh"
 #include "norm/norm_fp8_stats.cuh"
 #include "norm/norm_fp8_tile.cuh"
@@ -13,7 +13,7 @@
 
 namespace rtk {
 
-// One vector of the thread's columns, plus `add`; `absent` without one and where there is no column.
+// One vector of the thread's columns, plus `add`; `absent` without one and for columns that do not exist.
 template <typename T, bool ALIGNED16, int N>
 RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool weight_fp32, i64 column, float add,
                                  float absent, float (&v)[N]) {
@@ -46,8 +46,8 @@ RTK_DEVICE void load_tile_vector(const Tile<N>& tile, const void* vector, bool w
     }
 }
 
-// Statistics of rows [row, row + count), a row per warp at a time, or two where each warp has two, there is no mean and
-// they fit into the registers that tiles need. rstd is written last: it says that both are there.
+// Statistics of rows [row, row + count), one row per warp at a time, or two if every warp has two, there is no mean and
+// they fit into the registers that tiles need. rstd is written last: it signals that both are ready.
 template <typename T, bool CENTRED>
 RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* mean, i64 row, int count, i64 rows,
                                 i64 cols, float eps) {
@@ -63,7 +63,7 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
             squares_of_two<T, N, 8>(upper, two ? upper + x_stride : upper, cols, lane, square);
             const float first = rstd_of(reduce(square[0], 0), size, eps);
             const float second = rstd_of(reduce(square[1], 0), size, eps);
-            ptx::wait_for_previous();  // which set rstd to "not there yet"
+            ptx::wait_for_previous();  // which set rstd to "not computed yet"
             volatile float* to = rstd + row + i;
             if (lane == 0) {
                 to[0] = first;
@@ -86,20 +86,22 @@ RTK_DEVICE void make_statistics(const T* x, i64 x_stride, float* rstd, float* me
     }
 }
 
-// ROWS writes q, scale and y, COLUMNS q_t and scale_t; null: not that one. The scale of row m, group j goes to
+// ROWS writes q, scale and y, COLUMNS q_t and scale_t; null outputs are skipped. The scale of row m, group j goes to
 // scale[m * scale_row + j * scale_group]; scale_t is [ceil(rows/128), cols].
 //
-// Blocks of the grid, in their order: for each block of 128 rows `stats_blocks` blocks that make the statistics of the
-// one `stats_distance` later (while there is one), `stats_rows` rows each, then one block per tile. Without statistics to make,
-// tiles go from the last row to the first: the kernel before this one read the last rows last, so they may still be in L2.
+// Blocks of the grid, in order: for each block of 128 rows `stats_blocks` blocks that compute the statistics of the row
+// block `stats_distance` later (if it exists), `stats_rows` rows each, then one block per tile. Without statistics to
+// compute, tiles go from the last row to the first: the previous kernel read the last rows last, so they may still be
+// in L2.
 //
-// Why nobody waits for ever:
-//   1. A tile waits for statistics from blocks with smaller numbers only; a block that makes statistics waits for nobody.
-//   2. Numbers are drawn from `ticket`: those that are smaller have begun. Without a ticket they are blockIdx, in whose order
-//      GPUs start blocks, although CUDA does not promise it.
-//   3. So what a tile waits for is being made, or done.
+// Why this cannot deadlock:
+// 1. A tile waits for statistics from blocks with smaller numbers only; a block that computes statistics waits for
+//    nobody.
+// 2. Numbers are claimed from `ticket`, so blocks with smaller ones have begun. Without a ticket they are blockIdx;
+//    GPUs start blocks in that order, although CUDA does not guarantee it.
+// 3. So whatever a tile waits for is in progress, or done.
 //
-// `x_is_older`: x was there before the previous kernel of the stream. CENTRED with null for mean and bias is not
+// `x_is_older`: x was written before the previous kernel of the stream. CENTRED with null for mean and bias is not
 // centred.
 template <typename T, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CENTRED>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4 ? 1 : 2)
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads, sizeof(T) == 4
     // With 0 for the mean and -0 for the bias a CENTRED kernel gives the bits of the other one.
     if constexpr (CENTRED) load_tile_vector<T, ALIGNED16>(tile, bias, weight_fp32 != 0, column, 0.0f, -0.0f, shift);
     if (x_is_older != 0) ptx::wait_for_previous();
-    // Volatile: other blocks or another kernel may have written them a moment ago.
+    // Volatile: other blocks or another kernel may just have written them.
     const int own_row = static_cast<int>(threadIdx.x) % kTileRows;
     float own = 0.0f, own_mean = 0.0f;
     if (own_row < tile.rows_here) {

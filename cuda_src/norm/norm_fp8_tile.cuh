@@ -1,13 +1,13 @@
-// A 128 x 128 tile of a normalised matrix to e4m3 codes, from packed x in registers and the numbers of its rows and
-// columns: v = x * rstd * gain, or v = (x - mean) * rstd * gain + shift, in fp32, in this order. Layout of the tile over
-// the threads: quant/tile.cuh.
+// Quantises a 128 x 128 tile of a normalised matrix to e4m3, from packed x in registers and its row and column
+// operands: v = x * rstd * gain, or v = (x - mean) * rstd * gain + shift, in fp32, in this order. Layout of the tile
+// over the threads: quant/tile.cuh.
 #pragma once
 #include "quant/tile.cuh"
 
 namespace rtk {
 
-// Where the results go, and which tile it is. Places are worked out where they are used: kernel parameters wait in
-// constant memory, computed pointers in registers.
+// Outputs, and position of the tile. Addresses are computed where they are used: kernel parameters stay in constant
+// memory, computed pointers take registers.
 template <typename T>
 struct NormTileOutput {
     e4m3* q;         // [rows, cols]; may be null, and then scale is
@@ -22,9 +22,9 @@ struct NormTileOutput {
     RTK_DEVICE i64 column() const { return static_cast<i64>(across) * kTileSide; }
 };
 
-// `rstd`, `mean`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers, after
-// which the scratch may be used again for the next tile. The 8 x N values stay in registers from here to the last store:
-// working them out again for each layout would be half of the instructions, and those are the limit.
+// `rstd`, `mean`: of the thread's row lane % 8. ROWS: q, scale and y; COLUMNS: q_t and scale_t, with three barriers;
+// afterwards the scratch may be reused for the next tile. The 8 x N values stay in registers from here to the last
+// store: recomputing them for each layout would be half of the instructions, which are the bottleneck.
 template <typename T, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CENTRED>
 RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<16> (&raw)[kTileRows],
                                     const float (&gain)[16 / sizeof(T)], const float (&shift)[16 / sizeof(T)],
@@ -65,7 +65,7 @@ RTK_DEVICE void quantize_normalised(const Tile<16 / sizeof(T)>& tile, const Raw<
         }
     }
 
-    // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+    // Maxima that ignore NaN but not infinities; the rare thread that met an infinity repeats this without infinities.
     float columns[N], rows[kTileRows];
     float max_abs = 0.0f;
 #pragma unroll

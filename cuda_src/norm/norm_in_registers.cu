@@ -1,15 +1,15 @@
-// norm/norm_modulated.cu for calls as models have them: at most five operands, all of T, in rows of 16-byte units that fit in
-// registers. x and the residual, `before` in front of the statistics and p, then q, behind them:
+// norm/norm_modulated.cu for common calls: at most five operands, all of T, in rows of 16-byte units that fit in
+// registers. x and the residual; `before` is applied before the statistics, p and then q after them:
 //
 //     h = residual + (x + before, or x * before)            rounded to T, and stored
 //     n = h * rstd, or (h - mean) * rstd                  statistics of the rounded h
 //     y = n, + p or * (p + p_offset), + q or * (q + q_offset)
 //
-// y is stored as T, as 8-bit codes or as NVFP4 (common/row_output.cuh), and as T on top if `kept`. What is optional is a null
-// pointer. fp32 arithmetic, one rounding at each store.
+// y is stored as T, as 8-bit codes or as NVFP4 (common/row_output.cuh), and additionally as T if `kept`. Absent
+// operands are null pointers. Arithmetic is fp32, rounded once at each store.
 //
-// A RowGroup owns a row, thread i of it V vectors of N columns, one vector of every other thread apart, in units of 16 bytes. All
-// operands are asked for before the first is used: what is loaded behind the statistics costs a second wait for memory.
+// A RowGroup owns a row, thread i of it V vectors of N columns, strided by the number of threads, in units of 16 bytes.
+// All operands are loaded before the first is used: a load after the statistics would cost a second wait for memory.
 // Grid: rows / groups of a block. In-place results are safe: a thread has read what it overwrites.
 #include "norm/norm_modulated.cuh"
 #include "ptx/pdl.cuh"
@@ -33,7 +33,7 @@ RTK_DEVICE void apply_operand(int role, float offset, const Asked<T, N>& operand
     }
 }
 
-// What a thread may have: four blocks of 256 share a multiprocessor.
+// Register limit of a thread: four blocks of 256 share an SM.
 template <typename T>
 constexpr int norm_registers(int format) {
     if (format == kFp4Output && sizeof(T) == 4) return 128;
@@ -41,8 +41,8 @@ constexpr int norm_registers(int format) {
     return format != kPlainOutput && more ? 72 : 64;
 }
 
-// `offsets`: those of p and q, two fp32 numbers. Divisors (runtime/layout.py): of how many rows share one of an operand. No
-// branches and divisions before the last load: they were half a microsecond of small calls.
+// `offsets`: those of p and q, two fp32 numbers. Divisors (runtime/layout.py): how many rows share one row of an
+// operand. No branches or divisions before the last load: they cost half a microsecond in small calls.
 template <typename T, int FORMAT>
 __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     norm_in_registers(const T* x, const T* residual, const T* before, const T* p, const T* q, const float* quant_scale, u32* amax,
@@ -65,7 +65,7 @@ __global__ void __maxnreg__(norm_registers<T>(FORMAT))
     auto place = [&](int unit) { return unit * kEach / N * pitch + unit * kEach % N; };
     auto exists = [&](int unit) { return column + place(unit) < end; };
     auto ask = [&](Asked<T, kEach>(&units)[kUnits], bool there, const T* first) {
-        if (FORMAT == kFp4Output && !there) return;  // NVFP4 is bound by instructions: addresses of nothing cost more than a copy
+        if (FORMAT == kFp4Output && !there) return;  // NVFP4 is bound by instructions: computing unused addresses costs more than a copy
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) units[u].ask(there, first + column + place(u), exists(u) ? kEach : 0, policy);
     };

@@ -1,31 +1,31 @@
-// The normalisations of inference, in one launch and a fixed order of steps:
+// The normalisations for inference, in one launch and a fixed order of steps:
 //
 //     h = residual + gate * (x + bias)                    rounded to T, and stored
 //     n = h * rstd, or (h - mean) * rstd                  statistics of the rounded h
 //     y = ((n * (offset + weight) + norm_bias) * (1 + scale) + shift) * channel_scale
 //
-// and y is stored as T, as 8-bit codes or as NVFP4 (common/row_output.cuh), and as T on top if `kept`. What is optional is a
-// null pointer. gate, scale and shift have a row for each, or for several neighbouring rows of x, or one for all. fp32
-// arithmetic, one rounding at each store.
+// y is stored as T, as 8-bit codes or as NVFP4 (common/row_output.cuh), and additionally as T if `kept`. Absent
+// operands are null pointers. gate, scale and shift have one row per row of x, one per several neighbouring rows, or
+// one for all. Arithmetic is fp32, rounded once at each store.
 //
-// A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row stays in
-// shared memory between the passes (`kInShared`), where each thread finds what it has put there; a longer row is made once
-// more from the inputs, or read from residual_out. Grid: rows / groups of a block. In-place results are safe: a thread has read
-// what it overwrites. Nearly all calls go to norm/norm_in_registers.cu; this is for what has more operands, operands of mixed
-// types, longer rows, or rows that are no multiple of 16 bytes.
+// A RowGroup owns a row, thread i of it the columns [i * N, i * N + N) of each stretch of threads * N. The rounded row
+// stays in shared memory between the passes (`kInShared`), where each thread reads back what it wrote; a longer row is
+// recomputed from the inputs, or read from residual_out. Grid: rows / groups of a block. In-place results are safe: a
+// thread has read what it overwrites. Nearly all calls go to norm/norm_in_registers.cu; this kernel is for more
+// operands, operands of mixed types, longer rows, or rows that are no multiple of 16 bytes.
 #include "norm/norm_modulated.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 
 namespace rtk {
 
-// Flags. Bits from kFp32 on: operand number 2 (the gate) and those behind it are of fp32.
+// Flags. Bits from kFp32 on: operand number 2 (the gate) and the following ones are of fp32.
 inline constexpr i64 kCentred = 2, kInShared = 4, kFp32 = 32;
 
 inline constexpr int kX = 0, kResidual = 1, kGate = 2, kBias = 3, kWeight = 4, kNormBias = 5, kScale = 6, kShift = 7,
                      kChannel = 8, kOperands = 9;
 
-// Where a row has its operands. What is optional is a null pointer.
+// Operands of a row. Absent ones are null pointers.
 struct NormOperands {
     const void* p[kOperands];
     i64 first[kOperands];  // element of the row in each
@@ -91,7 +91,7 @@ RTK_DEVICE void modulated(const NormOperands& in, RowStatistics of_row, int vali
     for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;
 }
 
-// What a thread may have: two blocks of 512, or four of 256, share a multiprocessor unless results are NVFP4.
+// Register limit of a thread: two blocks of 512, or four of 256, share an SM unless results are NVFP4.
 constexpr int norm_registers(int format, bool aligned) {
     return format == kFp4Output || !aligned ? 128 : 64;
 }

@@ -1,4 +1,4 @@
-// What norm/norm_modulated.cu and norm/norm_in_registers.cu share.
+// Shared by norm/norm_modulated.cu and norm/norm_in_registers.cu.
 #pragma once
 #include "common/row_output.cuh"
 #include "norm/common.cuh"
@@ -11,8 +11,8 @@ RTK_DEVICE i64 modulation_row(i64 row, i64 stride, i64 each) {
     return (each == 1 ? row : static_cast<u32>(row) / static_cast<u32>(each)) * stride;
 }
 
-// Statistics of a row. first_pass(use) and second_pass(use) call use(h, valid) for all vectors of the thread, in the first of
-// them as h is made.
+// Statistics of a row. first_pass(use) and second_pass(use) call use(h, valid) for all vectors of the thread, the first
+// one as h is computed.
 template <int N, typename First, typename Second>
 RTK_DEVICE RowStatistics row_statistics(bool centred, i64 cols, double eps, const RowGroup& group, GroupScratch<1>& scratch,
                                         GroupScratch<2>& pair_scratch, First first_pass, Second second_pass) {

@@ -1,4 +1,4 @@
-// The backward of norm/norm_modulated.cu where no gradient of weights is wanted:
+// Backward of norm/norm_modulated.cu where no weight gradient is needed:
 //
 //     h = residual + gate * (x + bias),  n = (h - mean) * rstd,  a = n * (weight + offset) + norm_bias
 //     y = (a * (1 + scale) + shift) * channel_scale
@@ -7,11 +7,11 @@
 //     dh = rstd * (g - mean(g) - n * mean(g n)) + dsum      without mean(g) if not centred
 //     dscale = a * d,  dshift = d,  dx = dh * gate,  dgate = (x + bias) * dh      one row of each for every row of x
 //
-// What is optional is a null pointer. x, dy, h, dsum and results are of T, all others of T or fp32. fp32 arithmetic, one rounding at
-// each store, sums in an order that the number of columns decides.
+// Absent operands are null pointers. x, dy, h, dsum and results are of T, all others of T or fp32. Arithmetic is fp32,
+// rounded once at each store; the order of sums depends only on the number of columns.
 //
-// A RowGroup owns a row: thread i the columns [i * N, i * N + N) of each stretch of threads * N. The row is read two or three
-// times, after the first from the caches. Grid: rows / groups of a block.
+// A RowGroup owns a row: thread i the columns [i * N, i * N + N) of each stretch of threads * N. The row is read two or
+// three times, after the first time from the caches. Grid: rows / groups of a block.
 #include "norm/norm_modulated.cuh"
 
 namespace rtk {

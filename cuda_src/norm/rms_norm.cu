@@ -1,7 +1,7 @@
 // RMS normalisation over the last dimension:  y = h * rstd * (offset + weight),  rstd = 1/sqrt(mean(h^2) + eps),
 // h = x, or the rounded sum x + residual, which is then an output too. fp32 arithmetic, one rounding at each store.
 //
-// Rows are worked on by groups of threads (RowGroup). Inputs have any row stride; outputs are dense.
+// A group of threads (RowGroup) works on a row. Inputs have any row stride; outputs are dense.
 #include "common/l2_prefetch.cuh"
 #include "common/block_sums.cuh"
 #include "common/reduce.cuh"
@@ -11,8 +11,8 @@
 
 namespace rtk {
 
-// Forward with the row in registers: thread i of a RowGroup owns the vectors i, i + threads, ... (CHUNKS of them) of its
-// row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. x and weight are requested together,
+// Forward with the row in registers: thread i of a RowGroup owns the vectors i, i + threads, ... (CHUNKS of them) of
+// its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. x and weight are loaded together,
 // so that the weight's latency hides behind the reduction.
 template <typename T, typename W, int VEC, int CHUNKS, bool RESIDUAL>
 __global__ void __launch_bounds__(512, 1)
@@ -130,12 +130,12 @@ __global__ void __launch_bounds__(1024, 1)
 // Backward:  dh = rstd * g - h * rstd^3 * mean(g * h) + dsum,  g = dy * gain;  dweight = sum of dy * h * rstd over rows.
 // rstd is recomputed: h is read anyway, and the two row sums share one reduction. weight is of T, or of fp32 if `weight_fp32`.
 //
-// Persistent, one block per multiprocessor, for rows of at most CHUNKS * 512 16-byte vectors: a RowGroup owns a row,
-// thread i of it the vectors i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight
-// gradients are summed in registers over the rows of a group, over the groups of the block in shared memory, and written
-// as one fp32 row per block (`partial`, [grid, cols]; null when not wanted) for column_sum to add up: the order is fixed
-// by the grid, never by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with as many registers as leave room for
-// a block of column_sum in addition.
+// Persistent, one block per SM, for rows of at most CHUNKS * 512 16-byte vectors: a RowGroup owns a row, thread i of it
+// the vectors i, i + threads, ...; rows arrive through a RowRing, gains stay in registers. Weight gradients are summed
+// in registers over the rows of a group, over the groups of the block in shared memory, and written as one fp32 row per
+// block (`partial`, [grid, cols]; null if not needed) for column_sum to add up: the order is fixed by the grid, never
+// by timing. Blocks of at most 768 (CHUNKS 1) or 512 threads, with few enough registers to leave room for a block of
+// column_sum.
 template <typename T, int CHUNKS, bool DSUM, int STAGES>
 __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     rms_norm_bwd(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows, i64 cols,
@@ -156,7 +156,7 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
     const int end = static_cast<int>(cols);
     const int column = group.thread * VEC;
 
-    // Pointers that walk along with the rows: this thread's first column of the next row to fetch, and to store.
+    // Pointers that advance with the rows: this thread's first column of the next row to fetch, and to store.
     dy += first * dy_stride + column;
     h += first * h_stride + column;
     if constexpr (DSUM) dsum += first * dsum_stride + column;
@@ -180,7 +180,8 @@ __global__ void __maxnreg__(CHUNKS == 1 ? 72 : 112)
         if constexpr (DSUM) dsum += step * dsum_stride;
     };
 
-    // Groups that run out of rows go on reading their slots while others of the block work: all must hold something.
+    // Groups that run out of rows keep reading their slots while others of the block work, so every slot must be
+    // initialised.
     const bool unused_stages = first + (STAGES - 1) * step >= rows;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)

@@ -1,20 +1,20 @@
-// Backward of RMS normalisation (norm/rms_norm.cu) with rows that the copy engine brings (sm_90 and up).
+// Backward of RMS normalisation (norm/rms_norm.cu) with rows loaded by TMA bulk copies (sm_90 and up).
 #include "common/block_sums.cuh"
 #include "norm/bulk_rows.cuh"
 
 namespace rtk {
 
-// Registers of a thread with one vector of a row, of which a block has up to 768; for sm_120 the compiler needs more.
+// Registers of a thread with one vector of a row, for blocks of up to 768 threads; for sm_120 the compiler needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 inline constexpr int kOneVectorRegisters = 80;
 #else
 inline constexpr int kOneVectorRegisters = 72;
 #endif
 
-// What rms_norm_bwd does: dh, and a row of partial weight gradients per block. For groups of whole
-// warps, rows of at most CHUNKS * 512 16-byte vectors, and fewer than 2^30 of them. The weight (which may be null) is
-// of T, or fp32 if `weight_fp32`. With CHUNKS 1 every group may have a warp that fetches its rows: then the block has
-// more threads than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
+// The computation of rms_norm_bwd: dh, and a row of partial weight gradients per block. For groups of whole warps, rows
+// of at most CHUNKS * 512 16-byte vectors, and fewer than 2^30 of them. The weight (which may be null) is of T, or fp32
+// if `weight_fp32`. With CHUNKS 1 every group may have a helper warp that fetches its rows: then the block has more
+// threads than its groups. Blocks of at most 768 (CHUNKS 1) or 512 threads.
 template <typename T, int CHUNKS, bool DSUM>
 __global__ void __maxnreg__(CHUNKS == 1 ? kOneVectorRegisters : 112)
     rms_norm_bwd_bulk(const T* dy, const T* h, const void* weight, const T* dsum, T* dh, float* partial, i64 rows,

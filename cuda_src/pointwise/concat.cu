@@ -9,7 +9,7 @@
 
 namespace rtk {
 
-// One of eight arguments. An array of them would be written to local memory by every thread, more bytes than it copies.
+// Selects one of eight arguments. An array would be written to local memory by every thread, more bytes than it copies.
 template <typename V>
 RTK_DEVICE V argument(int at, V a0, V a1, V a2, V a3, V a4, V a5, V a6, V a7) {
     const V low = at < 2 ? (at == 0 ? a0 : a1) : (at == 2 ? a2 : a3);
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256)
     const int each = vectors != 0 ? N : 1;
     const i64 per_row = vectors != 0 ? width / N : width, count = rows * per_row;
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-    const bool narrow = count < (1ll << 32);  // a division of 32 bits, which is several times as quick
+    const bool narrow = count < (1ll << 32);  // a 32-bit division, which is several times faster
     for (i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
         i64 row = 0;
         if (rows > 1) row = narrow ? static_cast<u32>(index) / static_cast<u32>(per_row) : index / per_row;

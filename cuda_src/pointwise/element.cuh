@@ -35,7 +35,7 @@ struct ElementTraits<fp16> : FloatTraits {};
 template <typename T>
 using Compute = typename ElementTraits<T>::Compute;
 
-// N consecutive elements as memory has them.
+// N consecutive elements as stored in memory.
 template <typename T, int N>
 struct RawElements {
     static constexpr int kBytes = sizeof(T) * N, kParts = kBytes > 16 ? kBytes / 16 : 1, kEach = N / kParts;
@@ -145,7 +145,7 @@ RTK_DEVICE void store_elements(T* p, const Compute<T> (&value)[N]) {
     }
 }
 
-// A value as an element of T would hold it, apart from the rounding to 16-bit floats, which a store does.
+// Converts a value as an element of T would hold it, except for the rounding to 16-bit floats, which a store does.
 template <typename T, typename V>
 RTK_DEVICE Compute<T> converted(V value) {
     if constexpr (is_same<T, bool>::value) {
@@ -171,7 +171,7 @@ RTK_DEVICE Compute<T> promoted(Compute<From> value) {
     }
 }
 
-// A number of the host: the bits of a double for floating types, else an integer.
+// A number from the host: the bits of a double for floating types, else an integer.
 template <typename T>
 RTK_DEVICE Compute<T> number(i64 bits) {
     if constexpr (ElementTraits<T>::kFloat) {

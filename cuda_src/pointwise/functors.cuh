@@ -28,7 +28,8 @@ RTK_DEVICE C times(C a, C b) {
     else return static_cast<C>(static_cast<u64>(a) * static_cast<u64>(b));
 }
 
-// Quotient towards zero and its remainder; -1 apart, since the smallest number has no opposite.
+// Quotient rounded towards zero and its remainder; -1 is handled separately, because the smallest number has no
+// negative.
 template <typename C>
 RTK_DEVICE C quotient(C a, C b) {
     return b == 0 ? 0 : b == -1 ? minus<C>(0, a) : a / b;
@@ -43,7 +44,7 @@ RTK_DEVICE bool is_nan(C a) {
     return a != a;
 }
 
-// NaN if there is one. The larger of zeros is the positive one, the smaller the negative one.
+// NaN if there is one. The larger of two zeros is the positive one, the smaller the negative one.
 template <typename C>
 RTK_DEVICE C larger(C a, C b) {
     if constexpr (kIsFloat<C>) return ptx::max_nan(a, b);
@@ -57,7 +58,7 @@ RTK_DEVICE C smaller(C a, C b) {
 
 RTK_DEVICE float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// With the rounding that a chain of torch ops on dtype T has after each step.
+// Rounds to T after each step, as a chain of torch ops does.
 template <typename T, typename C>
 RTK_DEVICE C step(C x) {
     if constexpr (kIsFloat<C> && sizeof(T) == 2) return round_to<T>(x);
@@ -112,7 +113,7 @@ struct DropoutBackward {
     static constexpr int kInputs = 2, kOwnType = 2;
     template <typename T, typename C>
     RTK_DEVICE static C apply(C a, i32 b, const Scalars<T>& s) {
-        return a * (b != 0 ? 1.0f : 0.0f) * s.s0;  // of infinities and NaN that were dropped: NaN
+        return a * (b != 0 ? 1.0f : 0.0f) * s.s0;  // dropped infinities and NaN give NaN
     }
 };
 
@@ -189,7 +190,7 @@ RTK_BINARY(Sub, minus<C>(a, times<C>(b, s.s0)))
 RTK_BINARY(Mul, times<C>(a, b))
 RTK_BINARY(Div, a / b)
 
-// With torch's roundings to T on the way, which decide what is cut off.
+// With torch's intermediate roundings to T, which decide what is truncated.
 template <typename T>
 RTK_DEVICE float floor_quotient(float a, float b) {
     if (b == 0.0f) return a / b;
@@ -206,7 +207,7 @@ RTK_DEVICE C floor_quotient(C a, C b) {
     return modulus(a, b) != 0 && (a < 0) != (b < 0) ? result - 1 : result;
 }
 RTK_BINARY(DivFloor, floor_quotient<T>(a, b))
-// By a number torch multiplies by its reciprocal; `b` of MulTrunc is the reciprocal.
+// torch divides by a number by multiplying with its reciprocal; `b` of MulTrunc is the reciprocal.
 RTK_DEVICE float floor_quotient_by(float a, float b) {
     const float remainder = fmodf(a, b), inverse = 1.0f / b;
     if (b == 0.0f) return a * inverse;
@@ -333,13 +334,13 @@ RTK_DEVICE float softplus_gradient(float g, float scaled, float threshold) {
 RTK_BINARY(SoftplusBackward, softplus_gradient(a, b * s.s0, s.s1))
 RTK_BINARY(ThresholdBackward, b <= s.s0 ? C(0) : a)
 RTK_DEVICE float log_sigmoid_slope(float x) {
-    const float e = expf(-fabsf(x)), rest = e * ptx::rcp(1.0f + e);  // a division, with its slow path, would spill
+    const float e = expf(-fabsf(x)), rest = e * ptx::rcp(1.0f + e);  // a division would spill because of its slow path
     return x < 0.0f ? 1.0f - rest : rest;
 }
 RTK_BINARY(LogSigmoidBackward, a * log_sigmoid_slope(b))
 RTK_BINARY(Glu, a * logistic(b))
 RTK_BINARY(GluBackwardFirst, a * logistic(b))
-// Of the gate x, for a gradient g and the other half a.
+// Gradient of the gate x, for an incoming gradient g and the other half a.
 RTK_DEVICE float glu_gate_gradient(float g, float a, float gate) { return (1.0f - gate) * gate * g * a; }
 RTK_TERNARY(MseLossBackward, s.s0 * (b - d) * a)
 RTK_TERNARY(GluBackwardSecond, glu_gate_gradient(a, b, logistic(d)))
@@ -350,7 +351,7 @@ RTK_TERNARY(Lerp, lerp_of(a, b, d))
 RTK_TERNARY(Addcmul, plus<C>(a, times<C>(s.s0, times<C>(b, d))))
 RTK_TERNARY(Addcdiv, a + s.s0 * (b / d))
 RTK_TERNARY(Clamp, is_nan(a) ? a : smaller(larger(a, b), d))
-// s0 beta, s1 alpha; without beta, a is not used.
+// s0 beta, s1 alpha; without beta, a is ignored.
 RTK_TERNARY(Addr, plus<C>(s.s0 == C(0) ? C(0) : step<T>(times<C>(s.s0, a)),
                           step<T>(times<C>(s.s1, step<T>(times<C>(b, d))))))
 

@@ -1,9 +1,9 @@
 // Gradient of torch's glu, y = a * sigmoid(b) for the halves a and b of one dimension of x:  da = dy * sigmoid(b),
 // db = dy * a * sigmoid(b) * (1 - sigmoid(b)).
 //
-// All tensors are dense: x and dx [outer][2][inner], dy [outer][inner], inner in multiples of 16 bytes. A thread owns two vectors of
-// dy, a block's apart, and writes both halves for each; what it reads is on its way before it computes. Grid: as many blocks as
-// needed; block: 256 threads. Arithmetic: fp32, one rounding.
+// All tensors are dense: x and dx [outer][2][inner], dy [outer][inner], inner in multiples of 16 bytes. A thread owns
+// two vectors of dy, one block apart, and writes both halves for each; all its loads are in flight before it computes.
+// Grid: as many blocks as needed; block: 256 threads. Arithmetic: fp32, rounded once.
 #include "pointwise/functors.cuh"
 
 namespace rtk {

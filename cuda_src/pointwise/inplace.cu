@@ -1,4 +1,4 @@
-// x = beta * x + alpha * y in fp32, rounded once, over x itself. Matrices with row strides; a dense tensor is one row.
+// x = beta * x + alpha * y in fp32, rounded once, in place. Matrices with row strides; a dense tensor is one row.
 #include "common/row_slices.cuh"
 
 namespace rtk {
@@ -30,7 +30,7 @@ RTK_DEVICE void add_slices(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i
                 unpack<U, VEC>(more[i], b);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
-                    // Without one of the terms: its zero must not change the sign of the other.
+                    // Without one of the terms: adding zero could change the sign of a zero.
                     const float scaled = beta * a[k];
                     a[k] = y == nullptr ? scaled : reads ? fmaf(alpha, b[k], scaled) : alpha * b[k];
                 }
@@ -40,8 +40,8 @@ RTK_DEVICE void add_slices(T* x, const U* y, i64 rows, i64 cols, i64 x_stride, i
     }
 }
 
-// Without `y`, x is only scaled; without beta it is not read. `factor`, if not null, is one number that beta is
-// multiplied by. `aligned16`: rows allow accesses of 16 bytes of the wider type.
+// Without `y`, x is only scaled; without beta it is not read. `factor`, if not null, is a number that multiplies beta.
+// `aligned16`: rows allow 16-byte accesses of the wider type.
 template <typename T, typename U>
 __global__ void __launch_bounds__(128)
     add_in_place(T* x, const U* y, const float* factor, i64 rows, i64 cols, i64 x_stride, i64 y_stride,

@@ -47,8 +47,8 @@ struct Inside<T, A, true> {
     using Type = Compute<A>;
 };
 
-// N values of one operand, as the functor wants them. They are fetched first and unpacked when those of all operands are on
-// their way: a conversion waits for its load.
+// N values of one operand, as the functor takes them. They are loaded first and unpacked once the loads of all operands
+// are in flight, because a conversion waits for its load.
 template <typename T, typename A, bool kOwn, int N>
 struct Operand {
     using Type = typename Inside<T, A, kOwn>::Type;
@@ -141,8 +141,9 @@ struct Operands {
     }
 };
 
-// Class V: one dimension, every operand contiguous or a single element. A block owns 2 * 256 vectors; `steps` has a bit for each
-// operand that is contiguous. `aligned16`: all of these start at multiples of their vectors. Grid: as many blocks as needed.
+// Class V: one dimension, every operand contiguous or a single element. A block owns 2 * 256 vectors; `steps` has a bit
+// for each contiguous operand. `aligned16`: all of these start at multiples of their vectors. Grid: as many blocks as
+// needed.
 template <typename F, typename T, typename O, typename A, typename B, typename D>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_flat(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, i64 count, i64 steps, i64 aligned16) {
@@ -182,7 +183,7 @@ template <bool kIndex64>
 struct Strides {
     i64 n[kDims], q[kDims], o[kDims], a[kDims], b[kDims], d[kDims];
 
-    // Where element `index` of the output's order lies, from dimension kFirst on.
+    // Offset of element `index` in the output's order, from dimension kFirst on.
     template <int kFirst, int kInputs>
     RTK_DEVICE Offsets at(i64 index, int dims) const {
         Offsets where;
@@ -238,9 +239,9 @@ RTK_DEVICE void strided_elements(O* out, const A* a, const B* b, const D* d, i64
     }
 }
 
-// Classes R and G: up to six dimensions of any strides. With `vectors`, dimension 0 is contiguous or constant in every operand
-// and counts vectors (n0 and its strides are those of vectors; `steps` as above); else it counts elements. INDEX64: more than
-// 2^31 of them, so that divisors do not serve. Blocks own 2 * 256 vectors or 4 * 256 elements.
+// Classes R and G: up to six dimensions of any strides. With `vectors`, dimension 0 is contiguous or constant in every
+// operand and counts vectors (n0 and its strides are those of vectors; `steps` as above); else it counts elements.
+// INDEX64: more than 2^31 of them, too many for divisors. Blocks own 2 * 256 vectors or 4 * 256 elements.
 template <typename F, typename T, typename O, typename A, typename B, typename D, bool INDEX64>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_strided(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,

@@ -1,14 +1,14 @@
-// Class T of the pointwise kernels (kernels.cuh): operands whose contiguous dimension is 1, not 0 as in the output, go through
-// tiles in shared memory, so that all accesses are coalesced. Dimensions 2 to 5 are batches. pointwise_squares is for one such
-// operand and 16-byte accesses, pointwise_transposed for anything else.
+// Class T of the pointwise kernels (kernels.cuh): operands that are contiguous in dimension 1, not in 0 like the
+// output, go through tiles in shared memory, so that all accesses are coalesced. Dimensions 2 to 5 are batches.
+// pointwise_squares is for one such operand and 16-byte accesses, pointwise_transposed for anything else.
 #pragma once
 #include "layout/transpose_tile.cuh"
 #include "pointwise/kernels.cuh"
 
 namespace rtk {
 
-// Which tile a block has: offsets of its corner in all operands, and how much of it there is in dimensions 0 and 1.
-// Tiles are numbered along dimension 0 first: neighbours write side by side.
+// A block's tile: offsets of its corner in all operands, and how much of it exists in dimensions 0 and 1. Tiles are
+// numbered along dimension 0 first, so that neighbours write adjacent memory.
 struct TileCorner {
     Offsets at;
     i64 width, height;
@@ -43,18 +43,19 @@ struct TiledOperand<A, B, D, 2> {
     using Type = D;
 };
 
-// Blocks on a multiprocessor: what a thread has in flight, its square and as many bytes of every other operand, is in registers.
+// Blocks per SM: the loads of a thread, its square and as many bytes of every other operand, are in registers.
 template <typename X, int kInputs>
 inline constexpr int kSquareBlocks = 
     sizeof(X) == 2 ? (kInputs == 3 ? 2 : 3) : (kInputs == 3 ? 3 : 4);
 
 struct Copy;
 
-// Operand TILED (0: a, 1: b, 2: d), of 2 or 4 bytes, is contiguous in dimension 1, the others and the output in dimension 0, or
-// constant there (`steps` has a bit for each that is not). A block owns a tile of 128 x 128 or 64 x 64 elements. A thread turns
-// a square of 16 x 16 bytes round (layout/transpose_tile.cuh), then computes as many vectors, one of every 16th line of the
-// tile; accesses to the square and to four vectors of each other operand are on their way before it uses the first one. Sizes of dimensions 0 and 1, strides and
-// addresses allow vectors of 16 bytes of TILED, and as many elements of the others. Threads: 256.
+// Operand TILED (0: a, 1: b, 2: d), of 2 or 4 bytes, is contiguous in dimension 1, the others and the output in
+// dimension 0, or constant there (`steps` has a bit for each that is not). A block owns a tile of 128 x 128 or 64 x 64
+// elements. A thread transposes a square of 16 x 16 bytes (layout/transpose_tile.cuh), then computes as many vectors,
+// one of every 16th line of the tile; loads of the square and of four vectors of each other operand are in flight
+// before it uses the first one. Sizes of dimensions 0 and 1, strides and addresses allow vectors of 16 bytes of TILED,
+// and as many elements of the others. Threads: 256.
 template <typename F, typename T, typename O, typename A, typename B, typename D, int TILED>
 __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename TiledOperand<A, B, D, TILED>::Type, F::kInputs>)
     pointwise_squares(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
@@ -75,12 +76,12 @@ __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename Tile
     if constexpr (TILED == 0) load_square<S>(square, a + corner.at.a + high * N * a0 + low * N, a0, rows);
     if constexpr (TILED == 1) load_square<S>(square, b + corner.at.b + high * N * b0 + low * N, b0, rows);
     if constexpr (TILED == 2) load_square<S>(square, d + corner.at.d + high * N * d0 + low * N, d0, rows);
-    // What the tile has is not fetched: a null pointer makes it a number, which the tile's values replace.
+    // The tiled operand is not loaded again: a null pointer makes it a number, which the tile's values replace.
     const A* pa = TILED == 0 || a == nullptr ? nullptr : a + corner.at.a + low * N * a0 + high * a1;
     const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * b0 + high * b1;
     const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * d0 + high * d1;
     Operands<F, T, A, B, D, N> in[N];
-    constexpr int kInFlight = 4;  // lines; eight of 2-byte types take registers of a third block
+    constexpr int kInFlight = 4;  // lines; eight of 2-byte types would take the registers of a third block
     const int lines = low * N < width ? height - high : 0;
     const auto fetch_line = [&](int k) {
         const int line = k * Shape::kAcross;
@@ -112,17 +113,17 @@ __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename Tile
     }
 }
 
-// The part of an operand that a tile has.
+// An operand's part of a tile.
 template <typename A>
 struct TileSource {
     const A* first;  // of the element at the tile's corner
     i64 step0, step1;
 };
 
-// Any number of transposed operands, of any types, sizes and alignment. A block owns a tile of 32 x 64, a thread four elements
-// of dimension 0 by two of 1 to load, eight of dimension 1 to compute. `tiles` has a bit for each transposed operand, tiles_x
-// and tiles_y count tiles of dimensions 0 and 1. Addresses are those of the tile's corner and steps from there: with 64-bit
-// products for each element the kernel would wait for its arithmetic. Threads: 32 x 8.
+// Any number of transposed operands, of any types, sizes and alignment. A block owns a tile of 32 x 64, a thread four
+// elements of dimension 0 by two of 1 to load, eight of dimension 1 to compute. `tiles` has a bit for each transposed
+// operand, tiles_x and tiles_y count tiles of dimensions 0 and 1. Addresses are the tile's corner plus steps: 64-bit
+// products for each element would make the kernel arithmetic-bound. Threads: 32 x 8.
 template <typename F, typename T, typename O, typename A, typename B, typename D>
 __global__ void __launch_bounds__(kPointwiseThreads, 4)
     pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
     if constexpr (kInputs > 2) {
         if (tiles & 4) fill_tile(tile_d, TileSource<D>{d + corner.at.d, d0, d1});
     }
-    // What a tile has is not loaded a second time: a null pointer makes it a number, which the tile's value replaces.
+    // Tiled operands are not loaded again: a null pointer makes each a number, which the tile's value replaces.
     const A* pa = tiles & 1 || a == nullptr ? nullptr : a + corner.at.a + column * a0 + row * a1;
     const B* pb = tiles & 2 || b == nullptr ? nullptr : b + corner.at.b + column * b0 + row * b1;
     const D* pd = tiles & 4 || d == nullptr ? nullptr : d + corner.at.d + column * d0 + row * d1;

@@ -1,6 +1,6 @@
-// Triangles: element (r, c) of each matrix where c - r >= diagonal (UPPER) or <= diagonal, else zero. Elements are bits of
-// type T. The output is dense; strides of the input are those of an element, of a row, of a matrix and of `inner` matrices.
-// A thread owns N consecutive columns, or one. Grid: enough blocks for all of them.
+// Triangles: element (r, c) of each matrix where c - r >= diagonal (UPPER) or <= diagonal, else zero. Elements are
+// moved as bits of type T. The output is dense; strides of the input are those of an element, of a row, of a matrix and
+// of `inner` matrices. A thread owns N consecutive columns, or one. Grid: enough blocks for all of them.
 #include "pointwise/element.cuh"
 
 namespace rtk {
@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(256)
     const i64 per_row = vectors != 0 ? columns / N : columns;
     const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x, count = matrices * rows * per_row;
     if (index >= count) return;
-    // Divisions of 64 bits would take longer than the memory does.
+    // 64-bit divisions would take longer than the memory accesses.
     const bool small = count < (i64{1} << 31);
     const auto quotient = [&](i64 a, i64 b) -> i64 {
         return small ? static_cast<u32>(a) / static_cast<u32>(b) : a / b;

@@ -1,4 +1,4 @@
-// The conversions of common/convert.cuh on arrays, for tests that try every input.
+// The conversions of common/convert.cuh on arrays, for exhaustive tests.
 #include "common/vec.cuh"
 
 namespace rtk {

@@ -1,6 +1,6 @@
-// The end of a matrix product (gemm/epilogue.cuh) on sums that come from memory instead of tensor cores, for tests of it
-// alone: sums [256, COUNT] are those of the 256 threads of two warpgroups, so a block has 128 rows and 2 COUNT columns, and
-// blockIdx.x of them lie above it.
+// The epilogue of a matrix product (gemm/epilogue.cuh) on sums that come from memory instead of tensor cores, to test
+// it alone: sums [256, COUNT] are those of the 256 threads of two warpgroups, so a block has 128 rows and 2 COUNT
+// columns, below those of blockIdx.x other blocks.
 #include "act/activations.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(256, 1)
     }
 }
 
-// out = sums * scale + bias by the copy engine, as the router's logits leave; `times` one after the other through the same
-// memory, each 128 * gridDim.x rows below the one before. kNoOpen and kNoClose plant wrong uses.
+// out = sums * scale + bias by TMA, as the router's logits are stored; `times` times in a row through the same memory,
+// each 128 * gridDim.x rows below the previous one. kNoOpen and kNoClose plant wrong uses.
 inline constexpr int kNoOpen = 1, kNoClose = 2;
 
 template <typename T, int COUNT>

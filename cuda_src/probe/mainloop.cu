@@ -1,6 +1,6 @@
-// A small persistent matrix product from the shared parts alone, for tests of them together: scheduler, pipeline, main loop
-// and epilogue. out[m, n] = scale[n] * sum over k of a[m, k] b[n, k] + bias[n], a [rows, depth], b [columns, depth]. Two
-// consumer warpgroups have 64 of a tile's 128 rows each; one thread of a third asks for the operands.
+// A small persistent matrix product from the shared parts alone, to test them together: scheduler, pipeline, main loop
+// and epilogue. out[m, n] = scale[n] * sum over k of a[m, k] b[n, k] + bias[n], a [rows, depth], b [columns, depth].
+// Two consumer warpgroups own 64 of a tile's 128 rows each; one thread of a third loads the operands.
 #include "common/tile_scheduler.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/mainloop.cuh"

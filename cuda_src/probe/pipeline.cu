@@ -1,6 +1,6 @@
-// Rows of 128 numbers through a pipeline (common/pipeline.cuh), for tests of the pipeline alone: y = 2 x. The first warp
-// produces, by bulk copies if BULK, by plain stores if not; each of the others doubles its part of every row. `fault` plants
-// a wrong use, which the emulator must report.
+// Moves rows of 128 numbers through a pipeline (common/pipeline.cuh), to test the pipeline alone: y = 2 x. The first
+// warp produces, by bulk copies if BULK, otherwise by plain stores; each of the others doubles its part of every row.
+// `fault` plants a wrong use, which the emulator must report.
 #include "common/pipeline.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/tma.cuh"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256) probe_pipeline(const float* x, float* y, 
                 if (fault != kNoCommit) pipeline.commit_warp(state);
             }
         }
-        if (lane == 0) {  // the stages become something else, as where results leave through them
+        if (lane == 0) {  // the stages are reused, as by an epilogue
             if (fault != kNoDrain) pipeline.drain(state);
             for (int stage = 0; stage < STAGES; ++stage) stages[stage][0] = 0.0f;
         }
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(256) probe_pipeline(const float* x, float* y, 
     }
 }
 
-// Where a state is after `first` single steps and then one of `uses`: y[0] its stage, y[1] its phase.
+// The state after `first` single steps and then one of `uses`: y[0] its stage, y[1] its phase.
 template <int STAGES>
 __global__ void probe_pipeline_state(i64* y, i64 first, i64 uses) {
     PipelineState<STAGES> state;

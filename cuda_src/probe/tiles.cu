@@ -1,12 +1,12 @@
-// Counts what the schedulers of common/tile_scheduler.cuh give, for tests of them alone. Each warp of a block walks the
-// block's tiles as a role of a warp-specialised kernel does, at its own pace unless numbers are handed over at the block's
-// barrier. cover [warps, rows, tiles of 8 columns] counts the tiles that have a row, owner [warps, rows] is its group, and
-// log [tiles, 2], of a grid of one block, has (m, n) of tiles in their order.
+// Counts the tiles that the schedulers of common/tile_scheduler.cuh hand out, to test them alone. Each warp of a block
+// goes through the block's tiles as a role of a warp-specialised kernel does, at its own pace unless numbers are handed
+// over at a block-wide barrier. cover [warps, rows, tiles of 8 columns] counts the tiles that contain a row, owner
+// [warps, rows] is its group, and log [tiles, 2], for a grid of one block, has (m, n) of tiles in order.
 #include "common/tile_scheduler.cuh"
 
 namespace rtk {
 
-// tests/support/device_probe.py knows these.
+// Mirrored in tests/support/device_probe.py.
 inline constexpr int kTileM = 16;
 inline constexpr int kTileN = 8;
 inline constexpr int kBand = 4;

@@ -1,4 +1,4 @@
-// Barriers narrower than the block.
+// Barriers of fewer threads than the block.
 #pragma once
 #include "common/abi.cuh"
 

@@ -1,5 +1,5 @@
-// Copies of many bytes by the copy engine, without a tensor map (sm_90 and up). What is loaded arrives at an mbarrier; stores,
-// those of tensor maps too, belong to groups of the thread that asked.
+// TMA bulk copies without a tensor map (sm_90 and up). Loads arrive at an mbarrier; stores, including those with tensor
+// maps, belong to groups of the thread that issued them.
 #pragma once
 #include "ptx/shared.cuh"
 
@@ -12,7 +12,7 @@ RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedA
                  : "memory");
 }
 
-// The same with a policy for L2 (ptx/ldst.cuh).
+// The same with an L2 policy (ptx/ldst.cuh).
 RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedAddress barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -20,7 +20,7 @@ RTK_DEVICE void bulk_load(SharedAddress to, const void* from, u32 bytes, SharedA
         : "memory");
 }
 
-// The other way.
+// Copies in the other direction.
 RTK_DEVICE void bulk_store(void* to, SharedAddress from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
@@ -38,7 +38,8 @@ RTK_DEVICE void bulk_store_wait_read_but() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Adds `bytes` of floats in shared memory to those in global memory, which others may do at the same time; a store as above.
+// Adds `bytes` of floats in shared memory to those in global memory, atomically with respect to other additions; a
+// store as above.
 RTK_DEVICE void bulk_add(void* to, SharedAddress from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
@@ -47,7 +48,7 @@ RTK_DEVICE void bulk_add(void* to, SharedAddress from, u32 bytes) {
 // Waits until this thread's stores have been written.
 RTK_DEVICE void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's accesses to global memory and those of the copy engine for it.
+// Orders this thread's accesses to global memory before those that TMA makes on its behalf.
 RTK_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace rtk::ptx

@@ -5,7 +5,7 @@
 
 namespace rtk::ptx {
 
-// Of this block in its cluster.
+// Rank of this block in its cluster.
 RTK_DEVICE int cluster_rank() {
 #if RTK_HAS_TMA
     u32 rank;
@@ -26,7 +26,7 @@ RTK_DEVICE void cluster_barrier() {
 #endif
 }
 
-// Writes to where `address` is in the shared memory of block `rank` of the cluster.
+// Writes to `address` in the shared memory of block `rank` of the cluster.
 RTK_DEVICE void st_cluster(SharedAddress address, int rank, float value) {
 #if RTK_HAS_TMA
     u32 there;

@@ -15,17 +15,17 @@ RTK_DEVICE void cp_async_16_or_zero(SharedAddress shared, const void* global, bo
                  : "memory");
 }
 
-// The same with the first `bytes` (0 to 16) read and zeros behind them.
+// The same with the first `bytes` (0 to 16) read and zeros after them.
 RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// The same, of a stream: L2 gets all 128 bytes around them.
+// The same, for streaming: L2 prefetches all 128 bytes around them.
 RTK_DEVICE void cp_async_16_stream(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-// 4 bytes, both addresses 4-byte aligned, of which the first `bytes` (0 to 4) are read.
+// 4 bytes, both addresses 4-byte aligned; only the first `bytes` (0 to 4) are read.
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
@@ -57,8 +57,8 @@ RTK_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at an mbarrier (sm_90 and up: ptx/mbarrier.cuh) when all copies of this thread so far are there; the barrier
-// counts it as one of its arrivals.
+// Arrives at an mbarrier (sm_90 and up: ptx/mbarrier.cuh) when all copies of this thread so far have completed; the
+// barrier counts it as one of its arrivals.
 RTK_DEVICE void cp_async_arrive(SharedAddress barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

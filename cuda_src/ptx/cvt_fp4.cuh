@@ -1,4 +1,4 @@
-// Conversions to e2m1 (sm_100a and up), two values a byte, low element first.
+// Conversions to e2m1 (sm_100a and up), two values per byte, low element first.
 #pragma once
 #include "common/abi.cuh"
 

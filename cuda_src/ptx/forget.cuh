@@ -1,28 +1,28 @@
-// What the compiler shall not know, for the sake of registers and addresses. No instructions.
+// Hides values from the compiler, to control registers and addresses. No instructions.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/ldst.cuh"
 
 namespace rtk::ptx {
 
-// Makes the compiler forget how it got these bits, so that it unpacks them again where they are used again instead of
-// keeping the unpacked values in two to four times the registers.
+// Hides the origin of these bits, so that the compiler unpacks them again at each use instead of keeping the unpacked
+// values in two to four times the registers.
 template <int B>
 RTK_DEVICE void forget(Raw<B>& raw) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(raw.w) / sizeof(u32)); ++i) asm volatile("" : "+r"(raw.w[i]));
 }
 
-// The same for a number: what follows from it is worked out where it is used.
+// The same for a number: values derived from it are computed where they are used.
 RTK_DEVICE void forget(u32& number) { asm volatile("" : "+r"(number)); }
 
-// The same for an address: accesses around it are known distances from it, instead of each one's own sum.
+// The same for an address: accesses around it use known offsets, instead of computing each address separately.
 RTK_DEVICE void forget(const u8*& address) { asm volatile("" : "+l"(address)); }
 
-// The same, and not before `known` is: what is loaded from there is not loaded ahead of it.
+// The same, with a dependency on `known`: loads from this address are not moved before it.
 RTK_DEVICE void forget(const u8*& address, float known) { asm volatile("" : "+l"(address) : "f"(known)); }
 
-// A number to be kept in a register, not worked out again where it is used again.
+// A number that is kept in a register, not recomputed at its next use.
 RTK_DEVICE void keep(float& number) {
     u32 bits = __float_as_uint(number);
     asm volatile("" : "+r"(bits));

@@ -1,4 +1,4 @@
-// Integer instructions that the compiler does not find by itself where a factor is the lower half of a 64-bit argument.
+// Integer instructions that the compiler does not find where a factor is the lower half of a 64-bit argument.
 #pragma once
 #include "common/abi.cuh"
 

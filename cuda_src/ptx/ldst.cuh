@@ -15,7 +15,7 @@ struct Raw {
 
 namespace rtk::ptx {
 
-// Read-only data. Volatile, or the compiler may move a load above the null check that guards it.
+// Read-only data. Volatile, because otherwise the compiler may move a load above the null check that guards it.
 template <int B>
 RTK_DEVICE Raw<B> ld_keep(const void* p) {
     Raw<B> r;
@@ -37,7 +37,7 @@ RTK_DEVICE Raw<B> ld_keep(const void* p) {
     return r;
 }
 
-// Policies for L2: lines that it gives up before, or after, all others.
+// L2 policies: lines that it evicts before, or after, all others.
 RTK_DEVICE u64 l2_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -50,8 +50,8 @@ RTK_DEVICE u64 l2_last() {
     return policy;
 }
 
-// That of reads by kernels that write little: `evict_first`, they leave first, so that what others have written can
-// stay. All threads of a launch must agree, or every load has to find out.
+// Policy of reads in kernels that write little: with `evict_first`, these lines are evicted first, so that what others
+// have written can stay. It must be uniform across a launch, otherwise every load has to test it.
 RTK_DEVICE u64 l2_policy(bool evict_first) { return evict_first ? l2_first() : l2_last(); }
 
 // ld_keep of 16 bytes with a policy.
@@ -63,7 +63,7 @@ RTK_DEVICE Raw<16> ld_stream_16(const void* p, u64 policy) {
     return r;
 }
 
-// The same into `r` if `wanted`, which keeps what it has if not: no branch.
+// The same into `r` if `wanted`; otherwise `r` keeps its value. No branch.
 RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64 policy) {
     asm volatile(
         "{\n"
@@ -75,7 +75,7 @@ RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64 poli
         : "l"(p), "l"(policy), "r"(static_cast<u32>(wanted)));
 }
 
-// ld_keep of 4 bytes or of 2 into `word` if `wanted`, which keeps what it has if not: no branch.
+// ld_keep of 4 bytes or of 2 into `word` if `wanted`; otherwise it keeps its value. No branch.
 template <int B>
 RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
     if constexpr (B == 4) {
@@ -93,8 +93,8 @@ RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
     }
 }
 
-// Read-only data used once, by a kernel that writes as well. L2 gives up these lines last, odd as that seems: the kernel is
-// up to 8 % faster, presumably because lines that it wrote make room instead (docs/decisions/common.md).
+// Read-only data used once, by a kernel that also writes. L2 evicts these lines last, odd as that seems: the kernel is
+// up to 8 % faster, presumably because lines that it wrote are evicted instead (docs/decisions/common.md).
 template <int B>
 RTK_DEVICE Raw<B> ld_stream(const void* p) {
     if constexpr (B == 16) {
@@ -128,8 +128,8 @@ RTK_DEVICE void st(void* p, const Raw<B>& r) {
     }
 }
 
-// Store of 4 or 8 bytes of a line whose others come from other blocks at about the same time. L2 gives it up last, so that
-// memory gets it in one piece.
+// Store of 4 or 8 bytes of a line that other blocks complete at about the same time. L2 evicts it last, so that it is
+// written to memory as a whole.
 template <int B>
 RTK_DEVICE void st_last(void* p, const Raw<B>& r) {
     if constexpr (B == 8) {

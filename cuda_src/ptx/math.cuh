@@ -18,7 +18,7 @@ RTK_DEVICE float rcp(float x) {
     return y;
 }
 
-// x with one bit pattern for every zero (+0) and for every NaN (0x7fffffff, what arithmetic makes of any NaN).
+// x with one bit pattern for every zero (+0) and for every NaN (0x7fffffff, the result of arithmetic with any NaN).
 RTK_DEVICE float canonical(float x) {
     float y;
     asm("add.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));

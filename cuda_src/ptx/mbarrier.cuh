@@ -4,12 +4,12 @@
 
 namespace rtk::ptx {
 
-// A phase ends when `arrivals` threads have arrived and all announced bytes have come.
+// A phase ends when `arrivals` threads have arrived and all announced bytes have been copied.
 RTK_DEVICE void mbarrier_init(SharedAddress barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes new barriers visible to the copy engine; other threads need __syncthreads after it.
+// Makes new barriers visible to TMA; other threads need __syncthreads after it.
 RTK_DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 RTK_DEVICE void mbarrier_arrive(SharedAddress barrier) {
@@ -34,7 +34,7 @@ RTK_DEVICE void mbarrier_wait(SharedAddress barrier, u32 parity) {
         : "memory");
 }
 
-// The same without waiting: whether it has ended.
+// Returns whether it has ended, without waiting.
 RTK_DEVICE bool mbarrier_test(SharedAddress barrier, u32 parity) {
     u32 done;
     asm volatile(

@@ -28,7 +28,7 @@ RTK_MMA_F32(mma_m16n8k32_e5m2, "m16n8k32.row.col.f32.e5m2.e5m2.f32")
 #endif
 #undef RTK_MMA_F32
 
-// Of 8 elements: only a[0], a[1] and b[0] of the above.
+// With k = 8: only a[0], a[1] and b[0] of the above.
 #define RTK_MMA_K8_F32(name, instruction)                                                                     \
     RTK_DEVICE void name(float(&d)[4], u32 a0, u32 a1, u32 b) {                                               \
         asm volatile("mma.sync.aligned." instruction " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"          \
@@ -58,7 +58,7 @@ RTK_MMA_S32(mma_m16n8k32_s8, "m16n8k32.row.col.s32.s8.s8.s32")
 RTK_MMA_S32(mma_m16n8k32_s8_u8, "m16n8k32.row.col.s32.s8.u8.s32")
 RTK_MMA_S32(mma_m16n8k32_u8_s8, "m16n8k32.row.col.s32.u8.s8.s32")
 RTK_MMA_S32(mma_m16n8k32_u8, "m16n8k32.row.col.s32.u8.u8.s32")
-// 4-bit operands, eight in a register. Targets from sm_90 on have no such unit and call a slow function.
+// 4-bit operands, eight per register. Targets from sm_90 on have no such unit and call a slow function.
 RTK_MMA_S32(mma_m16n8k64_s4, "m16n8k64.row.col.s32.s4.s4.s32")
 RTK_MMA_S32(mma_m16n8k64_s4_u4, "m16n8k64.row.col.s32.s4.u4.s32")
 RTK_MMA_S32(mma_m16n8k64_u4_s4, "m16n8k64.row.col.s32.u4.s4.s32")

@@ -1,7 +1,7 @@
-// Tensor-core products of one warp whose operands have scales for blocks of k (sm_120a): d += (a * scale_a) * (b * scale_b).
-// Registers of a, b and d are those of ptx/mma.cuh. A scale is one byte; a product takes kVector of them for each row of a and
-// each column of b, bytes `byte` ... of a word: that of row g + 8r is in lane 4g + 2 * pair_a + r, that of column g in lane
-// 4g + lane_b. So lane 4g + t has the word of row 8t + g of 32 rows, which are two products (pair_a) or four (lane_b).
+// Tensor-core products of one warp with block scales along k (sm_120a): d += (a * scale_a) * (b * scale_b). Registers
+// of a, b and d are those of ptx/mma.cuh. A scale is one byte; a product takes kVector of them per row of a and column
+// of b, bytes `byte` ... of a word: that of row g + 8r is in lane 4g + 2 * pair_a + r, that of column g in lane 4g +
+// lane_b. So lane 4g + t holds the word of row 8t + g of 32 rows, which serve two products (pair_a) or four (lane_b).
 #pragma once
 #include "common/abi.cuh"
 

@@ -4,7 +4,7 @@
 
 namespace rtk::ptx {
 
-// v * 0 + v: what is finite stays, everything else becomes NaN.
+// v * 0 + v: finite values stay, everything else becomes NaN.
 RTK_DEVICE u32 finite_or_nan_bf16x2(u32 v) {
     u32 out;
     asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(out) : "r"(v), "r"(0));
@@ -28,7 +28,7 @@ RTK_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
     return out;
 }
 
-// The larger magnitudes, with signs that mean nothing; where one is NaN, the other (sm_86 and up).
+// The larger magnitudes, with arbitrary signs; where one is NaN, the other (sm_86 and up).
 RTK_DEVICE u32 max_magnitudes_bf16x2(u32 a, u32 b) {
     u32 out;
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -59,7 +59,7 @@ RTK_DEVICE u32 max_nan_f16x2(u32 a, u32 b) {
     return out;
 }
 
-// a * b + c, one rounding. Subnormal numbers are numbers.
+// a * b + c, one rounding. Subnormals are kept.
 RTK_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 out;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));

@@ -1,10 +1,10 @@
-// Overlap of dependent kernels in one stream (sm_90 and up; nothing happens elsewhere or without the launch attribute).
+// Overlap of dependent kernels in one stream (sm_90 and up; a no-op elsewhere or without the launch attribute).
 #pragma once
 #include "common/abi.cuh"
 
 namespace rtk::ptx {
 
-// Lets the next kernel of the stream start as soon as all blocks of this one have said so or ended.
+// Lets the next kernel of the stream start as soon as all blocks of this one have called it or ended.
 RTK_DEVICE void launch_dependents() {
 #if RTK_HAS_TMA
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,10 +1,10 @@
-// Registers that pass between warpgroups of a block (sm_90a; elsewhere all keep what they have).
+// Moves registers between warpgroups of a block (sm_90a; elsewhere a no-op).
 #pragma once
 #include "common/abi.cuh"
 
 namespace rtk::ptx {
 
-// The threads of this warpgroup keep kCount registers each, and give the others back; a multiple of 8.
+// The threads of this warpgroup keep kCount registers each, a multiple of 8, and release the others.
 template <int kCount>
 RTK_DEVICE void registers_give() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,10 +1,10 @@
-// Shared memory by its own 32-bit addresses: cheaper to keep and to advance than generic pointers.
+// Shared memory accessed by 32-bit addresses: cheaper to keep and to advance than generic pointers.
 #pragma once
 #include "ptx/ldst.cuh"
 
 namespace rtk::ptx {
 
-using SharedAddress = u32;  // the host emulator has a pointer here: add byte offsets to it, nothing else
+using SharedAddress = u32;  // the host emulator has a pointer here: only add byte offsets to it
 
 RTK_DEVICE SharedAddress shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -52,7 +52,7 @@ RTK_DEVICE void st_shared_16(SharedAddress address, const Raw<16>& r) {
                  : "memory");
 }
 
-// What these bytes are does not matter, although they will be read. Costs nothing; the emulator fills them.
+// Declares that these bytes may be uninitialised although they will be read. Costs nothing; the emulator fills them.
 RTK_DEVICE void leave_undefined(SharedAddress, u32) {}
 
 }  // namespace rtk::ptx

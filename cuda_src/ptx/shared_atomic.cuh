@@ -4,7 +4,7 @@
 
 namespace rtk::ptx {
 
-// The larger of what is there and v.
+// Raises the word to v if v is larger.
 RTK_DEVICE void shared_max(SharedAddress word, u32 v) {
     asm volatile("red.relaxed.cta.shared::cta.max.u32 [%0], %1;" ::"r"(word), "r"(v) : "memory");
 }

@@ -1,4 +1,4 @@
-// The bulk copy engine (sm_90 and up), for boxes of a tensor. One thread asks; the bytes arrive at an mbarrier.
+// TMA copies of boxes of a tensor (sm_90 and up). One thread issues them; the bytes arrive at an mbarrier.
 #pragma once
 #include "ptx/bulk.cuh"
 
@@ -13,8 +13,8 @@ RTK_DEVICE void tma_prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the map's box at (column, row), in elements, to shared memory. What lies outside of the tensor becomes 0;
-// the bytes of the whole box are counted.
+// Copies the map's box at (column, row), in elements, to shared memory. Elements outside of the tensor become 0; the
+// bytes of the whole box are counted.
 RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -22,7 +22,7 @@ RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
-// The same with a policy for L2 (ptx/ldst.cuh).
+// The same with an L2 policy (ptx/ldst.cuh).
 RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row,
                             u64 policy) {
     asm volatile(
@@ -50,7 +50,7 @@ RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
-// The other way, from shared memory to the map's box at (column, row); what lies outside of the tensor is left out.
+// Stores from shared memory to the map's box at (column, row); elements outside of the tensor are skipped.
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
                  "r"(column), "r"(row), "r"(from)
@@ -69,7 +69,7 @@ RTK_DEVICE void tma_store_4d(const TensorMap& map, SharedAddress from, i32 first
                  : "memory");
 }
 
-// Adds to what is there, in the map's type.
+// Adds to the previous contents, in the map's type.
 RTK_DEVICE void tma_add_3d(const TensorMap& map, SharedAddress from, i32 first, i32 second, i32 third) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
                  "r"(first), "r"(second), "r"(third), "r"(from)
@@ -94,7 +94,7 @@ RTK_DEVICE void tma_load_5d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
-// Makes this thread's ordinary writes to shared memory visible to the copy engine and to wgmma; then comes a barrier.
+// Makes this thread's ordinary writes to shared memory visible to TMA and to wgmma; to be followed by a barrier.
 RTK_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace rtk::ptx

@@ -11,8 +11,8 @@
 
 namespace rtk::ptx {
 
-// A matrix of 16-bit elements in rows of 128 bytes, with the 128-byte swizzle, groups of 8 rows 1024 bytes apart. `next` is
-// how many bytes lie between 64 columns and the next, where rows are longer. 16 bytes further is + 1.
+// Descriptor of a matrix of 16-bit elements in rows of 128 bytes, with the 128-byte swizzle, groups of 8 rows 1024
+// bytes apart. `next`: bytes from 64 columns to the next 64, where rows are longer. + 1 is 16 bytes further.
 RTK_DEVICE u64 matrix_descriptor(SharedAddress address, u32 next) {
     return (address & 0x3ffffu) >> 4 | static_cast<u64>(next >> 4) << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -20,8 +20,8 @@ RTK_DEVICE u64 matrix_descriptor(SharedAddress address, u32 next) {
 // Orders earlier accesses to the registers before the products that follow.
 RTK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Has these registers written here, before the fence that follows; otherwise the compiler may convert operands between
-// the products, and the products then wait for each other.
+// Forces these registers to be written here, before the fence that follows; otherwise the compiler may convert operands
+// between the products, and the products then wait for each other.
 template <int N>
 RTK_DEVICE void wgmma_pin(u32 (&registers)[N]) {
 #pragma unroll
@@ -36,7 +36,7 @@ RTK_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Sums of a product with n columns are n / 2 registers, named here in groups of 16.
+// Accumulators of a product with n columns are n / 2 registers, named here in groups of 16.
 #define RTK_WGMMA_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define RTK_WGMMA_NAMES_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define RTK_WGMMA_NAMES_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -66,7 +66,7 @@ RTK_DEVICE void wgmma_wait() {
 #define RTK_WGMMA_SUMS_TO_128 RTK_WGMMA_SUMS_TO_112, RTK_WGMMA_SUMS_16(112)
 
 // Both operands in shared memory, a with rows of k, b with rows of k or (kAcross) of n; gemm/operand.cuh has the
-// descriptors. `add` 0 starts from zero. The macro's numbers are those of the operands behind the sums.
+// descriptors. `add` 0 starts from zero. The macro's numbers are those of the operands after the accumulators.
 #define RTK_WGMMA_SHARED(type, n, sums, a_operand, b_operand, add_operand, across_operand)                  \
     asm volatile(                                                                                           \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %" add_operand ", 0;\n"                                          \

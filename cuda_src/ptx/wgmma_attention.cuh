@@ -1,12 +1,12 @@
-// More products of a warpgroup, for attention; sm_90a only. Operands, sums and waits are those of ptx/wgmma.cuh; here are all
-// widths that attention wants, both operands may lie across (rows of memory are those of the summed dimension), and the
-// first one may come from registers.
+// More products of a warpgroup, for attention; sm_90a only. Operands, accumulators and waits are those of
+// ptx/wgmma.cuh; here are all widths that attention needs. Both operands may be transposed (rows of memory are those of
+// the summed dimension), and the first one may come from registers.
 #pragma once
 #include "ptx/wgmma.cuh"
 
 namespace rtk::ptx {
 
-// Sums of a product, named in groups of 8; the operands behind them are the macro's numbers.
+// Accumulators of a product, named in groups of 8; the operands after them are the macro's numbers.
 #define RTK_WGMMA_EIGHT_0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define RTK_WGMMA_EIGHT_1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define RTK_WGMMA_EIGHT_2 "%16, %17, %18, %19, %20, %21, %22, %23"
@@ -109,8 +109,8 @@ RTK_WGMMA_RS_OF("128", 64, "64", "65", "66", "67", "68", "69", "70")
 RTK_WGMMA_RS_OF("192", 96, "96", "97", "98", "99", "100", "101", "102")
 RTK_WGMMA_RS_OF("256", 128, "128", "129", "130", "131", "132", "133", "134")
 
-// wgmma_rs_codes: 8-bit operands, a in registers (bytes 4t.. + 3 of k, then those 16 further, of row g and g + 8 as above), b with rows
-// of n. Sums of e4m3 keep about 14 bits while they are added; u8 by s8 is exact.
+// wgmma_rs_codes: 8-bit operands, a in registers (bytes 4t.. + 3 of k, then those 16 further, of row g and g + 8 as
+// above), b with rows of n. e4m3 accumulation keeps about 14 bits; u8 by s8 is exact.
 #define RTK_WGMMA_CODES_8(constraint, i)                                                                                 \
     constraint(d[i + 0]), constraint(d[i + 1]), constraint(d[i + 2]), constraint(d[i + 3]), constraint(d[i + 4]),          \
         constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7])

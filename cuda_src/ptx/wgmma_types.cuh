@@ -1,8 +1,8 @@
-// Matrix products of a warpgroup for all types of operands, both in shared memory, with 64, 128 or 256 columns; sm_90a only.
-// Sums lie and behave as in ptx/wgmma.cuh, whose fence, commit and wait go with these.
+// Matrix products of a warpgroup for all types of operands, both in shared memory, with 64, 128 or 256 columns; sm_90a
+// only. Accumulators have the layout of ptx/wgmma.cuh, whose fence, commit and wait go with these.
 //
-// An instruction takes 32 bytes of k: 16 of 16-bit elements, 32 of 8-bit ones. 16-bit operands may lie across, with rows of m
-// or n (gemm/operand.cuh has the descriptors). Sums of fp8 keep about 14 bits while they are added; those of integers are
+// An instruction takes 32 bytes of k: 16 of 16-bit elements, 32 of 8-bit ones. 16-bit operands may be transposed, with
+// rows of m or n (gemm/operand.cuh has the descriptors). fp8 accumulation keeps about 14 bits; integer accumulation is
 // exact.
 #pragma once
 #include "ptx/wgmma.cuh"
@@ -37,7 +37,7 @@ namespace rtk::ptx {
         : RTK_WGMMA_REGISTERS_##sums(constraint)                                                            \
         : "l"(a), "l"(b), "r"(add))
 
-// The flags of 16-bit products: no negation, then whether a and b lie across.
+// The flags of 16-bit products: no negation, then whether a and b are transposed.
 #define RTK_WGMMA_16_BITS(n, sums, type, ...)                                                          \
     if constexpr (kAcrossA && kAcrossB) {                                                              \
         RTK_WGMMA_TYPED(n, sums, "+f", __VA_ARGS__, "k16.f32." type "." type, ", 1, 1, 1, 1");         \

@@ -1,12 +1,12 @@
-// e4m3 with given scales per column of z = x * column_factor * row_factor, codes transposed: q_t [cols, rows_out], rows past
-// the last one being zeros. Either factor may be absent. Recipe: common/fp8_scale.cuh. Tiles: quant/tile.cuh.
+// Quantises z = x * column_factor * row_factor to e4m3 with given scales per column, codes transposed: q_t [cols,
+// rows_out], zeros past the last row. Either factor may be absent. Recipe: common/fp8_scale.cuh. Tiles: quant/tile.cuh.
 #include "ptx/pdl.cuh"
 #include "quant/tile.cuh"
 
 namespace rtk {
 
-// x [rows, x_cols] can be read 16 bytes at a time; the first `cols` columns count. One block per tile, numbered along the
-// columns first. `scale` may be written by the kernel before.
+// x [rows, x_cols] can be read 16 bytes at a time; only the first `cols` columns are used. One block per tile, numbered
+// along the columns first. `scale` may be written by the previous kernel.
 template <typename T>
 __global__ void __launch_bounds__(Tile<16 / sizeof(T)>::kThreads)
     quantize_fp8_channel(const T* x, const float* row_factor, const float* column_factor, const float* scale, e4m3* q_t,

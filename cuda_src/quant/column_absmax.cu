@@ -10,7 +10,8 @@ namespace rtk {
 
 inline constexpr int kAbsmaxWarps = 8;
 
-// The maxima of VEC columns from `column` on, over rows first, first + kAbsmaxWarps, ... below `end`, to `max_abs`.
+// Collects the maxima of VEC columns from `column` on, over rows first, first + kAbsmaxWarps, ... below `end`, in
+// `max_abs`.
 template <int VEC, typename T>
 RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const float* column_factor, i64 first, i64 end,
                                   i64 stride, i64 column, u64 policy, float (&max_abs)[VEC]) {
@@ -50,7 +51,7 @@ RTK_DEVICE void absmax_of_columns(const T* x, const float* row_factor, const flo
                 float factor[1] = {1.0f}, v[VEC];
                 if (row_factor != nullptr && here < end) load_keep<float, 1>(row_factor + here, factor);
                 unpack<T, VEC>(raw[k], v);
-                // Rows that do not exist are zeros here, whatever the column's factor is.
+                // Rows that do not exist count as zeros, whatever the column's factor is.
 #pragma unroll
                 for (int i = 0; i < VEC; ++i)
                     if (here < end) max_abs[i] = max_finite(max_abs[i], v[i] * times[i] * factor[0]);
@@ -85,7 +86,7 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
     if (column < cols)
         absmax_of_columns<VEC>(x, row_factor, column_factor, first + warp, min(first + rows_per_block, rows), stride,
                                column, policy, max_abs);
-    // Number i of a lane in line i: lanes are neighbours there.
+    // Number i of a lane goes to line i, where lanes are adjacent.
 #pragma unroll
     for (int i = 0; i < VEC; ++i) shared[(warp * VEC + i) * kWarp + lane] = max_abs[i];
     __syncthreads();
@@ -99,7 +100,7 @@ RTK_DEVICE void absmax_block(const T* x, const float* row_factor, const float* c
 }
 
 // Blocks are numbered along the columns first; `partial` has one row per split of the rows. `aligned16`: rows allow
-// accesses of 16 bytes. `evict_first`: they should leave L2 first.
+// 16-byte accesses. `evict_first`: L2 should evict them first.
 template <typename T>
 __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     column_absmax(const T* x, const float* row_factor, const float* column_factor, float* partial, i64 rows, i64 cols,
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kAbsmaxWarps* kWarp)
     }
 }
 
-// What column_max makes of a maximum.
+// What column_max computes from a maximum.
 struct AbsMax {
     RTK_DEVICE static float of(float max_abs, bool) { return max_abs; }
 };

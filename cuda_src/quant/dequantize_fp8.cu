@@ -1,4 +1,4 @@
-// Back from fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
+// Dequantises fp8: q * scale in fp32, rounded once to the output type. Outputs are dense.
 #include "quant/fp8_transposed.cuh"
 #include "common/row_slices.cuh"
 

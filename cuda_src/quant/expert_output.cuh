@@ -1,4 +1,4 @@
-// Where the codes and scales of rows sorted by expert go, tile by tile.
+// Destinations of the codes and scales of rows sorted by expert, tile by tile.
 #pragma once
 #include "quant/experts.cuh"
 #include "quant/tile_quantize.cuh"

@@ -1,4 +1,4 @@
-// Tiles of 128 x 128 that never hold rows of two experts, and where their codes and scales go.
+// Tiles of 128 x 128 that never span two experts, and the destinations of their codes and scales.
 #pragma once
 #include "common/pressure.cuh"
 #include "quant/experts.cuh"
@@ -45,8 +45,9 @@ struct TilePlaces {
     }
 };
 
-// Where the codes of a matrix [rows, cols] go; either half may be missing. Within an expert, scales of rows lie by
-// rows, or by groups if `by_group`; transposed codes and their scales lie as for a matrix of the expert's rows alone.
+// Destinations of the codes of a matrix [rows, cols]; either half may be missing. Within an expert, row scales are
+// stored by rows, or by groups if `by_group`; transposed codes and their scales are stored as for a matrix of the
+// expert's rows alone.
 struct Quantized {
     e4m3* q;
     float* scale;
@@ -59,7 +60,7 @@ struct Quantized {
     u32 start_t = 0, pitch_t = 0;    // first row and rows of the expert in q_t where these are padded; pitch_t is 0 if not
 };
 
-// There is room for the most row blocks that the rows can make; the scales of those that there are not are 0.
+// There is room for the largest number of row blocks that the rows can form; unused ones get scale 0.
 RTK_DEVICE void clear_scales(const TilePlaces& places, i64 row_blocks, i64 cols, float* scale_t) {
     if (scale_t == nullptr) return;
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;

@@ -1,11 +1,11 @@
-// Rows sorted by expert, cut into blocks of 128 that never hold rows of two experts. How many rows each expert has is
-// known on the device only; every block of a persistent grid works out where they begin.
+// Rows sorted by expert, cut into blocks of 128 that never span two experts. The number of rows per expert is known on
+// the device only; every block of a persistent grid computes where they begin.
 #pragma once
 #include "quant/tile.cuh"
 
 namespace rtk {
 
-// Where one block of rows lies.
+// Position of one block of rows.
 struct ExpertRows {
     u32 first_row;   // of the expert
     u32 rows;        // of the expert
@@ -21,9 +21,9 @@ struct ExpertTable {
 
     ExpertTable() = default;
 
-    // `memory`: (experts + 1) entries of shared memory. `counts`: rows of each expert, of `width` bytes each; of width 0,
-    // the first row of each expert and the last one's end, 4 bytes each. Negative counts are 0, and experts end at row
-    // `rows` at the latest. The whole block calls; two barriers.
+    // `memory`: (experts + 1) entries of shared memory. `counts`: rows of each expert, of `width` bytes each; with
+    // width 0, the first row of each expert and the last one's end, 4 bytes each. Negative counts count as 0, and
+    // experts end at row `rows` at the latest. The whole block calls this; two barriers.
     RTK_DEVICE ExpertTable(void* memory, const void* counts, i64 width, i64 count, i64 rows)
         : entry(static_cast<Entry*>(memory)), experts(static_cast<int>(count)) {
         const u32 limit = static_cast<u32>(rows);
@@ -63,7 +63,7 @@ struct ExpertTable {
         return {found.row, entry[expert + 1].row - found.row, (block - found.block) * kTileSide};
     }
 
-    // The expert of a row, with the rows above that one; `row` must be less than the last expert's end.
+    // The rows of the expert that owns `row`, and how many of them precede it; `row` must be below the last expert's end.
     RTK_DEVICE ExpertRows of_row(u32 row) const {
         const int expert = last([&](int e) { return entry[e].row <= row; });
         const u32 first = entry[expert].row;
@@ -71,7 +71,7 @@ struct ExpertTable {
     }
 
    private:
-    // The last expert for which that is true, or 0. It is true for no expert after one for which it is not.
+    // The last expert that satisfies the predicate, or 0. The predicate must be monotonic: once false, it stays false.
     template <typename Condition>
     RTK_DEVICE int last(const Condition& condition) const {
         int low = 0, high = experts;

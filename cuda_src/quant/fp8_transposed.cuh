@@ -1,6 +1,6 @@
-// The tile that the way back from transposed codes works on. One warp owns 128 rows of 4 * N columns; a lane owns 16 rows
-// (its strip) of N columns: it reads or writes N columns of a row of the matrix in one access, and 16 rows of a column
-// of the transposed codes in one. So the transposition happens inside lanes, without shared memory.
+// The tile of the dequantisation of transposed codes. One warp owns 128 rows of 4 * N columns; a lane owns 16 rows (its
+// strip) of N columns: it reads or writes N columns of a row of the matrix in one access, and 16 rows of a column of
+// the transposed codes in one. So the transposition happens within lanes, without shared memory.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -30,7 +30,7 @@ struct TransposedTile {
     }
 };
 
-// N elements of which `count` exist. `whole`: all or none do, and the address allows one access.
+// N elements; `count` of them exist. `whole`: all or none do, and the address allows one access.
 template <typename T, int N>
 RTK_DEVICE Raw<sizeof(T) * N> load_part(const T* p, int count, bool whole) {
     Raw<sizeof(T) * N> raw;

@@ -1,7 +1,7 @@
 // The Walsh-Hadamard transform of blocks of 32 to 256 neighbouring elements, in natural order: z = H x, H[i][j] =
-// (-1)^(number of common set bits of i and j), before normalisation. A thread holds eight neighbouring elements, and 4 to
-// 32 neighbouring lanes a block: stages 1, 2, 4 are within threads, the others exchange between lanes. Each stage is one fp32
-// addition or subtraction per element, so every implementation with this order of stages gives the same bits.
+// (-1)^(number of common set bits of i and j), before normalisation. A thread holds eight neighbouring elements, and 4
+// to 32 neighbouring lanes a block: stages 1, 2, 4 are within threads, the others exchange between lanes. Each stage is
+// one fp32 addition or subtraction per element, so every implementation with this order of stages gives the same bits.
 #pragma once
 #include "common/vec.cuh"
 
@@ -9,7 +9,7 @@ namespace rtk {
 
 inline constexpr int kHadamardElements = 8;
 
-// `lanes`: block / 8. The whole warp calls.
+// `lanes`: block / 8. The whole warp calls this.
 RTK_DEVICE void hadamard_block(float (&v)[kHadamardElements], int lanes) {
 #pragma unroll
     for (int half = 1; half < kHadamardElements; half *= 2)

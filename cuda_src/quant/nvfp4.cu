@@ -1,9 +1,9 @@
-// NVFP4 and MX formats (common/block_formats.cuh): quantise rows, find the amax of a tensor, and give values back.
+// NVFP4 and MX formats (common/block_formats.cuh): quantises rows, finds the amax of a tensor, and dequantises.
 //
-// A thread owns 16 consecutive columns of a row at a time: a block of NVFP4, or half a block of MX, whose other half has the
-// next lane. Threads are numbered along rows, `blocks` of them in each; a grid may have fewer, which then work on several and ask
-// for the next values before they work on those that have come. With swizzled scales there are numbers for the rows and
-// blocks that fill up the last tile of 128 x 4, for which zeros are written.
+// A thread owns 16 consecutive columns of a row at a time: a block of NVFP4, or half a block of MX, with the other half
+// in the next lane. Threads are numbered along rows, `blocks` of them per row; a smaller grid loops, and loads the next
+// values before it works on those that have arrived. With swizzled scales, threads are also numbered for the rows and
+// blocks that pad the last tile of 128 x 4; these write zeros.
 #include "common/block_formats.cuh"
 #include "common/reduce.cuh"
 #include "common/row_elements.cuh"
@@ -14,13 +14,14 @@ inline constexpr int kNvfp4 = 0, kMxfp4 = 1, kMxfp8 = 2;                        
 inline constexpr i64 kAligned16 = 1, kSwizzled = 2, kChannelFp32 = 4, kE5m2 = 8, kRoundUp = 16;  // flags
 inline constexpr i64 kWholeCodes = 32, kDenseRows = 64;
 
-// Where N values are.
+// Position of N values.
 template <int N>
 struct Place {
     i64 row, column;
     int valid;
 
-    // `number`: of the values; `blocks` of them in a row. `divisor`: runtime/layout.py, or 0 for numbers of 2^31 and more.
+    // `number`: index of the values; `blocks` of them per row. `divisor`: runtime/layout.py, or 0 for numbers of 2^31
+    // and more.
     RTK_DEVICE Place(i64 number, i64 rows, i64 cols, i64 blocks, i64 divisor) {
         row = divisor != 0 ? divided(static_cast<u32>(number), divisor) : number / blocks;
         column = (number - row * blocks) * N;
@@ -28,7 +29,7 @@ struct Place {
     }
 };
 
-// Asked for, in rows of 16-byte units.
+// Loads them, in rows of 16-byte units.
 template <typename T>
 RTK_DEVICE void ask_sixteen(Asked<T, 16>& asked, const Place<16>& own, const T* x, i64 x_stride, i64 flags, u64 policy) {
     asked.ask((flags & kAligned16) != 0, x + own.row * x_stride + own.column, own.valid, policy);
@@ -56,7 +57,8 @@ RTK_DEVICE float take_sixteen(const Asked<T, 16>& asked, const Place<16>& own, c
 
 RTK_DEVICE i64 own_number() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// Raises *amax, bits of a float that is not negative, to the largest finite magnitude. Its order does not matter.
+// Raises *amax, the bits of a non-negative float, to the largest finite magnitude. The order of updates does not
+// matter.
 template <typename T>
 __global__ void __launch_bounds__(256) tensor_amax(const T* x, const void* channel_scale, u32* amax, i64 rows, i64 cols,
                                                    i64 blocks, i64 x_stride, i64 divisor, i64 flags) {
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(256) tensor_amax(const T* x, const void* chann
     if (threadIdx.x == 0 && largest > 0.0f) atomicMax(amax, __float_as_uint(largest));
 }
 
-// 16 values as fp8 codes.
+// Quantises 16 values to fp8.
 template <typename F8>
 RTK_DEVICE void store_codes(u8* out, const float (&v)[16], float inverse, int valid, bool aligned16) {
     float scaled[16];
@@ -95,9 +97,9 @@ RTK_DEVICE void store_fp4(u8* out, const u32 (&words)[2], int valid, bool aligne
         if (i < valid) out[i / 2] = static_cast<u8>(words[i / 8] >> (i % 8 * 4));
 }
 
-// NVFP4 of dense 16-bit rows of whole blocks, codes rounded to nearest even by scales rounded to nearest or up: nearly every
-// call. Threads take blocks of 16 numbers in the order of memory, so there are no rows but for the place of swizzled scales
-// (`blocks_of_row` of them, `divisor`: runtime/layout.py), of which none is padding. g as below.
+// NVFP4 of dense 16-bit rows of whole blocks, codes rounded to nearest even by scales rounded to nearest or up: nearly
+// every call. Threads take blocks of 16 numbers in memory order, so rows matter only for the positions of swizzled
+// scales (`blocks_of_row` per row, `divisor`: runtime/layout.py); there is no padding. g as below.
 template <typename T>
 __global__ void __launch_bounds__(256, 5)
     quantize_dense(const T* x, const float* global_scale, const u32* amax, u8* out, u8* scales, float* global_out, i64 count,
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(256, 5)
     }
 }
 
-// g: *global_scale, or from *amax, or the number; it is written to global_out if there is one.
+// g: *global_scale, or from *amax, or the given number; it is written to global_out if that is not null.
 template <typename T, int FORMAT>
 __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 4)
     quantize_blocks(const T* x, const void* channel_scale, const float* global_scale, const u32* amax, u8* out, u8* scales,
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 
         const Place<16> own = place_of(thread);
         float v[16];
         const float largest = take_sixteen(next, own, x, channel_scale, x_stride, flags, v);
-        ask_sixteen(next, place_of(thread + step), x, x_stride, flags, policy);  // nothing behind the last
+        ask_sixteen(next, place_of(thread + step), x, x_stride, flags, policy);  // nothing after the last
         const i64 at = own.row * cols + own.column;  // elements before this thread's
         u32 scale = 0u;
         if constexpr (kNv) {
@@ -206,9 +208,9 @@ __global__ void __launch_bounds__(256, sizeof(T) == 4 || FORMAT == kNvfp4 ? 3 : 
     }
 }
 
-// The values: 8 of a row in each thread at a time, so that neighbours write neighbouring 16 bytes of a 16-bit T, and kStretches
-// of these, 256 threads apart, whose codes are all asked for before the first is used.
-// `kDenseRows`: rows of whole blocks one behind the other, so that there is nothing to be known of them.
+// Dequantises: 8 elements of a row per thread at a time, so that neighbours write neighbouring 16 bytes of a 16-bit T,
+// and kStretches of these, 256 threads apart; all codes are loaded before the first is used. `kDenseRows`: rows of
+// whole blocks without gaps, so that row boundaries do not matter.
 inline constexpr int kStretches = 2;
 
 template <typename T>

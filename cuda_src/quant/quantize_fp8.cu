@@ -9,8 +9,8 @@
 
 namespace rtk {
 
-// Per block, the largest finite magnitude of what it read: `partial` [gridDim.x]. Reads only, so a thread keeps twice as
-// many loads under way as in the kernels that also write.
+// Per block, the largest finite magnitude that it read: `partial` [gridDim.x]. Reads only, so a thread keeps twice as
+// many loads in flight as in the kernels that also write.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256, 4)
     fp8_tensor_amax(const T* x, float* partial, i64 rows, i64 cols, i64 x_stride, i64 threads_per_row,
@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(256, 4)
     if (threadIdx.x == 0) partial[blockIdx.x] = amax;
 }
 
-// One scale for all. Without `partial` it is read from `scale`; with it, every block works it out from the `partials`
-// numbers of fp8_tensor_amax, and the first one stores it. Slices are walked from the end: the pass before read the end
-// last, so that part of x is still in L2.
+// One scale for all. Without `partial` it is read from `scale`; with it, every block computes it from the `partials`
+// numbers of fp8_tensor_amax, and the first one stores it. Slices are processed from the end: the previous pass read
+// the end last, so that part of x is still in L2.
 template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 5)
     quantize_fp8_tensor(const T* x, float* scale, const float* partial, F8* q, i64 rows, i64 cols, i64 x_stride,
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256, 5)
     const RowSlices<VEC> slices(rows, cols, threads_per_row, slices_per_row);
     Raw<sizeof(T) * VEC> raw[slices.kInFlight];
     i64 run = slices.count - 1 - slices.first;
-    if (run >= 0) slices.load(run, x, x_stride, raw);  // under way while the scale arrives
+    if (run >= 0) slices.load(run, x, x_stride, raw);  // in flight while the scale arrives
     float shared_scale;
     if (partial == nullptr) {
         shared_scale = *scale;
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(256, 5)
     }
 }
 
-// One scale for all of a small dense tensor, in one launch: every block reads all of x for the largest magnitude, from L2
-// but for the first time, and writes the codes of its own 16 bytes a thread; the first one stores the scale. Two
-// launches would take longer than the reading.
+// One scale for all of a small dense tensor, in one launch: every block reads all of x for the largest magnitude, from
+// L2 except for the first time, and writes the codes of its own 16 bytes per thread; the first one stores the scale.
+// Two launches would take longer than the redundant reads.
 template <typename T, typename F8>
 __global__ void __launch_bounds__(1024, 1)
     quantize_fp8_tensor_small(const T* x, F8* q, float* scale, i64 vectors, i64 pow2) {

@@ -7,13 +7,13 @@
 //     q_t      [cols, c], from element s * cols on
 //     scale_t  rows b .. of [row_blocks, cols]; rows past the last block are 0
 //
-// A persistent grid; q or q_t is null if not wanted.
+// A persistent grid; q or q_t is null if not needed.
 #include "quant/expert_output.cuh"
 #include "quant/tile_quantize.cuh"
 
 namespace rtk {
 
-// One tile, worked out by one thread and kept in shared memory, where it costs no registers.
+// One tile, computed by one thread and kept in shared memory, where it costs no registers.
 template <typename T, typename F8>
 struct ExpertTile {
     const T* x;

@@ -1,5 +1,5 @@
-// What quant/quantize_fp8_experts.cu does, with transposed codes among the results and for many tiles, for sm_90: up to two
-// tiles are on their way by the copy engine, and warps do not wait for each other at barriers (quant/tile_patch.cuh).
+// The computation of quant/quantize_fp8_experts.cu with transposed codes among the results and for many tiles, for
+// sm_90: up to two tiles are in flight by TMA, and warps do not wait for each other at barriers (quant/tile_patch.cuh).
 //
 // The tensor map has boxes of 16 rows by 128 columns. cols is a multiple of 8.
 #include "common/vec.cuh"

@@ -1,5 +1,6 @@
-// fp8 of tensors whose rows allow no 16-byte accesses, for every granularity and every type, and back. Recipe:
-// common/fp8_scale.cuh. The results have the bits of the other kernels: a scale depends on nothing but a maximum.
+// fp8 quantisation, and back, of tensors whose rows allow no 16-byte accesses, for every granularity and every type.
+// Recipe: common/fp8_scale.cuh. The results have the same bits as those of the other kernels, because a scale depends
+// only on a maximum.
 //
 // `type` is that of common/any_type.cuh; `large_range`: codes are e5m2, else e4m3.
 #include "common/amax.cuh"
@@ -18,14 +19,15 @@ RTK_DEVICE Raw<1> code_any(float value, bool large_range, float inverse) {
     return large_range ? quantized<e5m2>(v, inverse) : quantized<e4m3>(v, inverse);
 }
 
-// x is cut into `units` of unit_rows x unit_cols, `units_across` of them side by side, that have a scale each. A group of
-// threads (RowGroup) reads its unit twice: for the maximum, and for codes in q [rows, cols] and q_t [cols, rows], each if not
-// null. `lanes` threads of it lie side by side in a row of the unit. The scale of unit (i, j) goes to
-// scale[i * scale_row + j * scale_column].
+// x is cut into `units` of unit_rows x unit_cols, `units_across` of them side by side, with one scale each. A group of
+// threads (RowGroup) reads its unit twice: for the maximum, and for codes in q [rows, cols] and q_t [cols, rows], each
+// if not null. `lanes` of its threads are adjacent in a row of the unit. The scale of unit (i, j) goes to scale[i *
+// scale_row + j * scale_column].
 //
-// `amax_only`: the largest of the units of a block, which are its only groups, goes to scale[blockIdx.x]; no codes.
-// `partials`: all units have one scale, that of the largest of so many such numbers; the first block stores it in *scale.
-// `given`: all units have the scale that *scale holds.
+// `amax_only`: the largest magnitude of the units of a block, which are its only groups, goes to scale[blockIdx.x]; no
+// codes.
+// `partials`: all units share the scale of the largest of so many such numbers; the first block stores it in *scale.
+// `given`: all units use the scale in *scale.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     quantize_fp8_generic(const void* x, u8* q, float* scale, u8* q_t, const float* partial, i64 rows, i64 cols, i64 x_stride,
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(THREADS)
     const int lines = group.threads / across;
     for (i64 base = static_cast<i64>(blockIdx.x) * group.count; base < units;
          base += static_cast<i64>(gridDim.x) * group.count, phase ^= 1) {
-        // A 64-bit division would need a stack. More than 2^32 units are a column or a row of units.
+        // A 64-bit division would need a stack. With more than 2^32 units there is only one column or one row of units.
         const i64 unit = base + group.index;
         const i64 down = units_across == 1     ? unit
                          : unit < units_across ? 0
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Back from codes q with a row stride, as dequantize_fp8.
+// Dequantises codes q with a row stride, as dequantize_fp8.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     dequantize_fp8_generic(const u8* q, const float* scale, void* y, i64 rows, i64 cols, i64 q_stride, i64 threads_per_row,

@@ -20,10 +20,10 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes (a lane team) share a group. A warp has kSets groups per lane team: ACROSS times
-// those of its lane teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring groups,
-// or of neighbouring rows with ACROSS 1. The warps of a block lie below one another. The scale of row m, group j goes
-// to scale[m * scale_row + j * scale_group].
+// 1 x 128. kLanes neighbouring lanes (a lane team) share a scale group. A warp has kSets groups per lane team: ACROSS
+// times those of its lane teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring
+// groups, or, with ACROSS 1, of neighbouring rows. The warps of a block are stacked along the rows. The scale of row m,
+// group j goes to scale[m * scale_row + j * scale_group].
 template <typename T, typename F8, int VEC, int ACROSS>
 __global__ void __launch_bounds__(256, 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, 4)
         for (int p = 0; p < kVectors; ++p) word = with_larger<T>(word, raw[k][p]);
         max_abs[k] = WordMax<T>::largest(word);
     }
-    // Lane k works out and stores the scale of set k.
+    // Lane k computes and stores the scale of set k.
     const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(max_abs), pow2 != 0);
     const float own_inverse = __frcp_rn(own);
     const int own_row = lane / ACROSS, own_group = lane % ACROSS * kLaneTeams;

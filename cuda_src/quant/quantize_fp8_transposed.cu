@@ -34,9 +34,9 @@ __global__ void RTK_TILE_BOUNDS(T)
                                             out, scratch, pow2 != 0);
 }
 
-// That and one scale per 128 columns of a row; the scale of row m, group j at scale[m * scale_row + j * scale_group]. A
-// block has two tiles of 16-bit numbers side by side, and writes the scales of their rows together: one by one they would
-// be 6 % of all requests to L2.
+// The same plus one scale per 128 columns of a row; the scale of row m, group j at scale[m * scale_row + j *
+// scale_group]. A block has two tiles of 16-bit numbers side by side, and writes the scales of their rows together:
+// separately they would be 6 % of all requests to L2.
 template <typename T>
 constexpr int kTilesPerBlock = sizeof(T) == 2 ? 2 : 1;
 

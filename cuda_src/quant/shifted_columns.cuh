@@ -1,9 +1,9 @@
-// Staged codes of a tile's columns (quant/tile_square.cuh) to columns of memory that may begin at any byte, where other tiles
-// write the bytes before and after.
+// Stores staged codes of a tile's columns (quant/tile_square.cuh) to columns of memory that may begin at any byte,
+// where other tiles write the bytes before and after.
 //
-// Memory gets aligned 16-byte vectors, each put together from two staged ones. Of a column that begins `past` bytes
-// after a multiple of 16, there are 16 - past bytes before the first whole vector and `past` bytes behind the last one.
-// A lane writes each of these 16, so that an end is one request, whatever its length.
+// Memory gets aligned 16-byte vectors, each assembled from two staged ones. A column that begins `past` bytes after a
+// multiple of 16 has 16 - past bytes before the first whole vector and `past` bytes after the last one. Each of these
+// 16 bytes is written by its own lane, so that an end is one request, whatever its length.
 #pragma once
 #include "quant/tile_square.cuh"
 
@@ -48,7 +48,7 @@ RTK_DEVICE void store_shifted_vectors(const u8* codes, e4m3* q, u32 pitch, int r
     }
 }
 
-// What store_shifted_vectors leaves out.
+// The bytes that store_shifted_vectors does not write.
 template <int THREADS>
 RTK_DEVICE void store_ends(const u8* codes, e4m3* q, u32 pitch, int rows, int columns, int thread) {
     constexpr int kEnd = 16, kStep = THREADS / kEnd;

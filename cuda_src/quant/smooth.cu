@@ -1,15 +1,16 @@
-// e4m3 with one scale per row of z = x * factor, the factors being per column ("smooth" quantisation). Recipe:
-// common/fp8_scale.cuh. On request also the largest finite |x| of each column that a thread group saw, for calibration.
+// Quantises z = x * factor to e4m3 with one scale per row, with one factor per column ("smooth" quantisation). Recipe:
+// common/fp8_scale.cuh. Optionally also the largest finite |x| of each column per thread group, for calibration.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "common/amax.cuh"
 
 namespace rtk {
 
-// Rows in registers: a thread owns accesses thread, thread + threads, ... (four of them); x_cols <= 4 * N * threads.
-// x [rows, x_cols] can be read 16 bytes at a time, and so can factor [.., x_cols]; of the columns, the first q_cols are
-// quantised, the rest is zeros. With `expert`, row r has the factors of line expert[r]. With CALIBRATE, `partial` gets a
-// row of x_cols maxima per thread group of the grid. Grid: any, blocks stride over the rows; without, one row per group.
+// Rows in registers: a thread owns accesses thread, thread + threads, ... (four of them); x_cols <= 4 * N * threads. x
+// [rows, x_cols] can be read 16 bytes at a time, and so can factor [.., x_cols]; the first q_cols columns are
+// quantised, the rest is zeros. With `expert`, row r uses the factors of line expert[r]. With CALIBRATE, `partial` gets
+// a row of x_cols maxima per thread group of the grid. Grid: any, blocks stride over the rows; without CALIBRATE, one
+// row per group.
 template <typename T, bool CALIBRATE>
 __global__ void __launch_bounds__(512, CALIBRATE ? 1 : 2)
     quantize_fp8_smooth(const T* x, const float* factor, const i32* expert, e4m3* q, float* scale, float* partial, i64 rows,

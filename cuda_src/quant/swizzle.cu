@@ -1,6 +1,6 @@
-// One-byte scales [rows, blocks] in blocks of 128 x 4, as block-scaled tensor cores read them, zeros behind the last row and
-// column. A thread owns four neighbouring bytes of the result: those of one row in one block of 512 bytes, where the four
-// quarters of 32 rows alternate. Grid: words of the result / THREADS.
+// Rearranges one-byte scales [rows, blocks] into blocks of 128 x 4, as block-scaled tensor cores read them, with zeros
+// past the last row and column. A thread owns four neighbouring bytes of the result: those of one row in one block of
+// 512 bytes, where the four quarters of 32 rows alternate. Grid: words of the result / THREADS.
 #include "common/abi.cuh"
 
 namespace rtk {

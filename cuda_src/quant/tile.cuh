@@ -1,11 +1,11 @@
 // A 128 x 128 tile in the registers of one block, quantised along rows, along columns, or both, with the codes of the
 // columns written transposed. A thread owns N neighbouring elements (16 bytes of input) of eight neighbouring rows: it
 // reads them with eight independent loads, and holds eight codes of each of its columns together. Kernels that compute
-// what they quantise give a function `value(row, i)` of their own; everything here works on that.
+// their values pass a function `value(row, i)`; everything here uses that.
 //
 // Transposed codes pass through shared memory, 128 bytes per column. The eight bytes of rows 8u .. 8u + 7 of column c
-// lie in unit u ^ (c / N % 16) of that column. Writing, 16 lanes have equal u and different c / N; reading 16 bytes,
-// eight lanes share a column: both touch every bank once.
+// are in unit u ^ (c / N % 16) of that column. When writing, 16 lanes have equal u and different c / N; when reading 16
+// bytes, eight lanes share a column: both touch every bank once.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/reduce.cuh"
@@ -16,13 +16,13 @@ namespace rtk {
 
 inline constexpr int kTileSide = 128;
 inline constexpr int kTileRows = 8;                        // of one thread
-inline constexpr int kTileThreadsDown = kTileSide / kTileRows;   // threads above one another
+inline constexpr int kTileThreadsDown = kTileSide / kTileRows;   // threads stacked along the rows
 
 template <int N>
 struct TileScratch {
     static constexpr int kWarps = kTileSide / N * kTileThreadsDown / kWarp;
-    // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then (if N is 8) 4..7; the 16
-    // between the halves put them on different banks.
+    // Column operands are stored by fours, first those of columns 0..3 of every thread, then (if N is 8) 4..7; the
+    // padding of 16 between the halves puts them on different banks.
     static constexpr int kPlaces = N == 8 ? kTileSide + 16 : kTileSide;
 
     __align__(16) u8 codes[kTileSide * kTileSide];
@@ -40,7 +40,7 @@ struct TileScratch {
 template <int N>
 struct Tile {
     static constexpr int kLanes = kTileSide / N, kThreads = kLanes * kTileThreadsDown, kWarps = kThreads / kWarp;
-    // 64 registers each, so that loads of some overlap stores of others.
+    // 64 registers per thread, so that loads of some blocks overlap stores of others.
     static constexpr int kBlocksPerSm = 1024 / kThreads;
 
     int thread;            // this one
@@ -59,7 +59,7 @@ struct Tile {
     }
 };
 
-// Threads that have a tile: which of them this is, and where they meet.
+// The threads that share a tile: this thread's index among them, and their barrier.
 struct WholeBlock {
     RTK_DEVICE static u32 thread() { return threadIdx.x; }
     RTK_DEVICE static void meet() { __syncthreads(); }
@@ -73,7 +73,7 @@ struct PartOfBlock {
     RTK_DEVICE static void meet() { ptx::named_barrier_sync(static_cast<int>(index()) + 1, THREADS); }
 };
 
-// Elements that do not exist are 0. ALIGNED16: rows can be read 16 bytes at a time, with this policy for L2. `x`: the
+// Elements that do not exist are 0. ALIGNED16: rows can be read 16 bytes at a time, with this L2 policy. `x`: the
 // tile's first element.
 template <typename T, bool ALIGNED16>
 RTK_DEVICE void load_tile(const Tile<16 / sizeof(T)>& tile, const T* x, i64 stride, Raw<16> (&raw)[kTileRows],
@@ -108,7 +108,7 @@ RTK_DEVICE float scattered_max(float (&v)[COUNT], int thread = static_cast<int>(
     return scattered<COUNT, LANES>(v, thread % LANES, fmaxf);
 }
 
-// From the thread's row maxima to the reciprocals of the rows' scales, scattered: each lane gets that of its row
+// Turns the thread's row maxima into the reciprocals of the rows' scales, scattered: each lane gets that of its row
 // lane % 8. Stores the scales; that of the tile's row m goes to scale[m * step].
 template <typename F8, int N>
 RTK_DEVICE float row_scales(const Tile<N>& tile, float (&v)[kTileRows], float* scale, i64 step, bool pow2) {
@@ -118,7 +118,7 @@ RTK_DEVICE float row_scales(const Tile<N>& tile, float (&v)[kTileRows], float* s
     return __frcp_rn(own);
 }
 
-// STREAM: the codes leave the cache before other data.
+// STREAM: the cache should evict the codes before other data.
 template <bool STREAM, int B>
 RTK_DEVICE void store_codes(void* place, const Raw<B>& codes) {
     if constexpr (STREAM) {
@@ -128,7 +128,7 @@ RTK_DEVICE void store_codes(void* place, const Raw<B>& codes) {
     }
 }
 
-// Writes the thread's packed codes of row r; `place`: that of its first element.
+// Writes the thread's packed codes of row r; `place`: address of its first element.
 template <bool ALIGNED16, bool STREAM = false, typename F8, int N>
 RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& codes) {
     if constexpr (ALIGNED16) {
@@ -141,7 +141,8 @@ RTK_DEVICE void store_row(const Tile<N>& tile, int r, F8* place, const Raw<N>& c
     }
 }
 
-// Quantises and writes the thread's rows with the reciprocals of row_scales. `q`: the code of the tile's first element.
+// Quantises and writes the thread's rows, using the reciprocals of row_scales. `q`: the code of the tile's first
+// element.
 template <bool ALIGNED16, bool STREAM = false, typename F8, int N, typename Value>
 RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scattered_inverse, const Value& value) {
     F8* place = q + tile.row * stride + tile.column;
@@ -155,7 +156,7 @@ RTK_DEVICE void store_rows(const Tile<N>& tile, F8* q, i64 stride, float scatter
     }
 }
 
-// Hands the thread's column maxima to column_scales; what is done between the two needs no registers for them.
+// Hands the thread's column maxima to column_scales, so that they take no registers in between.
 template <int N>
 RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScratch<N>& scratch) {
     constexpr int kLanes = Tile<N>::kLanes;
@@ -174,8 +175,8 @@ RTK_DEVICE void share_columns(const Tile<N>& tile, const float (&v)[N], TileScra
     *reinterpret_cast<Raw<16>*>(&scratch.max_abs[thread / kWarp][scratch.place(tile.column + 4 * half)]) = four;
 }
 
-// The reciprocals of the scales of the thread's columns, to `v`. Stores the scales, `scale` being the place of the
-// tile's first column. All threads of the tile call; two barriers.
+// Writes the reciprocals of the scales of the thread's columns to `v`. Stores the scales; `scale` is that of the tile's
+// first column. All threads of the tile call this; two barriers.
 template <typename F8, typename TileThreads = WholeBlock, int N>
 RTK_DEVICE void column_scales(const Tile<N>& tile, float (&v)[N], TileScratch<N>& scratch, float* scale, bool pow2) {
     constexpr int kWarps = Tile<N>::kWarps;
@@ -213,7 +214,7 @@ RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, cons
     }
 }
 
-// Words of four rows' codes of four columns, to words of four columns' codes of those rows.
+// Transposes words of four rows' codes of four columns into words of four columns' codes of those rows.
 RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
     const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
     const u32 high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
@@ -223,7 +224,7 @@ RTK_DEVICE void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
     d = __byte_perm(high_ab, high_cd, 0x7632);
 }
 
-// The same from codes that are there already, packed by rows: for scales that rows and columns share.
+// The same from existing codes, packed by rows: for scales that rows and columns share.
 template <int N>
 RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, Raw<N> (&codes)[kTileRows]) {
     u8* place = scratch.unit(tile.column, tile.row);
@@ -238,8 +239,8 @@ RTK_DEVICE void stage_columns(const Tile<N>& tile, TileScratch<N>& scratch, Raw<
     }
 }
 
-// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. To be
-// called after a barrier; the next barrier frees the codes.
+// Writes the staged columns, each `pitch` bytes after the previous one; `q`: the code of the tile's first element. Call
+// after a barrier; the next barrier frees the codes.
 template <bool STREAM = false, typename F8, int N>
 RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* q, i64 pitch) {
     const int thread = tile.thread;
@@ -250,7 +251,7 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
         Raw<16> codes[kTileSide / kStep];
 #pragma unroll
         for (int step = 0; step < kTileSide; step += kStep) {
-            // A vector is two units, which the exclusive or swaps if its last bit is set.
+            // A vector is two units, which the xor swaps if its last bit is set.
             const int column = first + step, swizzle = column / N % 16;
             const Raw<16> raw =
                 *reinterpret_cast<const Raw<16>*>(scratch.codes + column * kTileSide + ((vector ^ (swizzle / 2)) * 16));
@@ -264,7 +265,7 @@ RTK_DEVICE void store_columns(const Tile<N>& tile, TileScratch<N>& scratch, F8* 
             if (first + step < tile.columns && vector * 16 < tile.rows) store_codes<STREAM>(p, codes[step / kStep]);
         return;
     }
-    // A column may begin at any byte. Lanes write its aligned words, shifted together from two words of codes, and
+    // A column may begin at any byte. Lanes write its aligned words, each funnel-shifted from two words of codes, and
     // the bytes at the ends.
     auto word = [&](int column, int w) {
         if (w < 0 || w >= kTileSide / 4) return 0u;

@@ -1,7 +1,8 @@
-// 128 x 128 tiles of fp32 numbers in the registers of a block (sm_90), to e4m3 codes along rows (1 x 128) and along
-// columns (128 x 1, codes transposed), by warps that never meet at a barrier of the block. A tile has 16 warps with 8 x
-// 128 numbers each, 4 x 8 in a thread, and SIDES tiles are worked on together. Four more warps help: they fetch inputs
-// (quant/tile_stream.cuh), make the scales of the columns, and write transposed codes to memory. What passes between warps does so while they do something else:
+// Quantises 128 x 128 tiles of fp32 numbers in the registers of a block (sm_90) to e4m3 along rows (1 x 128) and along
+// columns (128 x 1, codes transposed), by warps that never use a block-wide barrier. A tile has 16 worker warps with 8
+// x 128 numbers each, 4 x 8 per thread, and SIDES tiles are processed together. Four helper warps load inputs
+// (quant/tile_stream.cuh), compute the column scales, and write transposed codes to memory. Data passes between warps
+// while they do something else:
 //
 //     workers                                                 helpers
 //     add_maxima      maxima of columns to shared memory
@@ -25,7 +26,7 @@ inline constexpr int kPatchStoreWarps = 2;
 inline constexpr int kPatchStorers = kPatchStoreWarps * kWarp;
 inline constexpr int kPatchThreads = kPatchWorkers + 2 * kWarp + kPatchStorers;
 
-// The first warp after the workers makes scales, one thread of the second fetches inputs, the other warps store.
+// The first warp after the workers computes scales, one thread of the second loads inputs, the other warps store.
 inline constexpr int kPatchFetcher = kPatchWorkers + kWarp;  // that thread
 enum class PatchRole { kWork, kScale, kFetch, kStore, kNone };
 
@@ -54,7 +55,7 @@ RTK_DEVICE void cut_rows(Patch& v, u32 rows) {
             if (r >= here) v[r][i] = 0.0f;
 }
 
-// Where the results of a tile go; `right`: how much further those of the other side are, in elements.
+// Destinations of the results of a tile; `right`: distance to those of the other side, in elements.
 struct alignas(16) PatchOutput {
     e4m3* q;         // of the tile's first element
     float* scale;    // of its first row
@@ -67,18 +68,18 @@ struct alignas(16) PatchOutput {
     u32 whole;          // whether transposed codes can be written in vectors of 16
 };
 
-// What the warps share.
+// State that the warps share.
 template <int SIDES>
 struct PatchShared {
     static constexpr int kMaxima = SIDES * kPatchRows;
 
     __align__(16) u8 codes[SIDES][kTileSide * kTileSide];
-    // Column 8k + 4h + i is at [16h + k][i], in the order of the lanes that have it.
+    // Column 8k + 4h + i is at [16h + k][i], in the order of the lanes that hold it.
     __align__(16) float inverse[SIDES][kTileSide];
     u32 max_abs[SIDES][kTileSide];         // the same, in [i][16h + k], as bits; 0 between tiles
     u64 added, scaled, staged, stored;  // barriers, a phase for each tile
 
-    // The whole block calls, and then meets.
+    // The whole block calls this, and synchronises afterwards.
     RTK_DEVICE void init() {
         if (threadIdx.x < SIDES * kTileSide) max_abs[0][threadIdx.x] = 0;
         if (threadIdx.x == 0) {
@@ -111,7 +112,7 @@ struct PatchShared {
         for (int side = 0; side < SIDES; ++side) {
             float columns[kPatchColumns];
             find(side, columns, [](float a, float b) { return fmaxf(a, fabsf(b)); });
-            // NaN does not count there, but infinities do; the rare thread that met one looks again.
+            // Ignores NaN but not infinities; the rare thread that met an infinity repeats this without infinities.
             float largest = rows[side * kPatchRows];
 #pragma unroll
             for (int r = 1; r < kPatchRows; ++r) largest = fmaxf(largest, rows[side * kPatchRows + r]);
@@ -128,7 +129,7 @@ struct PatchShared {
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&added));
     }
 
-    // The warp that makes scales calls it.
+    // Called by the warp that computes scales.
     RTK_DEVICE void make_scales(const PatchOutput& out, u32 nth, bool pow2) {
         ptx::mbarrier_wait(ptx::shared_address(&added), nth & 1);
         const int lane = static_cast<int>(threadIdx.x) % kWarp, column = lane % 16 * kPatchColumns + lane / 16 * 4;
@@ -150,7 +151,7 @@ struct PatchShared {
         if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&scaled));
     }
 
-    // Codes and scales of the thread's rows, from their maxima. Rows of q are `stride` apart, their scales `step`.
+    // Codes and scales of the thread's rows, from their maxima. Row pitches: `stride` for q, `step` for scales.
     RTK_DEVICE void quantize_rows(const Patch (&v)[SIDES], float (&rows)[kMaxima], const PatchOutput& out, u32 stride,
                                   u32 step, bool pow2) const {
         const int lane = patch_lane(), row = patch_row(), rows_here = static_cast<int>(out.rows) - row;
@@ -194,7 +195,7 @@ struct PatchShared {
         if (patch_lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&staged));
     }
 
-    // The warps that store call it.
+    // Called by the storing warps.
     RTK_DEVICE void store_columns(const PatchOutput& out, u32 nth) {
         const int thread = static_cast<int>(threadIdx.x) - (kPatchThreads - kPatchStorers);
         ptx::mbarrier_wait(ptx::shared_address(&staged), nth & 1);
@@ -212,7 +213,7 @@ struct PatchShared {
         if (thread % kWarp == 0) ptx::mbarrier_arrive(ptx::shared_address(&stored));
     }
 
-    // Workers store the ends of columns that begin anywhere.
+    // Workers store the ends of columns that begin at any byte.
     RTK_DEVICE void store_column_ends(const PatchOutput& out, u32 nth) const {
         if (out.whole) return;
         ptx::mbarrier_wait(ptx::shared_address(&staged), nth & 1);

@@ -1,4 +1,4 @@
-// What becomes of one 128 x 128 tile of x, for kernels that find their tiles in different ways.
+// Quantises one 128 x 128 tile of x, for kernels that find their tiles in different ways.
 #pragma once
 #include "common/reduce.cuh"
 #include "ptx/forget.cuh"
@@ -7,7 +7,7 @@
 
 namespace rtk {
 
-// Where the results of a tile go: pointers to what belongs to its first element.
+// Outputs of a tile: pointers to those of its first element.
 template <typename F8>
 struct TileOutput {
     F8* q;              // by rows
@@ -19,28 +19,28 @@ struct TileOutput {
     float* column_scale;  // one per column
 };
 
-// How much of the tile exists: rows and columns from its first element on, as many as there are.
+// How much of the tile exists: the number of rows and columns from its first element on.
 struct TileExtent {
     i64 rows, columns;
 };
 
 // 1 x 128 along rows (ROWS), 128 x 1 along columns (COLUMNS), or both. Three barriers with COLUMNS; the next tile may
-// use the same scratch. CHOOSE: only those whose output is not null, which is the same for the whole block; extent and
-// outputs are then in shared memory, and read again where they are used. `load(tile, raw)` reads what
-// load_tile does. FEW_ROWS: tiles often have few rows, and a test for that pays. STREAM: x is read again
-// and again, and codes should leave the cache before it.
+// use the same scratch. CHOOSE: only outputs that are not null, uniformly across the block; extent and outputs are then
+// in shared memory, and reread where they are used. `load(tile, raw)` reads what load_tile does. FEW_ROWS: tiles often
+// have few rows, and a test for that pays off. STREAM: x is read repeatedly, so the cache should evict codes before it.
 template <typename T, typename F8, bool ALIGNED16, bool ROWS, bool COLUMNS, bool CHOOSE, bool FEW_ROWS, bool STREAM,
           typename TileThreads = WholeBlock, typename Load>
 RTK_DEVICE void quantize_loaded_tile(const TileExtent& extent, const Load& load, const TileOutput<F8>& out,
                                      TileScratch<16 / sizeof(T)>& scratch, bool pow2) {
     constexpr int N = 16 / sizeof(T);
     auto here = [&] {
-        // As if the thread's number were new each time: what follows from it then takes no registers between.
+        // Makes the compiler treat the thread index as new each time, so that values derived from it take no registers
+        // in between.
         Raw<4> thread = {TileThreads::thread()};
         if constexpr (CHOOSE || !is_same<TileThreads, WholeBlock>::value) ptx::forget(thread);
         return Tile<N>(extent.rows, extent.columns, static_cast<int>(thread.w[0]));
     };
-    // Whether this warp has no row.
+    // True if this warp has no row.
     auto idle = [&] {
         constexpr int kWarpRows = kWarp / Tile<N>::kLanes * kTileRows;
         return FEW_ROWS && static_cast<int>(TileThreads::thread()) / kWarp * kWarpRows >= static_cast<int>(extent.rows);

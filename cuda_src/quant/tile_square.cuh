@@ -1,11 +1,11 @@
-// A 128 x 128 tile of fp32 numbers in the registers of 256 threads, 8 x 8 each, to e4m3 codes along rows (1 x 128),
-// along columns (128 x 1, codes transposed), or both. A warp has 16 rows, half a warp eight: neighbouring lanes read and
-// write whole lines of memory, which matters more than any number of instructions (docs/decisions/common.md).
+// Quantises a 128 x 128 tile of fp32 numbers in the registers of 256 threads, 8 x 8 each, to e4m3 along rows (1 x 128),
+// along columns (128 x 1, codes transposed), or both. A warp has 16 rows, half a warp eight: neighbouring lanes read
+// and write whole cache lines, which matters more than any number of instructions (docs/decisions/common.md).
 //
 // Transposed codes pass through shared memory, 128 bytes per column. The 16 bytes of rows 16p .. 16p + 15 of column c
-// lie in vector p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped.
-// Writing, half a warp has the same rows of 16 times eight columns; reading, eight lanes share a column: both touch
-// every bank once.
+// are in vector p ^ (c / 8 % 8) of that column, in the second half of the columns with its eight bytes swapped. When
+// writing, half a warp has the same rows of 16 times eight columns; when reading, eight lanes share a column: both
+// touch every bank once.
 #pragma once
 #include "common/fp8_scale.cuh"
 #include "common/pressure.cuh"
@@ -20,7 +20,7 @@ inline constexpr int kSquareWarps = kSquareThreads / kWarp;
 
 using Square = float[kSquare][kSquare];
 
-// Where this thread's numbers are in the tile, and how many rows and columns from there on exist (0 or less: none).
+// Position of this thread's numbers in the tile, and how many rows and columns from there on exist (0 or less: none).
 struct SquareSpot {
     int lane, warp, row, column, rows, columns;
 
@@ -34,7 +34,7 @@ struct SquareSpot {
     }
 };
 
-// Where the codes of rows 8u .. 8u + 7 of a column lie.
+// Address of the codes of rows 8u .. 8u + 7 of a column.
 RTK_DEVICE int square_unit(int column, int u) {
     return column * kTileSide + ((u / 2) ^ (column / kSquare % 8)) * 16 + ((u ^ (column / 64)) % 2) * 8;
 }
@@ -43,8 +43,8 @@ RTK_DEVICE int square_unit(int column, int u) {
 RTK_DEVICE int square_swizzle(int column) { return column / kSquare % 8 * 16 + column / 64 * 8; }
 
 struct SquareScratch {
-    // Numbers per column are kept by fours, first those of columns 0..3 of every thread, then 4..7; the 16 between put
-    // them on different banks.
+    // Column operands are stored by fours, first those of columns 0..3 of every thread, then 4..7; the padding of 16 in
+    // between puts them on different banks.
     static constexpr int kPlaces = kTileSide + 16;
 
     __align__(16) u8 codes[kTileSide * kTileSide];
@@ -81,14 +81,15 @@ RTK_DEVICE void find_maxima(const Square& v, float (&rows)[kSquare], float (&col
     }
 }
 
-// Writes the staged columns, each `pitch` bytes after the one before; `q`: the code of the tile's first element. THREADS
-// of the block call, after a barrier; the next barrier frees the codes. Here q, pitch and rows are multiples of 16.
+// Writes the staged columns, each `pitch` bytes after the previous one; `q`: the code of the tile's first element.
+// THREADS of the block call this, after a barrier; the next barrier frees the codes. Here q, pitch and rows are
+// multiples of 16.
 template <int THREADS, typename Pitch>
 RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
     constexpr int kVectors = kTileSide / 16, kStep = THREADS / kVectors;
     const int p = thread % kVectors, first = thread / kVectors;
     e4m3* to = settled(q + static_cast<u64>(pitch) * static_cast<u32>(first) + p * 16);
-    // kStep columns on, the order of the vectors is the same but for one bit, if it changes at all.
+    // kStep columns later, the order of the vectors is the same except for at most one bit.
     const u8* from = codes + first * kTileSide;
     const int vector = (p ^ (first / kSquare)) * 16;
     const u64 step = static_cast<u64>(pitch) * kStep;
@@ -103,8 +104,8 @@ RTK_DEVICE void store_whole_columns(const u8* codes, e4m3* q, Pitch pitch, int r
     }
 }
 
-// The same in general. A column may begin at any byte: lanes write its aligned words, shifted together from two words of
-// codes, and the bytes at the ends.
+// The same in general. A column may begin at any byte: lanes write its aligned words, each funnel-shifted from two
+// words of codes, and the bytes at the ends.
 template <int THREADS, typename Pitch>
 RTK_DEVICE void store_shifted_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, int columns, int thread) {
     auto word = [&](int column, int w) {
@@ -140,15 +141,15 @@ RTK_DEVICE void store_columns(const u8* codes, e4m3* q, Pitch pitch, int rows, i
     }
 }
 
-// Quantises v, 0 where there is no number. `Out` says where to: by_rows(), by_columns() and pow2(); rows() and columns()
-// of the tile; scale(row), scale_t(column), q(row, column) with stride(), and q_t() with pitch(), all from the tile's
-// first row and column on. They are asked where answers are used, so that these need no registers before. q is 8-byte
-// aligned. At least one barrier; the scratch may be used again.
+// Quantises v, 0 where there is no number. `Out` describes the destination: by_rows(), by_columns() and pow2(); rows()
+// and columns() of the tile; scale(row), scale_t(column), q(row, column) with stride(), and q_t() with pitch(), all
+// relative to the tile's first row and column. They are called where the answers are used, so that these take no
+// registers before. q is 8-byte aligned. At least one barrier; the scratch may be reused.
 template <typename Out>
 RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& scratch) {
     float rows[kSquare], max_abs[kSquare];
     find_maxima(v, rows, max_abs, [](float a, float b) { return fmaxf(a, fabsf(b)); });
-    // NaN does not count there, but infinities do; the rare thread that met one looks again.
+    // Ignores NaN but not infinities; the rare thread that met an infinity repeats this without infinities.
     constexpr float kLargest = 3.40282347e38f;
     float largest = max_abs[0];
 #pragma unroll
@@ -165,7 +166,7 @@ RTK_DEVICE void quantize_square(const Square& v, const Out& out, SquareScratch& 
         }
         *reinterpret_cast<Raw<16>*>(&scratch.max_abs[spot.warp][scratch.place(spot.column + (lower ? 4 : 0))]) = four;
         __syncthreads();
-        // Half of the warps work out the scales of the columns while the others begin with the rows.
+        // Half of the warps compute the scales of the columns while the others begin with the rows.
         const int c = static_cast<int>(this_thread());
         if (c < kTileSide) {
             const int place = scratch.place(c);

@@ -1,4 +1,4 @@
-// Inputs of a tile (quant/tile_square.cuh) on their way to shared memory while another tile is worked on. A thread copies
+// Copies the inputs of a tile (quant/tile_square.cuh) to shared memory while another tile is processed. A thread copies
 // what it will read itself, so that no barrier is needed.
 #pragma once
 #include "ptx/cp_async.cuh"
@@ -8,7 +8,7 @@ namespace rtk {
 
 inline constexpr int kLayer = kSquareThreads * 16;  // bytes of one row of each thread
 
-// Rows of the thread on their way to shared memory, 16 bytes each.
+// Rows of the thread in flight to shared memory, 16 bytes each.
 struct SquareSlots {
     u8* memory;  // kLayer bytes for each row, in shared memory
 
@@ -19,7 +19,7 @@ struct SquareSlots {
                                                 __float_as_uint(f[3])};
     }
 
-    // Starts copying the first ROWS rows of the thread's spot, the first one from `p`; those that do not exist are 0.
+    // Starts copying the first ROWS rows of the thread's spot, the first one from `p`; missing rows are zero-filled.
     template <int ROWS, typename T, typename Stride>
     RTK_DEVICE void fetch(const SquareSpot& spot, const T* p, Stride stride) const {
         const ptx::SharedAddress to = ptx::shared_address(slot(0));

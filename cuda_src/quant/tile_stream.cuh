@@ -1,4 +1,5 @@
-// How blocks that work as quant/tile_patch.cuh says get their tiles: which ones, their inputs, and what helpers do with them.
+// How blocks that work as described in quant/tile_patch.cuh get their tiles: which ones, their inputs, and what helpers
+// do.
 #pragma once
 #include "ptx/tma.cuh"
 #include "quant/expert_tiles.cuh"
@@ -6,8 +7,8 @@
 
 namespace rtk {
 
-// Tiles of INPUTS matrices of 16-bit numbers on their way to shared memory by the copy engine, in SLOTS places for
-// each matrix, as boxes of the rows of two worker warps (a pair), which wait for no others.
+// TMA loads of tiles of INPUTS 16-bit matrices into shared memory, SLOTS per matrix, as boxes of the rows of two worker
+// warps (a pair), which wait for no other warps.
 template <int SLOTS, int INPUTS>
 struct PatchStream {
     static constexpr int kWarpPairs = 8, kPairWarps = kPatchWarps / kWarpPairs;
@@ -16,7 +17,7 @@ struct PatchStream {
     static constexpr u32 kBytes = kWarpPairs * kPairBytes;  // of shared memory, aligned to 128
     static constexpr int kBarriers = kWarpPairs * kPairBarriers;
 
-    ptx::SharedAddress boxes, full;          // of all pairs; behind the `full` barriers of a pair are its `empty` ones
+    ptx::SharedAddress boxes, full;          // of all pairs; the `full` barriers of a pair are followed by its `empty` ones
     ptx::SharedAddress own_boxes, own_full;  // of the worker's pair
 
     RTK_DEVICE PatchStream(u8* memory, u64* barriers)
@@ -25,8 +26,8 @@ struct PatchStream {
         own_boxes = boxes + pair * kPairBytes, own_full = full + pair * (8 * kPairBarriers);
     }
 
-    // One thread makes the barriers; a barrier of the block later, workers may wait. Those of the first tile come first:
-    // that thread may ask for it before it calls init_rest.
+    // One thread initialises the barriers; after a block-wide barrier, workers may wait. Those of the first tile come
+    // first, so that thread may load it before it calls init_rest.
     RTK_DEVICE void init_first() const {
         init([](u32 b) { return b % kPairBarriers == 0; });
     }
@@ -42,7 +43,7 @@ struct PatchStream {
         ptx::mbarrier_fence_init();
     }
 
-    // Asks for the nth tile as soon as there is room for it. One thread calls.
+    // Loads the nth tile as soon as there is room for it. Called by one thread.
     template <typename... Maps>
     RTK_DEVICE void fetch(const PatchOutput& place, u32 nth, const Maps&... maps) const {
         const u32 slot = nth % SLOTS, rows = place.rows;
@@ -64,7 +65,8 @@ struct PatchStream {
         }
     }
 
-    // Waits for them, and returns where the thread's first row of the first input begins; the next is kBoxBytes further.
+    // Waits for them, and returns the address of the thread's first row of the first input; the next input is kBoxBytes
+    // further.
     RTK_DEVICE ptx::SharedAddress wait(u32 nth) const {
         const u32 slot = nth % SLOTS, thread = this_thread();
         ptx::mbarrier_wait(own_full + 8 * slot, nth / SLOTS & 1);
@@ -74,14 +76,14 @@ struct PatchStream {
     // Row r from there.
     RTK_DEVICE static Raw<16> read(ptx::SharedAddress spot, int r) { return ptx::ld_shared_16(spot + r * kRowBytes); }
 
-    // The warp has read what it needs.
+    // The warp has finished reading.
     RTK_DEVICE void release(u32 nth) const {
         __syncwarp();
         if (patch_lane() == 0) ptx::mbarrier_arrive(own_full + 8 * (SLOTS + nth % SLOTS));
     }
 };
 
-// The tiles of experts, or of one matrix. The whole block calls, and meets.
+// The tiles of experts, or of one matrix. The whole block calls this, and synchronises afterwards.
 template <bool EXPERTS>
 RTK_DEVICE TilePlaces stream_places(u8* memory, const void* counts, i64 width, i64 experts, i64 rows, i64 cols) {
     if constexpr (EXPERTS) {
@@ -92,14 +94,14 @@ RTK_DEVICE TilePlaces stream_places(u8* memory, const void* counts, i64 width, i
     }
 }
 
-// The tiles of one block, numbered along the columns first, with everything that warps need to know of each. The thread
-// that fetches works that out, and tells the others; a place without rows ends the walk of all. The first ones are
-// blockIdx.x and blockIdx.x + gridDim.x, and so on without a counter. With one (0 at the beginning), a block draws
-// numbers from it: then blocks stay within a short stretch of tiles, and what they read and write lies close together in
-// memory, however unequal their speed.
+// The tiles of one block, numbered along the columns first, with everything that warps need to know about each. The
+// loading thread computes that and publishes it; an entry without rows ends the loop of all roles. The first tiles are
+// blockIdx.x and blockIdx.x + gridDim.x, and so on without a counter. With one (initially 0), a block claims numbers
+// from it: then blocks stay within a short stretch of tiles, and their accesses stay close together in memory, however
+// unequal their speed.
 struct StreamWalk {
-    static constexpr u32 kFixed = 2;  // tiles of a block that are not drawn
-    static constexpr u32 kKept = 8;   // the thread that fetches is up to three tiles before the warps that store
+    static constexpr u32 kFixed = 2;  // tiles of a block that are not claimed from the counter
+    static constexpr u32 kKept = 8;   // the loading thread is up to three tiles ahead of the storing warps
 
     const TilePlaces& all;
     const Quantized& out;
@@ -112,25 +114,25 @@ struct StreamWalk {
                           u32* numbers)
         : all(places), out(output), cols(width), kept(memory), known(ptx::shared_address(barriers)), counter(numbers) {}
 
-    // The block meets afterwards.
+    // The block synchronises afterwards.
     RTK_DEVICE static void init(u64* barriers) {
         if (threadIdx.x != kWarp) return;
 #pragma unroll
         for (u32 i = 0; i < kKept; ++i) ptx::mbarrier_init(ptx::shared_address(barriers + i), 1);
     }
 
-    // The place of the nth tile, as soon as it is known. If it has no rows, there is no such tile, and no later one.
+    // The entry of the nth tile, as soon as it is known. If it has no rows, neither this tile nor any later one exists.
     RTK_DEVICE const PatchOutput& operator[](u32 nth) const {
         ptx::mbarrier_wait(known + 8 * (nth % kKept), nth / kKept & 1);
         return kept[nth % kKept];
     }
-    // The same of one that has been looked at.
+    // The same for one that has been read before.
     RTK_DEVICE const PatchOutput& at(u32 nth) const { return kept[nth % kKept]; }
     RTK_DEVICE u32 scale_step() const { return out.by_group ? 1 : (out.cols + (kTileSide - 1)) / kTileSide; }
 
-    // The thread that fetches calls, for one tile after the other: works out where it is, and tells the others. As late
-    // as possible, that is when it has asked for the inputs of the tile before: a tile that is drawn earlier is worked
-    // on when other blocks have gone further.
+    // Called by the loading thread, tile by tile: computes the position of a tile and publishes it. As late as
+    // possible, that is after it has loaded the inputs of the previous tile: a tile that is claimed earlier would be
+    // processed when other blocks have gone further.
     RTK_DEVICE const PatchOutput& find(u32 nth) const {
         u32 number = blockIdx.x + nth * gridDim.x;
         if (counter != nullptr && nth >= kFixed) number = kFixed * gridDim.x + atomicAdd(counter, 1u);
@@ -162,7 +164,7 @@ struct StreamWalk {
     }
 };
 
-// Where the block's first tile is, if there are no experts: all that is needed to ask for its inputs.
+// Position of the block's first tile without experts: all that is needed to load its inputs.
 RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
     // A division would be most of the instructions before the first request. Blocks are few: half a tile from any whole
     // quotient, the error of the reciprocal (2^-23 relative) cannot reach the next one.
@@ -175,7 +177,7 @@ RTK_DEVICE PatchOutput first_place(i64 rows, i64 cols) {
     return place;
 }
 
-// What the helpers do with all tiles of the block. `fetch(place, nth)` asks for inputs, as soon as there is room for
+// Runs on the helpers, over all tiles of the block. `fetch(place, nth)` loads inputs, as soon as there is room for
 // them.
 template <int SIDES, typename Fetch>
 RTK_DEVICE void help(PatchShared<SIDES>& shared, const StreamWalk& walk, bool pow2, const Fetch& fetch) {

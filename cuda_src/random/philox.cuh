@@ -8,7 +8,7 @@ struct RandomWords {
     u32 w[4];
 };
 
-// `seed` is the key; `counter` and `offset` are the two halves of the number of the call.
+// `seed` is the key; `counter` and `offset` are the two halves of the Philox counter.
 RTK_DEVICE RandomWords philox(u64 seed, u64 counter, u64 offset) {
     u32 c0 = static_cast<u32>(counter), c1 = static_cast<u32>(counter >> 32);
     u32 c2 = static_cast<u32>(offset), c3 = static_cast<u32>(offset >> 32);

@@ -1,7 +1,7 @@
-// Random numbers by Philox 4x32-10 under a seed that the host knows (`key` and `offset`), or that lies on the device (`seed`): a
-// captured graph that draws a new one draws new numbers. A thread has four neighbours, the words of one counter, which is
-// their position: the result depends on the seed and the number of elements only, not on the launch. All arithmetic is fp32,
-// rounded once to T. Grid: any.
+// Random numbers by Philox 4x32-10 with a seed that the host knows (`key` and `offset`), or that is on the device
+// (`seed`), so that a captured graph which draws a new seed draws new numbers. A thread produces four neighbours, the
+// words of one counter, which is their position: the result depends only on the seed and the number of elements, not on
+// the launch. All arithmetic is fp32, rounded once to T. Grid: any.
 #include "common/vec.cuh"
 #include "random/philox.cuh"
 
@@ -10,7 +10,7 @@ namespace rtk {
 // The `kind` arguments (rtkernels/ops/random/philox.py).
 inline constexpr int kUniform = 0, kNormal = 1, kExponential = 2, kBernoulli = 3;
 
-// The error of the fast one, 2^-21 near 1, is less than what two bytes can tell of all but one logarithm in a thousand.
+// The error of the fast logarithm, 2^-21 near 1, is invisible in two bytes for all but one logarithm in a thousand.
 template <typename T>
 RTK_DEVICE float logarithm(float x) {
     return sizeof(T) == 2 ? __logf(x) : logf(x);
@@ -21,7 +21,7 @@ RTK_DEVICE void draw(const RandomWords& words, int kind, float a, float b, float
     if (kind == kNormal) {  // Box-Muller; a: mean, b: deviation
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-            // The fast logarithm of what is next to 1 may be 0 or above, and its root is not a number.
+            // Next to 1 the fast logarithm may be 0 or positive, and its root would be NaN.
             const float square = fmaxf(-2.0f * logarithm<T>(open_unit(words.w[i])), 0x1p-126f), radius = square * rsqrtf(square);
             float sine, cosine;
             sincospif(2.0f * unit(words.w[i + 1]), &sine, &cosine);  // of half angles: nothing to reduce
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// y = x * scale where a random number lies below `keep`, else x * 0; mask says where. x, y and mask have one layout, dense.
+// y = x * scale where a random number is below `keep`, else x * 0; mask says where. x, y and mask have one layout,
+// dense.
 template <typename T>
 __global__ void __launch_bounds__(256)
     random_dropout(const T* x, T* y, u8* mask, const i64* seed, i64 n, double keep, double scale, i64 aligned, i64 known_key,

@@ -1,15 +1,16 @@
-// group_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight[c] + bias[c]. x is dense, (batch, channels, spatial);
-// a row is a group of neighbouring channels of one batch entry, `cols` = channels of a group * spatial elements. Statistics come
-// from a reduction of rows, in fp32 (mean and variance); aten keeps them in x's type.
+// group_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight[c] + bias[c]. x is dense, (batch,
+// channels, spatial); a row is a group of neighbouring channels of one batch entry, `cols` = channels of a group *
+// spatial elements. Statistics come from a row reduction, in fp32 (mean and variance); aten keeps them in x's type.
 //
-// group_norm_apply, group_norm_bwd: a block owns a slice of a row. plane_sums: a group of threads owns one channel of one batch
-// entry and writes the sums of dy * z and dy to `partial` [batch][2][channels], from which dx takes its row's sums and a reduction
-// over the batch, in order, the gradients of weight and bias. Arithmetic: fp32, one rounding.
+// group_norm_apply, group_norm_bwd: a block owns a slice of a row. plane_sums: a group of threads owns one channel of
+// one batch entry and writes the sums of dy * z and dy to `partial` [batch][2][channels]; dx takes its row's sums from
+// there, and a reduction over the batch, in order, gives the gradients of weight and bias. Arithmetic: fp32, rounded
+// once.
 #include "reduce/group_state.cuh"
 
 namespace rtk {
 
-// A parameter of each of N elements from `at` on, of which `spatial` neighbours share one.
+// A parameter for each of N elements from `at` on; `spatial` neighbours share one.
 template <typename T, int N>
 RTK_DEVICE void channel_values(const T* p, u32 at, u32 spatial, float otherwise, float (&v)[N]) {
     u32 channel = at / spatial, rest = at - channel * spatial;

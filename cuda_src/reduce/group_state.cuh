@@ -7,8 +7,8 @@ namespace rtk {
 
 inline constexpr int kReduceThreads = 256;
 
-// All threads of a group get it. A group that is wider than a warp is the whole block, a power of two of at most kThreads
-// threads; a second call needs a barrier before it.
+// All threads of a group get the result. A group wider than a warp is the whole block, a power of two of at most
+// kThreads threads; a second call needs a barrier before it.
 template <typename M, int kThreads = kReduceThreads>
 RTK_DEVICE typename M::State combined(typename M::State s, int threads) {
     __shared__ __align__(16) typename M::State parts[kThreads / kWarp];

@@ -1,12 +1,12 @@
-// What reductions add up: for each kind of result a state, how elements enter it, how two of them combine, and what is stored
-// in the end. Combining is commutative up to rounding, so any fixed order will do; indices decide ties.
+// What reductions compute: for each kind of result a state, how elements enter it, how two states combine, and what is
+// stored in the end. Combining is commutative up to rounding, so any fixed order will do; indices decide ties.
 #pragma once
 #include "common/values.cuh"
 #include "ptx/math.cuh"
 
 namespace rtk {
 
-// What becomes of an element first. kLiftFlip, which can be added, makes minima of maxima.
+// Transformation of an element before it enters. kLiftFlip, which can be added, turns maxima into minima.
 inline constexpr int kLiftAbs = 1, kLiftSquare = 2, kLiftPower = 3, kLiftNonzero = 4, kLiftFlip = 8;
 
 struct Lift {
@@ -14,18 +14,18 @@ struct Lift {
     float power;
 };
 
-// What becomes of a state last (rtkernels/ops/reduce/reduction.py).
+// Transformation of the final state (rtkernels/ops/reduce/reduction.py).
 inline constexpr int kFinishValue = 0, kFinishDivide = 1, kFinishRoot = 2, kFinishPower = 3, kFinishAny = 4,
                      kFinishAll = 5;
 
 struct Finish {
-    int kind, type;  // type: of what is stored
+    int kind, type;  // type of the stored result
     double number;
     int lift;
     void *out, *second;
 };
 
-// x to a power, for x of at least 0: within 2^-21 for powers up to 16 of what norms meet, and a tenth of powf's code.
+// x to a power, for x >= 0: within 2^-21 for exponents up to 16 over the range of norms, and a tenth of powf's code.
 RTK_DEVICE float power_of(float x, float exponent) { return exp2f(exponent * log2f(x)); }
 
 template <int N, typename F>
@@ -75,7 +75,7 @@ RTK_DEVICE V smallest() {
     return static_cast<V>(0x8000000000000000ull);
 }
 
-// A sum in fp32; of powers for norms.
+// A sum in fp32; of |x|^p for norms.
 struct FloatSum {
     using Value = float;
     struct State {
@@ -102,7 +102,7 @@ struct FloatSum {
     }
 };
 
-// A sum of integers, or of how many elements are not 0, in 64 bits. Floats are always counted.
+// A sum of integers, or the number of elements that are not 0, in 64 bits. Floats are always counted.
 struct IntegerSum {
     using Value = i64;
     struct State {
@@ -177,7 +177,7 @@ struct Maximum {
     }
 };
 
-// The same with its index, the first of equal ones. `out`: values, if they are wanted; `second`: indices.
+// The same with its index, the first one in case of ties. `out`: values, if needed; `second`: indices.
 template <typename V>
 struct ArgMaximum {
     using Value = V;
@@ -192,7 +192,7 @@ struct ArgMaximum {
         V best = v[0];
 #pragma unroll
         for (int i = 1; i < N; ++i) best = larger_of(best, v[i]);
-        // A thread meets its elements in their order: of equal ones the first stays.
+        // A thread processes its elements in order, so the first of equal ones stays.
         if (s.index >= 0 && !exceeds(best, s.value)) return;
         int at = 0;
 #pragma unroll
@@ -200,8 +200,8 @@ struct ArgMaximum {
             if (equals(v[i], best)) best = v[i], at = i;  // which may be another zero
         s = State{best, first + at * step};
     }
-    // The same for elements side by side, one by one: of eight and more in short rows, one of a warp's lanes has a larger one in
-    // almost every vector, and the search above would come on top of the maximum.
+    // The same for adjacent elements, one by one: with eight and more in short rows, some lane of a warp has a larger
+    // one in almost every vector, and the search above would be paid on top of the maximum.
     template <int N>
     RTK_DEVICE static void absorb_each(State& s, V (&v)[N], i64 first, const Lift& lift) {
         lifted(v, lift);
@@ -232,7 +232,7 @@ inline constexpr bool kHasIndex = false;
 template <typename V>
 inline constexpr bool kHasIndex<ArgMaximum<V>> = true;
 
-// Mean and sum of squared distances from it, by Chan's formula. `out`: the variance or its root; `second`: the mean.
+// Mean and sum of squared differences from it, by Chan's formula. `out`: the variance or its root; `second`: the mean.
 struct Moments {
     using Value = float;
     struct State {
@@ -261,7 +261,8 @@ struct Moments {
     }
     RTK_DEVICE static void finish(const State& s, const Finish& f, i64 at) {
         if (f.out != nullptr) {
-            // An infinity or NaN among the elements makes distances NaN, also where a single element has none.
+            // An infinity or NaN among the elements makes the differences NaN, even for a single element, which has
+            // none.
             const float squares = s.squares + (s.mean - s.mean);
             const float variance = squares / static_cast<float>(f.number);
             store_value(f.out, f.type, at, f.kind == kFinishRoot ? sqrtf(variance) : variance);

@@ -1,11 +1,12 @@
-// The loss -weight[t] * x[t] of log-probabilities at the target class t of each place, and its gradient. x is (batch, classes, spatial) at
-// any strides, spatial 1 for the plain loss; targets, one for each batch entry and spatial place, are int64 and dense. A target
-// that is ignore_index counts as nothing; one outside of the classes stops the kernel, as it stops torch's.
+// The loss -weight[t] * x[t] of log-probabilities at the target class t of each position, and its gradient. x is
+// (batch, classes, spatial) in any strides, spatial 1 for the plain loss; targets, one per batch entry and spatial
+// position, are int64 and dense. A target equal to ignore_index does not count; one outside of the classes traps, as in
+// torch.
 //
-// Forward: a thread owns places, a block writes the sums of losses and weights to `partial`, or, if it is the only one, the results;
-// nll_finish adds partial sums up in order. Backward: dx is dense; a thread reads the targets of up to 16 bytes of neighbouring places
-// one time and writes these places for kClasses classes, zeros or the gradient. Without spatial places it owns 16 bytes of
-// neighbouring classes. Arithmetic: fp32, one rounding.
+// Forward: a thread owns positions, a block writes the sums of losses and weights to `partial`, or, if it is the only
+// one, the results; nll_finish adds the partial sums in order. Backward: dx is dense; a thread reads the targets of up
+// to 16 bytes of neighbouring positions once and writes these positions for kClasses classes, zeros or the gradient.
+// Without spatial dimensions it owns 16 bytes of neighbouring classes. Arithmetic: fp32, rounded once.
 #include "reduce/group_state.cuh"
 
 namespace rtk {
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     if (threadIdx.x == 0) write_loss(s, out, total, reduction);
 }
 
-// The gradient at a place's target class.
+// The gradient at the target class of a position.
 template <typename T>
 RTK_DEVICE float nll_gradient(const T* dy, const T* weight, const T* total, i64 place, i64 target, i64 reduction) {
     float gradient = -scalar(dy, reduction == kNone ? place : 0);
@@ -122,8 +123,8 @@ RTK_DEVICE void write_places(const T* dy, const i64* targets, const T* weight, c
     }
 }
 
-// A block has `across` (a power of two) threads for neighbouring places, with `vectors` 16 bytes each, and 256 / across classes at
-// a time, kClasses times. Grid: tiles of places, tiles of classes, batch; numbered in this order.
+// A block has `across` (a power of two) threads for neighbouring positions, with `vectors` 16 bytes each, and 256 /
+// across classes at a time, kClasses times. Grid: tiles of positions, tiles of classes, batch; numbered in this order.
 template <typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     nll_backward_places(const T* dy, const i64* targets, const T* weight, const T* total, T* dx, i64 classes, i64 spatial,

@@ -1,5 +1,6 @@
-// Sums over pairs of elements of two dense tensors: squared differences, or how many pairs are not close. A block adds up every
-// gridDim-th vector and writes one fp32 number to `partial`; a reduction adds those in order. fp32, no atomics.
+// Sums over pairs of elements of two dense tensors: squared differences, or the number of pairs that are not close. A
+// block sums every gridDim-th vector and writes one fp32 number to `partial`; a reduction adds those in order. fp32, no
+// atomics.
 #include "reduce/group_state.cuh"
 
 namespace rtk {
@@ -7,7 +8,7 @@ namespace rtk {
 // The `kind` arguments (rtkernels/ops/reduce/pairs.py).
 inline constexpr int kSquaredDifference = 0, kNotClose = 1;
 
-// 1 unless |a - b| <= atol + rtol * |b|, or both are the same; in the steps, and with the roundings, of torch.isclose.
+// 1 unless |a - b| <= atol + rtol * |b|, or both are equal; with the steps and roundings of torch.isclose.
 RTK_DEVICE float not_close(float a, float b, float rtol, float atol, bool equal_nan) {
     if (a == b || (equal_nan && a != a && b != b)) return 0.0f;
     const float allowed = __fadd_rn(fabsf(__fmul_rn(b, rtol)), atol), actual = fabsf(__fsub_rn(a, b));

@@ -1,11 +1,11 @@
-// Where the elements of a reduction lie: results are over up to three kept dimensions, each a sum over up to three reduced
-// ones, of any strides.
+// Addresses of the elements of a reduction: results are over up to three kept dimensions, each a sum over up to three
+// reduced ones, of any strides.
 #pragma once
 #include "reduce/monoids.cuh"
 
 namespace rtk {
 
-// Kept dimensions 2, 1, 0; 0 is the innermost. `position`: of a result in the output, which is dense.
+// Kept dimensions 2, 1, 0; 0 is the innermost. `position`: index of a result in the dense output.
 struct Kept {
     i64 size1, size0, x2, x1, x0, out2, out1, out0;
 
@@ -19,7 +19,7 @@ struct Kept {
     }
 };
 
-// Reduced dimensions 2, 1, 0. Dividers are as ``divided`` wants them, for fewer than 2^31 elements; 0: one dimension only.
+// Reduced dimensions 2, 1, 0. Dividers are those of ``divided``, for fewer than 2^31 elements; 0: one dimension only.
 struct Reduced {
     i64 size1, size0, divider1, divider0, stride2, stride1, stride0;
 
@@ -31,14 +31,14 @@ struct Reduced {
     }
 };
 
-// Elements that are read one time: L2 gives them up first.
+// Elements that are read once: L2 evicts them first.
 template <int B>
 RTK_DEVICE Raw<B> load_reduced(const void* p) {
     if constexpr (B == 16) return ptx::ld_stream_16(p, ptx::l2_first());
     else return ptx::ld_keep<B>(p);
 }
 
-// True in the last of `blocks` blocks that come here, each after it has stored its part: that one sees all parts. `ticket` is 0
+// True in the last of `blocks` blocks to call it, each after storing its part: that one sees all parts. `ticket` is 0
 // before and after.
 RTK_DEVICE bool is_last_block(u32* ticket, i64 blocks) {
     __shared__ bool last;

@@ -1,28 +1,29 @@
-// Reductions whose kept dimension is the one with elements side by side: a thread owns N neighbouring columns (up to 16 bytes) and
-// walks down its share of the reduced dimension; `across` threads of a block share a row, so that reads are whole lines.
-// The threads of a column combine in shared memory, in a fixed order; parts of long columns go to `partial`
+// Reductions with contiguous kept columns: a thread owns N neighbouring columns (up to 16 bytes) and goes down its
+// share of the reduced dimension; `across` threads of a block share a row, so that reads are whole cache lines. The
+// threads of a column combine in shared memory, in a fixed order; parts of long columns go to `partial`
 // ([tiles][slices][columns]), and the last block of a tile (`tickets`) combines them.
 //
-// Grid: tiles of columns * slices * other kept dimensions; block: a power of two of threads up to kColumnThreads. Shared memory: a
-// state for each column of each thread.
+// Grid: tiles of columns * slices * other kept dimensions; block: a power of two of threads up to kColumnThreads.
+// Shared memory: a state for each column of each thread.
 #include "ptx/forget.cuh"
 #include "reduce/reduce.cuh"
 
 namespace rtk {
 
-// Threads of a multiprocessor, all of which may be one block's (rtkernels/ops/reduce/reduction.py). With 768 of them the 512 tiles
-// of a matrix of 65536 columns were two waves, and a sixth slower.
+// Threads per SM, all of which may belong to one block (rtkernels/ops/reduce/reduction.py). With 768 of them the 512
+// tiles of a matrix of 65536 columns took two waves, and a sixth longer.
 template <typename M>
 inline constexpr int kColumnThreads =
     is_same<typename M::Value, float>::value && sizeof(typename M::State) == 4 ? 1024 : 512;
 
-// Accesses of a thread that are on their way together.
+// Loads in flight per thread.
 template <typename M>
 inline constexpr int kLoadsDown = kColumnThreads<M> == 1024 ? 4 : 8;
 
-// The states of N columns from all threads that have them: afterwards thread t, and t + blockDim.x and so on, has column
-// t % across * N + t / across of the tile as `given(state, that column)`. Lanes of a warp that share columns exchange, then one
-// thread adds up what the warps have, in order: few barriers, as this is what a reduction of a moderate size waits for.
+// Combines the states of N columns from all threads that hold them: afterwards thread t, and t + blockDim.x and so on,
+// has column t % across * N + t / across of the tile as `given(state, that column)`. Lanes of a warp that share columns
+// exchange first, then one thread adds the warps' results in order: few barriers, because a reduction of moderate size
+// waits mostly for those.
 template <typename M, int N, typename Given>
 RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across, const Given& given) {
     typename M::State* parts = reinterpret_cast<typename M::State*>(memory);  // [N][rows][across]
@@ -50,17 +51,17 @@ RTK_DEVICE void combine_down(typename M::State (&s)[N], u8* memory, int across, 
     }
 }
 
-// Where a thread walks: rows `at`, at + step and so on of `count` from number `begin` on.
+// A thread's rows: `at`, at + step and so on of `count` from number `begin` on.
 struct WalkDown {
     i64 begin;
     int at, count, step;
 };
 
-// Absorbs N columns from x on, kLoads rows at a time, as long as there are so many; the accesses to these are on their way together,
+// Absorbs N columns from x on, kLoads rows at a time, as long as there are so many; their loads are in flight together,
 // and the elements of a column enter together: one comparison or division for all.
 template <typename T, typename M, int N, int kLoads>
 RTK_DEVICE void absorb_rows(typename M::State (&s)[N], const T* x, WalkDown& walk, const Reduced& reduced, const Lift& lift) {
-    // Columns are unpacked by words: all of them at a time would take more registers than their states.
+    // Columns are unpacked word by word: all of them at once would take more registers than their states.
     constexpr int kBytes = sizeof(T) * N, kPart = sizeof(T) > 4 ? sizeof(T) : kBytes < 4 ? kBytes : 4;
     constexpr int kParts = kBytes / kPart, kEach = N / kParts, kWords = (kPart + 3) / 4;
     const int step = walk.step;
@@ -108,8 +109,8 @@ RTK_DEVICE void absorb_columns(typename M::State (&s)[N], const T* x, WalkDown w
     absorb_rows<T, M, N, 1>(s, x, walk, reduced, lift);
 }
 
-// What a block works on, and the column of this thread. Made a second time after the elements, from a number of threads that the
-// compiler does not know: kept in registers meanwhile, it would be in the way of loads.
+// A block's work, and the column of this thread. Computed again after the elements, from a number of threads hidden
+// from the compiler: kept in registers meanwhile, it would leave fewer for loads.
 struct ColumnPart {
     i64 column, i1, i2;
     int row, slice;

@@ -1,17 +1,17 @@
-// Reductions whose elements lie side by side (or anywhere): each result, or each of `slices` parts of it, belongs to a group of
-// threads that reads its elements in order, 16 bytes at a time where rows are aligned, several accesses of a thread on their way
-// before it uses the first one. Fixed order, no atomics: states of parts, each a block's, go to `partial` ([slices][results]), and
-// the last block of a result (`tickets`) combines them.
+// Reductions over contiguous (or arbitrary) elements: each result, or each of `slices` parts of it, belongs to a group
+// of threads that reads its elements in order, 16 bytes at a time where rows are aligned, with several loads in flight
+// per thread. Fixed order, no atomics: states of parts, each a block's, go to `partial` ([slices][results]), and the
+// last block of a result (`tickets`) combines them.
 //
-// Grid: results * slices / groups in a block; block: 256 threads, or as many as share a row if these are more than a warp.
-// Arithmetic: the monoid's (fp32 or 64-bit integers).
+// Grid: results * slices / groups in a block; block: 256 threads, or as many as share a row if these are more than a
+// warp. Arithmetic: the monoid's (fp32 or 64-bit integers).
 #include "ptx/forget.cuh"
 #include "reduce/group_state.cuh"
 #include "reduce/reduce.cuh"
 
 namespace rtk {
 
-// Blocks of 256 threads on a multiprocessor, and accesses of a thread that are on their way together.
+// Blocks of 256 threads per SM, and loads in flight per thread.
 template <typename M>
 inline constexpr int kRowBlocks = sizeof(typename M::State) == 4 ? 4 : 2;
 template <typename M>
@@ -25,7 +25,8 @@ RTK_DEVICE void absorb(typename M::State& s, const Raw<sizeof(T) * N>& raw, i64 
     else M::absorb(s, v, at, 1, lift);
 }
 
-// `count` elements side by side, for whole warps: each has kLoads times 512 bytes at a time, so that one address serves.
+// `count` contiguous elements, for whole warps: each takes kLoads times 512 bytes at a time, so that one address
+// suffices.
 template <typename T, typename M>
 RTK_DEVICE void absorb_dense(typename M::State& s, const T* x, i64 begin, int count, const RowGroup& group, const Lift& lift) {
     constexpr int N = 16 / sizeof(T), kLoads = kRowLoads<M>, kApart = kWarp * N;
@@ -36,7 +37,7 @@ RTK_DEVICE void absorb_dense(typename M::State& s, const T* x, i64 begin, int co
         Raw<16> raw[kLoads];
 #pragma unroll
         for (int k = 0; k < kLoads; ++k) raw[k] = load_reduced<16>(p + k * kApart);
-        if constexpr (is_same<M, Moments>::value) {  // in any order, so all together: one division
+        if constexpr (is_same<M, Moments>::value) {  // the order is free, so all together: one division
             float v[kLoads * N];
 #pragma unroll
             for (int k = 0; k < kLoads; ++k) {
@@ -65,7 +66,7 @@ RTK_DEVICE void absorb_dense(typename M::State& s, const T* x, i64 begin, int co
         if (at + k * kApart < count) absorb<T, M, N>(s, raw[k], begin + at + k * kApart, lift);
 }
 
-// `count` elements anywhere, N at a time.
+// `count` elements in any layout, N at a time.
 template <typename T, typename M, int N>
 RTK_DEVICE void absorb_strided(typename M::State& s, const T* x, i64 begin, int count, const RowGroup& group,
                                const Reduced& reduced, const Lift& lift) {
@@ -82,15 +83,15 @@ RTK_DEVICE void absorb_strided(typename M::State& s, const T* x, i64 begin, int 
     }
 }
 
-// What a group of threads works on. Made a second time after the elements, from a number of threads that the compiler does not
-// know: kept in registers meanwhile, it would be in the way of loads.
+// The work of a group of threads. Computed again after the elements, from a number of threads hidden from the compiler:
+// kept in registers meanwhile, it would leave fewer for loads.
 struct RowPart {
     RowGroup group;
     i64 result, slice;
 
     RTK_DEVICE RowPart(u32 threads, i64 slices) : group(threads) {
         result = static_cast<i64>(blockIdx.x) * group.count + group.index, slice = 0;
-        if (slices > 1) {  // a slice is a block's
+        if (slices > 1) {  // a slice belongs to one block
             result = blockIdx.x / static_cast<u32>(slices);
             slice = blockIdx.x - static_cast<u32>(result) * static_cast<u32>(slices);
         }

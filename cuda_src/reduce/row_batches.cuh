@@ -1,12 +1,12 @@
-// The elements of a row that belong to one thread of a group, several vectors at a time: their loads are on their way together. Long
-// rows are few, so that a multiprocessor has one of them and nothing else to hide latency with.
+// The elements of a row that belong to one thread of a group, several vectors at a time: their loads are in flight
+// together. Long rows are few, so an SM works on one of them and has nothing else to hide latency with.
 #pragma once
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
 
-// Vectors of a thread that are read together: by a pass that only reads, and by one with up to three operands.
+// Vectors that a thread reads together: in a pass that only reads, and in one with up to three operands.
 #ifndef RTK_NORM_READS
 #define RTK_NORM_READS 4
 #endif
@@ -14,7 +14,7 @@ namespace rtk {
 #define RTK_NORM_WRITES 2
 #endif
 
-// A number that a lambda's type knows.
+// A compile-time number as a type, for lambdas.
 template <int N>
 struct Number {
     static constexpr int value = N;

@@ -43,8 +43,8 @@ RTK_DEVICE float partial_dot(const T* x, const T* y, int cols, const RowGroup& g
     return total[0] + total[1];
 }
 
-// Grid: rows / groups per block. `evict_first`: rows should leave L2 first. `aligned16`: 0 if they do not allow
-// accesses of 16 bytes, 1 if one for each thread is all of a row, else 2.
+// Grid: rows / groups per block. `evict_first`: L2 should evict rows first. `aligned16`: 0 if rows do not allow 16-byte
+// accesses, 1 if one access per thread covers a row, else 2.
 template <typename T>
 __global__ void __launch_bounds__(512)
     row_dot_fwd(const T* x, const T* y, T* out, i64 rows, i64 cols, i64 x_stride, i64 y_stride, i64 threads_per_row,
@@ -87,7 +87,7 @@ RTK_DEVICE void scale_slices(const T* g, const T* x, T* out, i64 rows, i64 cols,
     }
 }
 
-// dx = g y and dy = g x, each row times its number; a null output is left out.
+// dx = g y and dy = g x, each row times its number; a null output is skipped.
 template <typename T>
 __global__ void __launch_bounds__(256)
     row_dot_bwd(const T* g, const T* x, const T* y, T* dx, T* dy, i64 rows, i64 cols, i64 x_stride, i64 y_stride,

@@ -1,20 +1,20 @@
-// layer_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight + bias over rows of `cols` elements, dense; mean
-// and rstd in fp32. Without `mean` it is rms_norm: the mean is taken to be 0. A group of threads owns a row, which it reads
-// two times: for the statistics (Chan's formula), and to write it; the second time it comes from L1 or L2. Several accesses of a
-// thread are on their way before it uses the first one: long rows are few, and a multiprocessor has one of them.
+// layer_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight + bias over rows of `cols` elements,
+// dense; mean and rstd in fp32. Without `mean` it is rms_norm: the mean is taken to be 0. A group of threads owns a row
+// and reads it twice: for the statistics (Chan's formula), and to write it; the second time it comes from L1 or L2.
+// Several loads are in flight per thread, because long rows are few and an SM works on one of them.
 //
-// Parameters' gradients: a block has a tile of the columns and a slice of the rows; `across` threads lie along the columns, N of
-// them each, the others of the block share the rows. With several slices their sums go to `partial` [slices][2][cols], and the last
-// block of a tile (`tickets`) adds them up in order.
+// Gradients of parameters: a block owns a tile of the columns and a slice of the rows; `across` threads are along the
+// columns, N of them each, the others of the block share the rows. With several slices their sums go to `partial`
+// [slices][2][cols], and the last block of a tile (`tickets`) adds them in order.
 //
-// Grid: rows / groups in a block, or tiles * slices; block: 256. Arithmetic: fp32, one rounding.
+// Grid: rows / groups in a block, or tiles * slices; block: 256. Arithmetic: fp32, rounded once.
 #include "reduce/group_state.cuh"
 #include "reduce/reduce.cuh"
 #include "reduce/row_batches.cuh"
 
 namespace rtk {
 
-// A vector of a parameter, or a number in its place.
+// A vector of a parameter, or a constant in its place.
 template <typename T, int N>
 RTK_DEVICE void parameter(bool there, const Raw<sizeof(T) * N>& raw, float otherwise, float (&v)[N]) {
     unpack<T, N>(raw, v);
@@ -44,7 +44,7 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
             }
         }
     });
-    if (!centered) s.count = 1.0f;  // means of 0: what is combined are the sums of squares
+    if (!centered) s.count = 1.0f;  // with means of 0, combining adds the sums of squares
     s = combined<Moments>(s, group.threads);
     if (!there) return;
     const float center = centered ? s.mean : 0.0f;
@@ -64,7 +64,7 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
             float v[N], w[N], b[N];
             unpack<T, N>(raw[k], v);
             parameter<T, N>(weight != nullptr, weights[k], 1.0f, w);
-            parameter<T, N>(bias != nullptr, biases[k], -0.0f, b);  // which leaves the sign of zeros
+            parameter<T, N>(bias != nullptr, biases[k], -0.0f, b);  // keeps the sign of zeros
 #pragma unroll
             for (int i = 0; i < N; ++i) v[i] = (v[i] - center) * inverse * w[i] + b[i];
             store<T, N>(y + at + k * step, v);

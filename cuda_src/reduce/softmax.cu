@@ -1,10 +1,10 @@
 // Forward of softmax over the last dimension and of its logarithm, with z = scale * x:
 //   y = exp(z - max z) / sum,   or   y = z - max z - log(sum),   sum over the row of exp(z - max z)
-// fp32 arithmetic, one rounding at the store. Columns from lengths[row] on do not count: y is 0, or -inf. So is all of a
-// row that has nothing but -inf or no valid column. A NaN or +inf makes the row NaN.
+// Arithmetic is fp32, rounded once at the store. Columns from lengths[row] on are masked: y is 0, or -inf. So is all of
+// a row that has only -inf or no valid column. A NaN or +inf makes the row NaN.
 //
-// Rows are worked on by groups of threads (RowGroup). x and y have any row stride and may be the same memory: a thread
-// has read each vector for the last time before it overwrites it, and no other thread reads it.
+// A group of threads (RowGroup) works on a row. x and y have any row stride and may be the same memory: a thread has
+// read each vector for the last time before it overwrites it, and no other thread reads it.
 #include "common/l2_prefetch.cuh"
 #include "reduce/softmax_rows.cuh"
 
@@ -26,7 +26,7 @@ struct Result {
     }
 };
 
-// Makes scores ready for a TopAndSum: signs flipped, -inf from `valid` columns after the first one of the vector on.
+// Prepares scores for a TopAndSum: signs flipped, -inf from `valid` columns after the first one of the vector on.
 template <typename T, int N>
 RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
 #pragma unroll
@@ -34,7 +34,7 @@ RTK_DEVICE void prepare_scores(Raw<sizeof(T) * N>& raw, u32 flip, int valid) {
     if (valid < N) mask_tail<T, N, true>(raw, valid);
 }
 
-// Writes a thread's vectors of a row from its slots: `room` columns, of which `valid` count.
+// Writes a thread's vectors of a row from its slots: `room` columns; `valid` of them are not masked.
 template <typename T, int CHUNKS, bool LOG>
 RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& slots, T* y, int pitch, int room, int valid) {
     constexpr int VEC = 16 / sizeof(T);
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     const int column = group.thread * VEC;
     const int pitch = group.threads * VEC;
-    // Columns from this thread's first one on: of the row, and those that count.
+    // Columns from this thread's first one on: all of the row, and the valid ones.
     const int room = row < rows ? static_cast<int>(cols) - column : 0;
     const int valid = row < rows ? static_cast<int>(valid_columns(lengths, lengths_int64, row, cols)) - column : 0;
     const ThreadSlots slots(memory);
     x += row * x_stride + column;
     y += row * y_stride + column;
-    // Through registers, not by cp.async, which cannot tell L2 to give up these lines last (ptx::ld_stream).
+    // Through registers, not by cp.async, which cannot tell L2 to evict these lines last (ptx::ld_stream).
     Raw<16> raw[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)

@@ -1,12 +1,12 @@
 // Backward of softmax and of its logarithm (softmax.cu):
 //   dx = scale * (y * dy - y * sum of dy * y),   or   dx = scale * (dy - exp(y) * sum of dy),   sums over the row
-// fp32 arithmetic, one rounding at the store. Columns from lengths[row] on do not count: dx is 0. Rows are worked on by
-// groups of threads (RowGroup); dy and y have any row stride, dx is dense.
+// Arithmetic is fp32, rounded once at the store. Columns from lengths[row] on are masked: dx is 0. A group of threads
+// (RowGroup) works on a row; dy and y have any row stride, dx is dense.
 #include "reduce/softmax_rows.cuh"
 
 namespace rtk {
 
-// Its part of the sum over the row.
+// Contribution of a vector to the sum over the row.
 template <bool LOG, int N>
 RTK_DEVICE float gradient_sum(const float (&g)[N], const float (&v)[N]) {
     float part = 0.0f;

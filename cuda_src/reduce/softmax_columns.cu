@@ -1,7 +1,8 @@
-// softmax and log_softmax, and their gradients, over the middle dimension of a dense (outer, n, inner): neighbours in memory are different
-// rows. A block owns 32 threads * N neighbouring columns of one outer index; its eight warps take every eighth element along n, and
-// their states meet in shared memory. Everything is read two times: for the state, and to write. A column of nothing but -inf is NaN,
-// as torch has it. Grid: outer * ceil(inner / (32 * N)); block: 256. Arithmetic: fp32, one rounding.
+// softmax and log_softmax, and their gradients, over the middle dimension of a dense (outer, n, inner): neighbours in
+// memory are different rows. A block owns 32 threads * N neighbouring columns of one outer index; its eight warps take
+// every eighth element along n, and their states are combined in shared memory. Everything is read twice: for the
+// state, and to write. A column of only -inf is NaN, as in torch. Grid: outer * ceil(inner / (32 * N)); block: 256.
+// Arithmetic: fp32, rounded once.
 #include "reduce/group_state.cuh"
 
 namespace rtk {
@@ -29,7 +30,7 @@ struct SoftmaxState {
 
 template <int N>
 struct ColumnBlock {
-    i64 first, step;  // offset of the first element of this thread's columns, and of the next along n
+    i64 first, step;  // offset of the first element of this thread's columns, and stride along n
     int lane, warp;
     bool there;
     RTK_DEVICE ColumnBlock(i64 n, i64 inner) {

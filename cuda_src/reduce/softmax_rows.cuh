@@ -1,4 +1,4 @@
-// What the softmax kernels share: the exponential of a scaled difference, valid columns, masked vectors of a row.
+// Shared by the softmax kernels: the exponential of a scaled difference, valid columns, masked vectors of a row.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -15,14 +15,14 @@ struct Max {
     RTK_DEVICE static float apply(float a, float b) { return fmaxf(a, b); }
 };
 
-// exp(scale * x) for differences x <= 0 from the largest score of a row. A negative scale is taken by flipping the sign
-// of every score (`flip`, on the packed words). A scale of 0 becomes the smallest number: differences of finite scores
-// still vanish, and -inf still means "not there" instead of NaN.
+// exp(scale * x) for differences x <= 0 from the largest score of a row. A negative scale is handled by flipping the
+// sign of every score (`flip`, on the packed words). A scale of 0 becomes the smallest number: differences of finite
+// scores still vanish, and -inf still means "masked" instead of NaN.
 template <typename T>
 struct Exponent {
     static constexpr bool kFast = sizeof(T) == 2;
     float slope;   // |scale|
-    float factor;  // what the difference is multiplied with before the exponential
+    float factor;  // factor of the difference inside the exponential
     u32 flip;
 
     RTK_DEVICE explicit Exponent(double scale) {
@@ -60,14 +60,14 @@ RTK_DEVICE void mask_tail(Raw<sizeof(T) * N>& raw, int valid) {
     }
 }
 
-// The same bits, which the compiler cannot know (`zero` is 0): it unpacks them again instead of keeping the unpacked
-// values, which need two registers for one.
+// The same bits, hidden from the compiler (`zero` is 0): it unpacks them again instead of keeping the unpacked values,
+// which need two registers for one.
 RTK_DEVICE void refresh(Raw<16>& raw, u32 zero) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) raw.w[i] ^= zero;
 }
 
-// How many columns of a row count, from `lengths` (i64 if lengths_int64, else i32; null: all of them).
+// Number of valid columns of a row, from `lengths` (i64 if lengths_int64, else i32; null: all of them).
 RTK_DEVICE i64 valid_columns(const void* lengths, i64 lengths_int64, i64 row, i64 cols) {
     if (lengths == nullptr) return cols;
     const i64 length = lengths_int64 ? static_cast<const i64*>(lengths)[row] : static_cast<const i32*>(lengths)[row];
@@ -86,16 +86,16 @@ struct ThreadSlots {
     RTK_DEVICE Raw<16> read(int slot) const { return ptx::ld_shared_16(base + slot * pitch); }
 };
 
-// The largest of some scores, and the sum of exp(score - largest). Nothing but -inf: the sum is 0, or NaN if there was one.
+// The largest of some scores, and the sum of exp(score - largest). For only -inf the sum is 0, or NaN if there was one.
 struct TopAndSum {
     float top = -kInfinity, sum = 0.0f;
 
-    // Makes `to`, which is not less, the largest.
+    // Raises the largest score to `to`, which is not less.
     template <typename T>
     RTK_DEVICE void raise(float to, const Exponent<T>& exponent) {
         if (to > top) sum *= exponent(top - to), top = to;
     }
-    // Adds scores none of which is larger.
+    // Adds scores that do not exceed the largest.
     template <int N, typename T>
     RTK_DEVICE void add(const float (&v)[N], const Exponent<T>& exponent) {
         const float from = top == -kInfinity ? 0.0f : top;
@@ -137,7 +137,7 @@ RTK_DEVICE float share(float e, float sum, float inverse) {
     return quotient + inverse * (e - quotient * sum);
 }
 
-// The `log` arguments: the logarithm is wanted; rows without any score are NaN, as torch has them.
+// The `log` arguments: return the logarithm; make rows without any score NaN, as in torch.
 inline constexpr i64 kLogarithm = 1, kEmptyIsNan = 2;
 
 RTK_DEVICE TopAndSum with_empty_rows(TopAndSum row, i64 log) {

@@ -1,6 +1,7 @@
-// w = v * g / norm over rows of `cols` elements, dense, norm the square root of the row's sum of squares, kept in fp32; and the gradients
-// dg = t / norm, dv = g * (dw / norm - v * t / norm^3), t the row's sum of dw * v. A group of threads owns a row, which it
-// reads two times, the second time from L1 or L2. Grid: rows / groups in a block; block: 256. Arithmetic: fp32, one rounding.
+// w = v * g / norm over rows of `cols` elements, dense, norm the square root of the row's sum of squares, kept in fp32;
+// and the gradients dg = t / norm, dv = g * (dw / norm - v * t / norm^3), t the row's sum of dw * v. A group of threads
+// owns a row and reads it twice, the second time from L1 or L2. Grid: rows / groups in a block; block: 256. Arithmetic:
+// fp32, rounded once.
 #include "reduce/group_state.cuh"
 #include "reduce/row_batches.cuh"
 

@@ -1,11 +1,11 @@
-// Rotary position embedding: which rotation a token gets.
+// Rotary position embedding: the rotation of a token.
 //
-// Pair p of a head's rotary part (`rotary` elements, p < rotary / 2) is turned by the angle in row `row(token)` of two
+// Pair p of a head's rotary part (`rotary` elements, p < rotary / 2) is rotated by the angle in row `row(token)` of two
 // tables, cos and sin. A table row has one entry per pair, or one per element ("full": the two elements of a pair may
-// then have different angles), in the order the rotation leaves the elements in:
+// then have different angles), in the order in which the rotation leaves the elements:
 //     out0 = x0 * cos0 - x1 * sin0,   out1 = x1 * cos1 + x0 * sin1
-// The inverse is the adjoint of that: out0 = x0 * cos0 + x1 * sin1, out1 = x1 * cos1 - x0 * sin0.
-// A row outside the tables gives NaN, never a stray access.
+// The inverse is the adjoint of that: out0 = x0 * cos0 + x1 * sin1, out1 = x1 * cos1 - x0 * sin0. A row outside the
+// tables gives NaN, never an out-of-bounds access.
 #pragma once
 #include "common/vec.cuh"
 
@@ -17,10 +17,10 @@ inline constexpr int kTableAdjacent = 4;  // full tables hold the two entries of
 inline constexpr int kIndexInt64 = 8;     // index is i64, not i32
 inline constexpr int kInverse = 16;
 
-inline constexpr int kByPlace = 0;      // row = place in the sequence
+inline constexpr int kByPlace = 0;      // row = position in the sequence
 inline constexpr int kByToken = 1;      // row = token: tables [batch, length, ...]
 inline constexpr int kByPosition = 2;   // row = index[stream, batch, place]
-inline constexpr int kBySequence = 3;   // index holds where packed sequences begin: row = place in its sequence
+inline constexpr int kBySequence = 3;   // index holds where packed sequences begin: row = position in its sequence
 
 inline constexpr int kOneStream = 0;
 inline constexpr int kBlocks = 1;       // three position streams, each for neighbouring pairs
@@ -63,7 +63,7 @@ struct Angles {
         return offset < half ? offset + cp_rank * half : offset - half + (2 * cp_size - 1 - cp_rank) * half;
     }
 
-    // Place of a packed token in its sequence. index holds the starts (and the end) before context parallelism.
+    // Position of a packed token in its sequence. index holds the starts (and the end) before context parallelism.
     RTK_DEVICE i64 in_sequence(int token) const {
         const i64 reach = static_cast<i64>(token) * cp_size;
         int low = 0, high = index_count;
@@ -89,7 +89,7 @@ struct Angles {
         return row >= 0 && row < limit ? row + stream * stream_rows : -1;
     }
 
-    // The row of stream 0, if it is in no index.
+    // The row of stream 0, if it does not come from an index.
     RTK_DEVICE bool is_direct() const { return kind == kByPlace || kind == kByToken; }
     RTK_DEVICE i64 direct_row(int batch, int place) const {
         return checked(kind == kByPlace ? zigzag(place, length) : static_cast<i64>(batch) * length + place, 0);
@@ -129,7 +129,7 @@ RTK_DEVICE void load_entries(const void* table, i64 at, int flags, float (&f)[N]
     load_keep<float, N>(static_cast<const float*>(table) + at, f);
 }
 
-// What N pairs are multiplied with:  out0 = x0 * own0 + x1 * cross0,  out1 = x1 * own1 + x0 * cross1.
+// Factors of N pairs:  out0 = x0 * own0 + x1 * cross0,  out1 = x1 * own1 + x0 * cross1.
 template <int N>
 struct Rotation {
     float own0[N], own1[N], cross0[N], cross1[N];
@@ -171,8 +171,8 @@ RTK_DEVICE void load_pair(const Angles& angles, const TokenRows& rows, int pair,
     r.cross1[0] = flags & kInverse ? -s0 : s1;
 }
 
-// The rotations of the N pairs of chunk `chunk` (see HeadChunks). kSplit: half of its pairs lie in the first half of the
-// rotary part and half in the second; without it they are consecutive. One position stream; table rows must allow
+// The rotations of the N pairs of chunk `chunk` (see HeadChunks). kSplit: half of its pairs are in the first half of
+// the rotary part and half in the second; without it they are consecutive. One position stream; table rows must allow
 // accesses of whole stretches of entries. With kSplit, full tables are adjacent, without it they are not.
 template <typename T, int N, bool kSplit>
 RTK_DEVICE void load_rotation(const Angles& angles, int batch, int place, int chunk, Rotation<N>& r) {

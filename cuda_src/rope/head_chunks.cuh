@@ -10,7 +10,7 @@ inline constexpr int kGather = 2;    // adjacent in, halves out
 inline constexpr int kScatter = 3;   // halves in, adjacent out
 
 // A thread ("lane" of the group that works on a head) owns two chunks of N elements. The first rotary / (2 N) lanes
-// have the rotary part, so that both elements of a pair are theirs; the others share the rest, an even number of
+// have the rotary part, so that both elements of a pair belong to them; the others share the rest, an even number of
 // chunks. Offsets are in elements from the start of the head.
 template <int N, int PAIRS>
 struct HeadChunks {
@@ -66,10 +66,10 @@ RTK_DEVICE void rotate(const Rotation<N>& r, float (&a)[N], float (&b)[N]) {
     }
 }
 
-// ---- one chunk of a head a lane ----------------------------------------------------------------------------------
+// ---- one chunk of a head per lane --------------------------------------------------------------------------------
 
-// What a chunk of N elements of the rotary part is multiplied with:  out = x * own + partner * cross, where partner
-// holds the other element of each pair.
+// Factors of a chunk of N elements of the rotary part:  out = x * own + partner * cross, where partner holds the other
+// element of each pair.
 template <int N>
 struct ChunkRotation {
     float own[N], cross[N];
@@ -77,7 +77,7 @@ struct ChunkRotation {
 
 // The chunk begins at element `column` of the rotary part. `adjacent`: pairs are neighbours, not halves apart. One
 // position stream; table rows must allow accesses of N entries (half of that for neighbours, unless tables are full).
-// First entries of the tables, then (finish_chunk_rotation) what they mean.
+// Holds entries of the tables first, then (after finish_chunk_rotation) the factors.
 template <typename T, int N>
 RTK_DEVICE void load_chunk_rotation(const Angles& angles, i64 row, int column, bool adjacent, ChunkRotation<N>& rotation) {
     const int flags = angles.flags, half = angles.rotary / 2;
@@ -125,14 +125,14 @@ RTK_DEVICE void finish_chunk_rotation(const Angles& angles, int column, bool adj
     }
 }
 
-// Whether load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before
-// finish_chunk_rotation, and its few bytes do not queue up behind the heads. fp32 tables and rows without an index.
+// True if load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before
+// finish_chunk_rotation, and its few bytes do not queue behind the heads. For fp32 tables and rows without an index.
 template <typename T>
 RTK_DEVICE bool tables_first(const Angles& angles) {
     return angles.is_direct() && (sizeof(T) == 4 || (angles.flags & kTableFp32));
 }
 
-// The other elements of the pairs of a chunk, where `raw` has them: in the same places, or (`adjacent`) it is the chunk
+// The partners of a chunk's elements, taken from `raw`: at the same positions, or (`adjacent`) `raw` is the chunk
 // itself and they are its neighbours.
 template <typename T>
 RTK_DEVICE void unpack_others(Raw<16> raw, bool adjacent, float (&f)[16 / sizeof(T)]) {
@@ -165,7 +165,7 @@ struct PairPlace {
     }
 };
 
-// Word by word: for `= {}` of several of them the compiler keeps a zero in global memory and loads it.
+// Word by word: for `= {}` of several of them the compiler loads zeros from global memory.
 RTK_DEVICE void clear(Raw<16>& raw) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) raw.w[i] = 0u;

@@ -1,7 +1,8 @@
-// The key and value side of rotary embedding in multi-head latent attention. A head of kv is [k_nope | v]; k_pos has one
-// rotary part for all heads. Forward:  k head = [k_nope | rotation(k_pos)],  v head = v.  Backward:  dkv head =
-// [dk_nope | dv],  dk_pos = inverse rotation of the sum over heads of dk's rotary part. fp32 arithmetic, one rounding;
-// copies are exact. Strides are free but inside a head. Rotations: rope/angles.cuh; `pairs`: rope/head_chunks.cuh.
+// The key and value side of rotary embedding in multi-head latent attention. A head of kv is [k_nope | v]; k_pos has
+// one rotary part for all heads. Forward:  k head = [k_nope | rotation(k_pos)],  v head = v.  Backward:  dkv head =
+// [dk_nope | dv],  dk_pos = inverse rotation of the sum over heads of dk's rotary part. Arithmetic is fp32, rounded
+// once; copies are exact. Strides are free except within a head. Rotations: rope/angles.cuh; `pairs`:
+// rope/head_chunks.cuh.
 #include "rope/head_chunks.cuh"
 
 namespace rtk {
@@ -58,8 +59,8 @@ __global__ void __launch_bounds__(128)
 
 inline constexpr int kMlaWarps = 4;
 
-// A block of kMlaWarps warps per token; warp w takes the heads w, w + kMlaWarps, ... and their sums meet in shared
-// memory, in that order. `pairs` is the forward's order read backwards, angle_flags has kInverse.
+// A block of kMlaWarps warps per token; warp w takes the heads w, w + kMlaWarps, ... and their sums are added in shared
+// memory, in that order. `pairs` is the reverse of the forward's order, angle_flags has kInverse.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(kMlaWarps* kWarp)
     mla_rope_kv_bwd(const T* dk, const T* dv, T* dkv, T* dk_pos, RTK_MLA_PARAMETERS, RTK_ANGLE_PARAMETERS) {

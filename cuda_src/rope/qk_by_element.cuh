@@ -1,7 +1,6 @@
-// Pairs of a head's elements that are halves apart, where a half is no whole number of 16-byte chunks (or neighbours, where
-// the rotary part is none): a chunk may then have elements of both halves and of what is not rotated, so that each element
-// has its own entry of the tables, and each 4-byte word its own place where the other elements of its pairs are. Halves
-// are whole words.
+// Pairs of elements that are halves apart, where a half is not a whole number of 16-byte chunks (or neighbours, where
+// the rotary part is not): a chunk may then contain elements of both halves and of the part that is not rotated, so
+// each element has its own table entry, and each 4-byte word its own partner address. Halves are whole words.
 #pragma once
 #include "rope/qk_norm_rope.cuh"
 
@@ -9,15 +8,15 @@ namespace rtk {
 
 inline constexpr int kByElement = 4;  // in place of kHalves and kAdjacent: each element of a chunk finds its own pair
 
-// From an element of a head to the other one of its pair; zero where there is none, or for pairs of neighbours, which
-// are found in the same word or chunk.
+// Distance from an element of a head to its partner; zero where there is none, or for pairs of neighbours, which are in
+// the same word or chunk.
 RTK_DEVICE int to_other_half(int element, int half, bool adjacent) {
     return adjacent || element >= 2 * half ? 0 : element < half ? half : -half;
 }
 
-// What the W elements of a word of the rotary part are multiplied with, and the other ones of their pairs; a chunk may have
-// words of both halves of the rotary part and behind it. One position stream; tables of Entry, of any alignment. First
-// entries of the tables, then (finish_word) what they mean.
+// Factors of the W elements of a word of the rotary part and of their partners; a chunk may have words of both halves
+// of the rotary part and after it. One position stream; tables of Entry, of any alignment. Holds entries of the tables
+// first, then (after finish_word) the factors.
 template <int W>
 struct WordFactors {
     float own[W], cross[W];
@@ -78,8 +77,8 @@ struct LaneChunks {
     }
 };
 
-// The rotations of the chunks that begin at elements a and b, as Rotation has them for kByElement: own0 and cross0 are for
-// the elements of a and those that form pairs with them, own1 and cross1 for those of b.
+// The rotations of the chunks that begin at elements a and b, as Rotation has them for kByElement: own0 and cross0 are
+// for the elements of a and their partners, own1 and cross1 for those of b.
 template <typename T, int N>
 RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int place, int a, int b, bool adjacent,
                                          Rotation<N>& r) {
@@ -112,7 +111,7 @@ RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int pl
             for (int k = 0; k < W; ++k) own[i + k] = word.own[k], cross[i + k] = word.cross[k];
         });
     };
-    // One branch for all entries: with one for each, the loads wait for one another.
+    // One branch for all entries: with one for each, the loads would wait for one another.
     if (sizeof(T) == 4 || (angles.flags & kTableFp32)) {
         load_both(float{});
     } else {
@@ -122,11 +121,11 @@ RTK_DEVICE void load_rotation_by_element(const Angles& angles, int batch, int pl
     finish(b, r.own1, r.cross1);
 }
 
-// Where the other elements of the pairs of a chunk's four words are, in bytes from the chunk: two in a register.
+// Offsets of the partners of a chunk's four words, in bytes from the chunk: two per register.
 struct OtherWords {
     u32 packed[2];
 
-    // place(element) tells where a word of the head is.
+    // place(element) returns the address of a word of the head.
     template <typename T, typename Place>
     RTK_DEVICE static OtherWords of(int column, int half, bool adjacent, Place place) {
         u32 bytes[4];
@@ -143,7 +142,7 @@ struct OtherWords {
     }
 };
 
-// Rotates the numbers of the chunk at `words`; those that form pairs with them are at `others`.
+// Rotates the numbers of the chunk at `words`; their partners are at `others`.
 template <typename T, int N>
 RTK_DEVICE void rotate_by_element(const u8* words, const OtherWords& others, bool adjacent, const float (&own)[N],
                                 const float (&cross)[N], float (&g)[N]) {

@@ -1,15 +1,16 @@
 // Split of a fused qkv projection into heads, RMS norm of every q and k head, rotary position embedding, transpose:
 //     u = silu(x) or x;  n = u * rstd * (offset + weight),  rstd = 1/sqrt(mean(u^2) + eps);  out = rotation(n)
-// v heads are copied (u). fp32 arithmetic, one rounding at each store. Rotations: rope/angles.cuh.
+// v heads are copied (u). Arithmetic is fp32, rounded once at each store. Rotations: rope/angles.cuh.
 //
-// qkv is [batch, length, columns] with any strides between batches and places; q, k, v come out dense, [batch, length,
-// heads, head_dim]. Head h of q begins at column (h + q_extra * (h / group)) * head_dim, where group_magic =
-// ceil(2^32 / group); head h of k and v at (first + kv_step * h) * head_dim. That covers both orders of heads: all of q,
-// all of k, all of v; or for each kv head its group of q heads, k, v.
+// qkv is [batch, length, columns] with any strides between batches and positions; q, k, v are dense, [batch, length,
+// heads, head_dim]. Head h of q begins at column (h + q_extra * (h / group)) * head_dim, where group_magic = ceil(2^32
+// / group); head h of k and v at (first + kv_step * h) * head_dim. That covers both orders of heads: all of q, all of
+// k, all of v; or for each kv head its group of q heads, k, v.
 //
-// Threads work in groups of 2^lane_bits lanes: in the forward with one chunk of 16 bytes of a head each, in the backward
-// with two (HeadChunks). `slots` groups share a token: q_slots of them take the q heads slot, slot + q_slots, ... (the forward
-// has its own order), then kv_slots each the k and the v heads, so that a thread needs one weight and one rotation.
+// Threads work in groups of 2^lane_bits lanes: in the forward with one 16-byte chunk of a head each, in the backward
+// with two (HeadChunks). `slots` groups share a token: q_slots of them take the q heads slot, slot + q_slots, ... (the
+// forward has its own order), then kv_slots each the k and the v heads, so that a thread needs one weight and one
+// rotation.
 #pragma once
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -23,7 +24,7 @@ namespace rtk {
         i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
         i64 weight_fp32, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
 
-// Of the backward; dqkv has strides of its own.
+// For the backward; dqkv has its own strides.
 #define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
     const T *dq, const T *dk, const T *dv, const T *qkv, const void *q_weight, const void *k_weight, T *dqkv,      \
         float *partial, i64 dq_batch, i64 dq_place, i64 dq_head, i64 dk_batch, i64 dk_place, i64 dk_head,          \
@@ -31,7 +32,7 @@ namespace rtk {
 
 inline constexpr int kQ = 0, kK = 1, kV = 2;
 
-// What the groups of one slot do.
+// The work of the groups of one slot.
 struct HeadSlot {
     int part;   // kQ, kK or kV
     int first;  // head
@@ -46,8 +47,8 @@ struct HeadSlot {
     }
 };
 
-// Tokens as qkv lies in memory: `inner` batches of a place side by side, or places of a batch. In steps of a fixed size,
-// without a division each.
+// Tokens in the memory order of qkv: `inner` batches of a position side by side, or positions of a batch. Advances in
+// steps of a fixed size, without a division each.
 struct TokenWalk {
     int token, outer, at, step, step_outer, step_at, inner;
 
@@ -71,7 +72,7 @@ RTK_DEVICE int head_column(int part, int head, i64 group_magic, i64 q_extra, i64
     return head * static_cast<int>(kv_step) + static_cast<int>(part == kK ? k_first : v_first);
 }
 
-// Sums N numbers over each group of `lanes` neighbouring lanes; the whole warp calls it.
+// Sums N numbers over each group of `lanes` neighbouring lanes; the whole warp calls this.
 template <int N>
 RTK_DEVICE void group_sums(float (&v)[N], int lanes) {
 #pragma unroll
@@ -106,7 +107,7 @@ RTK_DEVICE void sums_of_group(float (&v)[N], int lane, int lanes) {
     for (int i = 0; i < N; ++i) v[i] = __shfl_sync(0xffffffffu, v[i], first);
 }
 
-// A parameter as a float, converted here and not again wherever it is used, in loops too.
+// A parameter as a float, converted here once and not again at each use, in loops too.
 RTK_DEVICE float converted_to_float(double parameter) {
     Raw<4> bits;
     bits.w[0] = __float_as_uint(static_cast<float>(parameter));
@@ -144,8 +145,8 @@ RTK_DEVICE void unpack_u(const Raw<sizeof(T) * N>& raw, float (&u)[N]) {
 template <typename T, int N>
 RTK_DEVICE void load_gains(const void* weight, int a, int b, bool weight_fp32, float offset, float (&of_a)[N],
                            float (&of_b)[N]) {
-    // Added in each case by itself: else the loads of one wait for registers of the other's, and so for what was asked for
-    // before them.
+    // Added in each branch separately: otherwise the loads of one branch wait for registers of the other, and so for
+    // earlier loads.
     auto add_offset = [&] {
 #pragma unroll
         for (int i = 0; i < N; ++i) of_a[i] += offset, of_b[i] += offset;

@@ -2,7 +2,7 @@
 //
 // With g the gradient of a q or k head and a its inverse rotation (angle_flags has kInverse):
 //     du = rstd * a * gain - u * (rstd^3 / dim) * sum(u * a * gain),   dweight += u * rstd * a
-// and dx = du, or du * silu'(x). v heads pass g on. dq, dk, dv have any strides but in the head; dqkv has its own.
+// and dx = du, or du * silu'(x). v heads pass g on. dq, dk, dv have any strides except within a head; dqkv has its own.
 #include "common/block_sums.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
@@ -10,8 +10,8 @@
 
 namespace rtk {
 
-// Two tokens' g and x of a block of THREADS threads in shared memory, each thread's own 16-byte chunks: waiting for its
-// own copies is enough and no barrier is needed. (RowRing with every offset known to the compiler.)
+// Two tokens' g and x of a block of THREADS threads in shared memory. Each thread has its own 16-byte chunks: waiting
+// for its own copies is enough and no barrier is needed. (RowRing with compile-time offsets.)
 template <int HEADS, int THREADS>
 struct HeadRing {
     static constexpr int kPitch = THREADS * 16;
@@ -38,7 +38,7 @@ struct HeadRing {
         return (to_fetched_stage < 0 ? kStage : 0) + head * kHead + static_cast<int>(threadIdx.x) * 16;
     }
 
-    // What was filled is read next.
+    // Swaps the stages: the filled one is read next.
     RTK_DEVICE void next_stage() {
         slot = slot + to_fetched_stage;
         to_fetched_stage = -to_fetched_stage;
@@ -56,7 +56,7 @@ RTK_DEVICE void read_u(const Ring& ring, int head, int chunk, float (&u)[N]) {
 }
 
 // Turns the gradient after the inverse rotation into that of x, for a chunk, and adds to dweight. With SILU x is read
-// again: cheaper than the registers to keep u and the slope in.
+// again, which is cheaper than registers for u and the slope.
 template <typename T, int N, bool SILU, typename Ring>
 RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float rstd, float pull,
                        const float (&gain)[N], float (&u)[N], float (&g)[N], float (&dweight)[N]) {
@@ -84,10 +84,9 @@ RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float
     }
 }
 
-// Persistent: the groups of the whole grid form `walkers` sets of `slots` groups, each of which takes one token at a time, so
-// a group keeps its slot, its weight and its part of dweight. g and x of the next token are on their way to shared
-// memory meanwhile. A lane has two chunks (LaneChunks). partial: [blocks, 2, head_dim], q's sums and k's; null when not
-// wanted.
+// Persistent: the groups of the whole grid form `walkers` sets of `slots` groups. Each set takes one token at a time,
+// so a group keeps its slot, its weight and its part of dweight. g and x of the next token are copied to shared memory
+// meanwhile. A lane has two chunks (LaneChunks). partial: [blocks, 2, head_dim], q's sums and k's; null if not needed.
 template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
     qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 walkers, i64 inner, i64 batch_inner, i64 neighbours,
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u8 part_of_group[THREADS];
     HeadRing<HEADS, THREADS> ring(memory);
-    ptx::launch_dependents();  // column_sum's blocks are small enough to wait beside this one
+    ptx::launch_dependents();  // column_sum's blocks are small enough to wait next to this one
     const int slots = static_cast<int>(q_slots + 2 * kv_slots);
     const int lanes = 1 << lane_bits;
     const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         next.advance();
     };
 
-    // Chunks nothing is copied to are read all the same, by lanes that only take part in the reductions.
+    // Lanes that only take part in the reductions still read chunks to which nothing is copied.
     const bool both = walker + static_cast<i64>(step) < end;  // stages get filled
 #pragma unroll
     for (int i = 0; i < 2 * HEADS; ++i) {
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const float inverse = static_cast<float>(inverse_dim);
     Rotation<N> r;
     no_rotation(r);
-    // Every group of a warp makes as many rounds as the one with most tokens: they share the reductions.
+    // Every group of a warp runs as many rounds as the one with the most tokens, because they share the reductions.
     TokenWalk at(walker, step, static_cast<int>(inner));
     const int rounds = static_cast<int>(tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
@@ -205,7 +204,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         const bool active = at.token < end;
         if constexpr (PAIRS == kByElement) {
             if (active && normed) {
-                // Forgotten, or what depends on the elements alone would fill the registers meanwhile.
+                // Hidden from the compiler, otherwise values that depend on the elements alone would fill the registers
+                // meanwhile.
                 u32 a = static_cast<u32>(own.in_a), b = static_cast<u32>(own.in_b);
                 ptx::forget(a), ptx::forget(b);
                 load_rotation_by_element<T, N>(angles, at.batch(by_batch), at.place(by_batch), static_cast<int>(a),
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (PAIRS == kByElement) __syncwarp();
         const i64 batch = at.batch(by_batch), place = at.place(by_batch);
         T* to = dqkv + batch * dqkv_batch + place * dqkv_place;
-        // One head after the other, not unrolled: other warps fill the gaps, and the registers are few.
+        // One head after the other, not unrolled: other warps fill the gaps, and registers are scarce.
 #pragma unroll 1
         for (int i = 0; i < HEADS; ++i) {
             float ga[N], gb[N], ua[N], ub[N], sums[2] = {0.0f, 0.0f};  // of u^2 and u * a * gain
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Any head size and alignment: the warps of the grid walk over (token, head), each with its own sums of dweight in
+// Any head size and alignment: the warps of the grid loop over (token, head), each with its own sums of dweight in
 // shared memory, [warps, 2, head_dim]. lane_bits is 5, q_slots and kv_slots are the numbers of heads.
 template <typename T>
 __global__ void __launch_bounds__(128, 4)
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(128, 4)
         }
         const void* weight = slot.part == kQ ? q_weight : k_weight;
         const TokenRows rows(angles, batch, place);
-        // Calls f(element, gradient there after the inverse rotation) for every element.
+        // Calls f(element, its gradient after the inverse rotation) for every element.
         auto each = [&](auto f) {
             for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
                 const PairPlace where(pair, 0, angles.rotary, static_cast<int>(pairs));

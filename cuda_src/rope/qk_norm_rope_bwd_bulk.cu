@@ -1,16 +1,16 @@
 // Backward of the split, norm and rotation of qkv (rope/qk_norm_rope_bwd.cu says what is computed) for sm_90 and up.
 //
-// A persistent block walks over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
+// A persistent block loops over tokens (TokenWalk) that pass through shared memory (rope/token_ring.cuh). A stage has g
 // of all heads, in the order q, k, v, then x of those that need it: x_stretches stretches of x_stretch_heads heads,
-// kv_step heads apart in qkv. In a consumer (several warps with one token), each group of head_lanes lanes, kWarp /
-// head_lanes of which are in a warp, has one slot (HeadSlot) of at most `max_heads` heads, and a lane two chunks of each:
-// as HeadChunks has them, or with kByElement its own and the one head_lanes further on, if there is one. partial:
-// [blocks, 2, head_dim], q's sums and k's; null when not wanted.
+// kv_step heads apart in qkv. A consumer is several warps that share one token. Each of its groups of head_lanes lanes
+// (kWarp / head_lanes groups per warp) has one slot (HeadSlot) of at most `max_heads` heads, and a lane two chunks of
+// each: as in HeadChunks, or with kByElement its own and the one head_lanes further on, if there is one. partial:
+// [blocks, 2, head_dim], q's sums and k's; null if not needed.
 //
-// The first HEAD_WARPS warps work on heads, as many of them as the consumers have. Of the others, which help, the second and
-// further ones, rotating_warps in all, make rotations of tokens_together tokens at a time, each warp always of the same
-// stages; the rest copy, each its share of a token's copies. With kMoreHeadWarps the helpers are a warpgroup whose
-// registers go to the others.
+// The first HEAD_WARPS warps work on heads, as many of them as the consumers have. The others are helpers: the second
+// and further ones, rotating_warps in all, compute rotations of tokens_together tokens at a time, each warp always for
+// the same stages; the rest issue copies, each its share of a token's. With kMoreHeadWarps the helpers are a warpgroup
+// that hands its registers to the others.
 #include "common/block_sums.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
@@ -19,17 +19,17 @@
 
 namespace rtk {
 
-// Of 384 threads. With 144 registers each, a block of column_sum still finds room; with silu or kByElement, which need
-// more, it does not.
+// For 384 threads. With 144 registers each, a block of column_sum still fits; with silu or kByElement, which need more,
+// it does not.
 inline constexpr int kBulkRegisters = 144;
 inline constexpr int kBulkMoreRegisters = 168;
-// Of 512 threads.
+// For 512 threads.
 inline constexpr int kMoreHeadWarps = 12;
 inline constexpr int kStartRegisters = 128;  // of all threads, at the start
 inline constexpr int kHelperRegisters = 80;  // then of a helper
 inline constexpr int kHeadRegisters = 144;   // and of a thread that works on heads
 
-// Rotations in shared memory: 4 N floats a lane, four at a time so that lanes are neighbours.
+// Rotations in shared memory: 4 N floats per lane, four at a time so that lanes are adjacent.
 template <int N>
 RTK_DEVICE void put_rotation(u8* memory, int lane, int lanes, const Rotation<N>& r) {
     float4* to = reinterpret_cast<float4*>(memory) + lane;
@@ -71,7 +71,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     ptx::launch_dependents();
     const int dim = static_cast<int>(head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
     const int lanes = static_cast<int>(head_lanes), warp_groups = kWarp / lanes;
-    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // visibly the same for all
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int warp_lane = static_cast<int>(threadIdx.x) % kWarp;
     const int of_q = static_cast<int>(q_heads), of_kv = static_cast<int>(kv_heads);
     const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_stretches * x_stretch_heads);
@@ -85,8 +85,8 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     const bool by_batch = batch_inner != 0, adjacent = neighbours != 0;
     const int lane = warp_lane % lanes;
 
-    // The warp that copies has the barriers ready first and does not wait for the others, who meanwhile ask for what is
-    // small: weights and the first rotations would queue up behind the tokens.
+    // The copying warp initialises the barriers first and does not wait for the others. Those load small operands
+    // meanwhile: weights and the first rotations would queue behind the tokens.
     const int helper = warp - HEAD_WARPS, helpers = static_cast<int>(blockDim.x) / kWarp - HEAD_WARPS;
     const int threads = (work_warps + helpers) * kWarp;  // that do anything
     if (helper >= 0) {
@@ -137,7 +137,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 ptx::bulk_load(ptx::shared_address(ring.heads(stage) + c.to),
                                c.from + (batch * c.batch + place * c.place), c.bytes, ring.full(stage), policy);
             };
-            // Worked out before the loop: tokens of small heads come faster than one warp finds addresses.
+            // Computed before the loop: tokens of small heads arrive faster than one warp computes addresses.
             const int own_number = warp_lane * copiers + copier;
             const Copy own_copy = find_copy(own_number);
             for (int j = 0; j < mine; ++j) {
@@ -156,7 +156,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 at.advance(1, ring.stages);
             }
         } else {  // rotations
-            // Groups of lanes have neighbouring tokens, so that the latencies of their tables overlap.
+            // Groups of lanes have neighbouring tokens, so that the latencies of their table loads overlap.
             const Angles angles = RTK_ANGLES;
             const int group = warp_lane / lanes, step = rotators * together;
             const int own_token = (helper - 1) * together + group;
@@ -169,7 +169,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 const bool active = group < together && j + own_token < mine;
                 if constexpr (PAIRS == kByElement) {
                     u32 a = static_cast<u32>(lane * N), b = static_cast<u32>((lane + lanes) * N);
-                    // Or what depends on them alone fills registers; so below.
+                    // Otherwise values that depend on them alone fill registers; likewise below.
                     if constexpr (SILU || kPassesRegisters) ptx::forget(a), ptx::forget(b);
                     if (active)
                         load_rotation_by_element<T, N>(angles, walk.batch(by_batch), walk.place(by_batch),
@@ -197,11 +197,11 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     if constexpr (kPassesRegisters) ptx::registers_take<kHeadRegisters>();
     if (warp >= work_warps) return;
     const int consumer = warp / warps;
-    const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be left over
+    const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be idle
     const int group = (warp - consumer * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
     const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
     const bool normed = slot.part != kV;
-    const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // such a warp copies
+    const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // a warp that issues copies
     const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(rotary), dim, in_group);
     const int in_a = own.in_a, to_b = own.in_b - own.in_a;
     const int b_bytes = to_b * static_cast<int>(sizeof(T));
@@ -266,7 +266,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
             const Raw<16> where = ptx::ld_shared_16(places + 16 * i);  // HeadPlace
             const ptx::SharedAddress g_at = stage + static_cast<int>(where.w[0]);
             const ptx::SharedAddress x_at = stage + static_cast<int>(where.w[1]);
-            // Of v's heads too, and thrown away: the warps have no branch then that depends on the part.
+            // Also computed for v's heads, and discarded: the warps then have no branch that depends on the part.
             float ga[N], gb[N], ua[N], ub[N];
             unpack<T, N>(ptx::ld_shared_16(g_at), ga);
             unpack<T, N>(ptx::ld_shared_16(g_at + b_bytes), gb);
@@ -302,7 +302,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 gb[e] = gb[e] * gain_b[e] - ub[e] * pull;
             }
             T* dx = to + static_cast<int>(where.w[2]);
-            if constexpr (SILU) {  // x is read again: cheaper than the registers to keep the slope in
+            if constexpr (SILU) {  // x is read again, which is cheaper than registers for the slope
                 unpack<T, N>(ptx::ld_shared_16(x_at), ua);
                 unpack<T, N>(ptx::ld_shared_16(x_at + b_bytes), ub);
                 if (!normed) {

@@ -1,4 +1,5 @@
-// Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh says what is computed and who does what.
+// Forward of the split, norm and rotation of qkv: rope/qk_norm_rope.cuh describes the computation and the division of
+// work.
 #include "rope/fetch_heads.cuh"
 #include "rope/qk_by_element.cuh"
 #include "rope/staged_rotations.cuh"
@@ -6,10 +7,10 @@
 namespace rtk {
 
 inline constexpr int kQkThreads = 192;  // of a block, at most
-inline constexpr int kQkBlocks = 6;     // of that size on a multiprocessor, that registers must suffice for
+inline constexpr int kQkBlocks = 6;     // blocks of that size per SM that registers must suffice for
 
 // N fp32 numbers of a chunk in shared memory, four at a time: the first where the chunk itself was, the others `plane`
-// bytes behind it.
+// bytes after it.
 template <int N>
 RTK_DEVICE void put_floats(ptx::SharedAddress to, int plane, const float (&f)[N]) {
 #pragma unroll
@@ -31,18 +32,19 @@ RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
     }
 }
 
-// A block has the groups of block_tokens tokens (as qkv lies in memory: `inner` batches of a place side by side, or places
-// of a batch), or a part of those of one, blockIdx.y. A group is `chunks` neighbouring threads, as many as a head has
-// chunks of 16 bytes, wherever its warps end: every size of a head keeps all threads busy. A thread has one chunk of each
-// of its heads. They all are on their way to shared memory at once, so that registers do not limit how much is. Threads
-// leave their sums of squares in shared memory, others add those of a head, and after that a thread reads its own
-// chunk, and the elements that form pairs with its own, which lie in the same row of shared memory. Some threads meanwhile
-// work out what the elements are multiplied with; if they can, they have asked for that before their heads, behind which
-// it would queue up. With SILU, shared memory has silu(x) in fp32 instead of x for the second reading.
+// A block owns the groups of block_tokens tokens (in the memory order of qkv: `inner` batches of a position side by
+// side, or positions of a batch), or a part of those of one token, blockIdx.y. A group is `chunks` neighbouring
+// threads, as many as a head has 16-byte chunks, regardless of warp boundaries: every head size keeps all threads busy.
+// A thread has one chunk of each of its heads. All of them are copied to shared memory at once, so that registers do
+// not limit the bytes in flight. Threads leave their sums of squares in shared memory, others add those of a head, and
+// after that a thread reads its own chunk, and the partners of its elements, which are in the same row of shared
+// memory. Some threads compute the rotation factors meanwhile; if they can, they load the tables before their heads,
+// because otherwise the tables would queue behind them. With SILU, shared memory holds silu(x) in fp32 instead of x for
+// the second read.
 //
-// The q heads are sets of set_heads, each the work of set_slots groups: set_columns heads lie from set to set in qkv.
-// Group `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared
-// memory: `max_heads` chunks of each thread (twice with SILU and 16-bit elements), StagedRotations of each token, sums of
+// The q heads form sets of set_heads, each the work of set_slots groups; sets are set_columns heads apart in qkv. Group
+// `at` of a set has its heads at, at + set_slots, ..., which are evenly spaced (by q_step heads) in qkv. Shared memory:
+// `max_heads` chunks of each thread (twice with SILU and 16-bit elements), StagedRotations of each token, sums of
 // squares [max_heads, threads + 1], 1 / rms [groups, kFetchedHeads].
 template <typename T, bool SILU>
 __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     const int heads = static_cast<int>(max_heads);
 
     int at = group - local * of_token + first_group;
-    int from, head, step, stride, left;  // column in heads, head; from one to the next of both; heads that are left
+    int from, head, step, stride, left;  // column in heads, head; steps of both; remaining heads
     int part = kQ;
     if (at < static_cast<int>(q_slots)) {
         const int set = static_cast<int>(divided(at, by_set));
@@ -104,41 +106,41 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     float* rstds = squares + heads * (threads + 1);
     const bool adjacent = pairs == kAdjacent;
     const int half = static_cast<int>(rotary) / 2;
-    const bool whole = half % N == 0;  // so that elements of a chunk have the others of their pairs in one chunk
+    const bool whole = half % N == 0;  // so that the partners of a chunk's elements are in one chunk
     const Angles angles = RTK_ANGLES;
     const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
     const int to_next_x = stride * dim;
     if (whole) {
-        // The last threads of a token, which have fewer heads, work out the factors. There are at least 2 * chunks.
+        // The last threads of a token, which have fewer heads, compute the factors. There are at least 2 * chunks.
         const int task = (local + 1) * of_token * chunks - 1 - thread;
         const bool makes_rotation = task < 2 * chunks && active;
         const int begin = (task < chunks ? task : task - chunks) * N;
-        ChunkRotation<N> made;
+        ChunkRotation<N> factors;
 #pragma unroll
-        for (int i = 0; i < N; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+        for (int i = 0; i < N; ++i) factors.own[i] = 1.0f, factors.cross[i] = 0.0f;
         const bool rotates = makes_rotation && begin < 2 * half, tables_known = tables_first<T>(angles);
         if (rotates && tables_known)
-            load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, made);
+            load_chunk_rotation<float, N>(angles, angles.direct_row(batch, place), begin, adjacent, factors);
         fetch_heads(x, to_next_x, left, step, own, pitch);
-        if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, made);
+        if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, factors);
         if (makes_rotation) {
             const void* weight = task < chunks ? q_weight : k_weight;
             float gain[N], of_other[N];
             load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_fp32,
                              static_cast<float>(offset), gain, of_other);
-            if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, made);
+            if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, factors);
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                made.own[i] *= gain[i], made.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
-            staged.put(task < chunks ? 0 : 1, begin / N, made);
+                factors.own[i] *= gain[i], factors.cross[i] *= adjacent ? of_other[i ^ 1] : of_other[i];
+            staged.put(task < chunks ? 0 : 1, begin / N, factors);
         }
     } else {
         // A word at a time, for q's heads and k's, again by the last threads of a token.
         constexpr int W = 4 / sizeof(T);
         const int apart = of_token * chunks * W, first = ((local + 1) * of_token * chunks - 1 - thread) * W;
         const bool asked = tables_first<T>(angles) && first < 2 * half && active;
-        WordFactors<W> made;
-        if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, made);
+        WordFactors<W> factors;
+        if (asked) load_word_entries<float, W>(angles, angles.direct_row(batch, place), first, adjacent, factors);
         fetch_heads(x, to_next_x, left, step, own, pitch);
 #pragma unroll 1
         for (int begin = first; begin < dim && active; begin += apart) {
@@ -146,28 +148,28 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             if (rotates && !(asked && begin == first)) {
                 const i64 row = angles.row(batch, place, 0);
                 if (sizeof(T) == 4 || (angles.flags & kTableFp32)) {
-                    load_word_entries<float, W>(angles, row, begin, adjacent, made);
+                    load_word_entries<float, W>(angles, row, begin, adjacent, factors);
                 } else {
-                    load_word_entries<T, W>(angles, row, begin, adjacent, made);
+                    load_word_entries<T, W>(angles, row, begin, adjacent, factors);
                 }
             }
             const int other = W == 1 && adjacent && rotates ? begin ^ 1 : begin + to_other_half(begin, half, adjacent);
-            float gains[4][W];  // of q's word, of the word that forms pairs with it, and k's
+            float gains[4][W];  // of q's word, of its partner word, and of k's
             load_gains<T, W>(q_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[0], gains[1]);
             load_gains<T, W>(k_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[2], gains[3]);
             if (rotates) {
-                finish_word<W>(angles, begin, adjacent, made);
+                finish_word<W>(angles, begin, adjacent, factors);
             } else {
 #pragma unroll
-                for (int i = 0; i < W; ++i) made.own[i] = 1.0f, made.cross[i] = 0.0f;
+                for (int i = 0; i < W; ++i) factors.own[i] = 1.0f, factors.cross[i] = 0.0f;
             }
             const bool swap = adjacent && rotates;
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
 #pragma unroll
                 for (int i = 0; i < W; ++i)
-                    staged.put(part, begin + i, made.own[i] * gains[2 * part][i],
-                               made.cross[i] * (swap ? gains[2 * part + 1][W - 1 - i] : gains[2 * part + 1][i]));
+                    staged.put(part, begin + i, factors.own[i] * gains[2 * part][i],
+                               factors.cross[i] * (swap ? gains[2 * part + 1][W - 1 - i] : gains[2 * part + 1][i]));
             }
         }
     }
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         const float inverse = static_cast<float>(inverse_dim), epsilon = static_cast<float>(eps);
         const int normed = min(static_cast<int>(q_slots) + of_kv - first_group, of_token);
         const int count = all_groups * kFetchedHeads;
-        // Four, two or one lanes add those of a head, as many as there are threads for.
+        // Four, two or one lanes add those of a head, depending on the number of threads.
         const int bits = threads >= 4 * count ? 2 : threads >= 2 * count ? 1 : 0;
         const int lane = thread & ((1 << bits) - 1);
         for (int base = 0; base < count; base += threads >> bits) {
@@ -233,8 +235,8 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     ChunkRotation<N> rotation;
     staged.get(part == kQ ? 0 : 1, column / N, rotation);
     const float* rstd_of = rstds + group * kFetchedHeads;
-    // Calls others(row, its own numbers, those that form pairs with them) for every head, and writes the head. No branches
-    // in a batch of heads without SILU: the loads of all can then be asked for together.
+    // Calls others(row, its own numbers, their partners) for every head, and writes the head. No branches in a batch of
+    // heads without SILU, so that all its loads can be issued together.
     constexpr int kBatch = SILU ? 1 : 4;
     auto each_head = [&](auto others) {
 #pragma unroll 1

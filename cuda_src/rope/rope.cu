@@ -1,6 +1,6 @@
-// Rotary position embedding of q and k heads:  x [batch, length, heads, head_dim] with any strides between heads, places
-// and batches, unit stride in a head. Elements beside the rotary part are copied (or left alone in place). fp32
-// arithmetic, one rounding. Rotations: rope/angles.cuh.
+// Rotary position embedding of q and k heads:  x [batch, length, heads, head_dim] with any strides between heads,
+// positions and batches, unit stride within a head. Elements outside of the rotary part are copied (or left alone in
+// place). Arithmetic is fp32, rounded once. Rotations: rope/angles.cuh.
 //
 // Parameters of rope and rope_any: k may be null (k_heads 0). `slots` groups of threads work on a token, each on up to
 // kRopeHeads heads (slot, slot + slots, ...), q's first: the rotation of a token is read once per group.
@@ -18,13 +18,13 @@ inline constexpr int kRopeHeads = 4;
         i64 k_out_place, i64 k_out_head, i64 by_slots, i64 by_length
 
 inline constexpr int kTokenThreads = 192;  // of a block, at most
-inline constexpr int kTokenBlocks = 5;     // of that size on a multiprocessor, that registers must suffice for
+inline constexpr int kTokenBlocks = 5;     // blocks of that size per SM that registers must suffice for
 
-// Pairs stay neighbours or halves apart (`pairs`). A block has one token, blockIdx.x, or a part of its heads,
+// Pairs stay neighbours or halves apart (`pairs`). A block owns one token, blockIdx.x, or a part of its heads,
 // blockIdx.y: q_slots and then k_slots groups of 2^lane_bits lanes, `groups` of them, each with every q_slots-th q head
-// or k_slots-th k head. A lane has one chunk of 16 bytes of the `width` elements from `begin` on of each of its heads.
-// All chunks are on their way to shared memory at once, [heads, threads], so that registers do not limit how much is;
-// the lane then reads its own, and those with the other elements of its pairs.
+// or k_slots-th k head. A lane has one 16-byte chunk of the `width` elements from `begin` on of each of its heads. All
+// chunks are copied to shared memory at once, [heads, threads], so that registers do not limit the bytes in flight; the
+// lane then reads its own chunks, and those with the partners of its elements.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     rope_token(const T* q, const T* k, T* q_out, T* k_out, i64 length, i64 q_heads, i64 k_heads, i64 q_slots,
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     }
 }
 
-// For pairs that change places. Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks.
+// For pairs that change their order. Groups of 2^lane_bits lanes, one flat index over (token, slot); 16-byte chunks.
 // `spare` counts chunks.
 template <typename T, int PAIRS>
 __global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PARAMETERS) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(128, 4) rope(RTK_ROPE_PARAMETERS, RTK_ANGLE_PA
     if (heads > 0 && own.rotated) load_rotation<T, N, PAIRS == kAdjacent>(RTK_ANGLES, batch, place, lane, r);
     T* q_to = q_out + batch * q_out_batch + place * q_out_place;
     T* k_to = k_out + batch * k_out_batch + place * k_out_place - from_q * k_out_head;
-    // In place, lanes of a head that reorders its pairs write where others read.
+    // In place, lanes of a head that reorders its pairs write where others still read.
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(128, 4) rope_any(RTK_ROPE_PARAMETERS, RTK_ANGL
     }
 }
 
-// The entries every token gets, cos and sin, times mscale, fp32 [tokens, width], width as that of the tables: turns
-// tables with several position streams or unaligned rows into ones that rope can read. A thread per entry.
+// The entries of every token, cos and sin, times mscale, fp32 [tokens, width], with the width of the tables: turns
+// tables with several position streams or unaligned rows into ones that rope can read. One thread per entry.
 template <typename T>
 __global__ void __launch_bounds__(256)
     rope_tables(float* cos_out, float* sin_out, i64 tokens, i64 length, i64 width, RTK_ANGLE_PARAMETERS) {

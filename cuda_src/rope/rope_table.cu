@@ -1,5 +1,5 @@
-// cos and sin of position * scaling * rate, [rows, pairs] dense: fp64 arithmetic, rounded to fp32 and then to T, as torch
-// converts. positions may be null: row r is then at position r. A thread owns one angle. Grid: any; block: 256 threads.
+// cos and sin of position * scaling * rate, [rows, pairs] dense: fp64 arithmetic, rounded to fp32 and then to T, as
+// torch does. positions may be null: row r then has position r. A thread owns one angle. Grid: any; block: 256 threads.
 #include "common/vec.cuh"
 
 namespace rtk {

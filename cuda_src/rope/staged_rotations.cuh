@@ -1,4 +1,4 @@
-// What the elements of a token's heads are multiplied with, in shared memory.
+// Rotation factors of a token's heads, in shared memory.
 #pragma once
 #include "rope/head_chunks.cuh"
 

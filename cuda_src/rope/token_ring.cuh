@@ -1,8 +1,9 @@
-// Tokens on their way through shared memory (sm_90 and up): one warp has the copy engine bring them to a ring of stages,
-// one makes their rotations, and consumers, each of several warps, take one token after the other.
+// Tokens pass through shared memory (sm_90 and up): one warp issues TMA loads into a ring of stages, one computes their
+// rotations, and consumers, each of several warps, take one token after the other.
 //
-// Each warp that waits sees every phase of the stages it waits for (stages are a multiple of the consumers; the warp that
-// makes rotations has all tokens), because a barrier's parity tells only neighbouring phases apart.
+// Each waiting warp sees every phase of the stages it waits for (the number of stages is a multiple of the number of
+// consumers; the warp that computes rotations handles all tokens), because a barrier's parity distinguishes only
+// neighbouring phases.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -10,14 +11,14 @@
 
 namespace rtk {
 
-// Where a head is: bytes from the start of a stage to its gradient and to its x, elements from where the results of the
-// token are to its own.
+// Position of a head: bytes from the start of a stage to its gradient and to its x, elements from the token's results
+// to its own.
 struct alignas(16) HeadPlace {
     int g, x, result, exists;
 };
 
-// The stages of a ring in shared memory: heads of a token and their rotation; then, for all stages, barriers
-// (full: the copies and the rotation have come; empty: the consumer is done) and where results go; then the places.
+// The stages of a ring in shared memory: heads of a token and their rotation; then, for all stages, barriers (full: the
+// copies and the rotation have arrived; empty: the consumer is done) and destinations of results; then the positions.
 struct TokenRing {
     u8* memory;
     int stages, heads_bytes, rotation_bytes;
@@ -31,7 +32,7 @@ struct TokenRing {
     RTK_DEVICE HeadPlace* places() const { return reinterpret_cast<HeadPlace*>(behind() + 32 * stages); }
 };
 
-// A place in it: the stage of a token, and the parity of its phase there.
+// A position in the ring: the stage of a token, and the parity of its phase there.
 struct RingStage {
     int stage;
     u32 phase;

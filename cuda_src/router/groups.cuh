@@ -1,11 +1,12 @@
-// Group-limited routing: experts in equal groups, of which only the best may serve a token. A group is as good as the
-// sum of its `of_group` largest keys (added in fp32, largest first); equal groups by number.
+// Group-limited routing: experts are in equal groups, and only the best groups may serve a token. The score of a group
+// is the sum of its `of_group` largest keys (added in fp32, largest first); ties go to the lower group number.
 #pragma once
 #include "router/select.cuh"
 
 namespace rtk {
 
-// Groups of `lanes` (a power of two) neighbouring lanes each, of_group 1 or 2: a bit for every lane that may take part.
+// Groups of `lanes` (a power of two) neighbouring lanes each, of_group 1 or 2. Returns a bit for every lane that may
+// take part.
 template <int V>
 RTK_DEVICE u32 best_lanes(const u32 (&key)[V], int lanes, int of_group, int top_groups) {
     u32 first, second;
@@ -15,7 +16,7 @@ RTK_DEVICE u32 best_lanes(const u32 (&key)[V], int lanes, int of_group, int top_
         second = max(min(first, other), max(second, next));
         first = max(first, other);
     }
-    // A lane past the last column has key 0 and stays out.
+    // A lane past the last column has key 0 and is excluded.
     u32 score = first == 0u ? 0u : key_of(of_group == 1 ? value_of(first) : value_of(first) + value_of(second));
     const u32 group = lanes == kWarp ? kAllLanes : (1u << lanes) - 1u;
     u32 allowed = 0u;
@@ -30,14 +31,14 @@ RTK_DEVICE u32 best_lanes(const u32 (&key)[V], int lanes, int of_group, int top_
     return allowed;
 }
 
-// Shared memory for groups of any size: keys of the row, scores of the groups, and which of them may take part.
+// Shared memory for groups of any size: keys of the row, scores of the groups, and which groups may take part.
 struct GroupMemory {
     u32* key;
     u32* score;
     u8* allowed;
 };
 
-// By `threads` threads, this one `thread`; `sync` is their barrier. The keys are there; `allowed` is on return.
+// Called by `threads` threads, this one `thread`; `sync` is their barrier. Reads the keys, fills `allowed`.
 template <typename Sync>
 RTK_DEVICE void best_groups(const GroupMemory& memory, int groups, int size, int of_group, int top_groups, int thread,
                             int threads, const Sync& sync) {

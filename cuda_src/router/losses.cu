@@ -2,7 +2,7 @@
 //     z-loss:          factor * sum over rows of logsumexp(x)^2
 //     load balancing:  factor * sum over rows and experts of counts * s, s the softmax of the row, its sigmoids divided
 //                      by their sum, or the numbers themselves; counts are those of the row's sequence
-// A warp owns a row at a time, the first of its columns in registers and those of its next row on their way. Blocks
+// A warp owns a row at a time, with the first of its columns in registers and those of its next row in flight. Blocks
 // leave their sums in `partial`; the last one, by `ticket` (0 before), adds them.
 #include "router/rows.cuh"
 #include "router/scores.cuh"
@@ -11,7 +11,7 @@ namespace rtk {
 
 enum LossKind : int { kZLoss = 0, kBalanceSoftmax = 1, kBalanceSigmoid = 2, kBalancePlain = 3 };
 
-// The counts a row is weighed with: of all rows, of `inner` neighbouring rows, or of every inner-th row.
+// The counts that weight a row: of all rows, of `inner` neighbouring rows, or of every inner-th row.
 struct CountsOf {
     const i32* counts;
     i64 experts, inner, interleaved;
@@ -37,7 +37,7 @@ struct Columns {
 
     RTK_DEVICE static int place(int vector, int lane) { return (vector * kWarp + lane) * VEC; }
 
-    // Those from `first` on, of a row that starts at number `start` of x.
+    // Those from `first` on, of a row that starts at element `start` of x.
     RTK_DEVICE void load(const void* x, i64 start, int first, int cols, int kind, bool whole, int loss, int lane) {
 #pragma unroll
         for (int p = 0; p < kVectors; ++p) {
@@ -115,7 +115,7 @@ RTK_DEVICE RowSums row_sums(const Columns<VEC>& head, const void* x, i64 start, 
     return all;
 }
 
-// z-loss of fp32 rows of whole vectors that fit into registers: ROWS at a time, for which a warp waits together.
+// z-loss of fp32 rows of whole vectors that fit into registers: ROWS at a time, so that a warp waits for them together.
 template <int VEC, int ROWS>
 struct RowsTogether {
     static constexpr int kVectors = Columns<VEC>::kVectors;
@@ -124,7 +124,7 @@ struct RowsTogether {
 
     RTK_DEVICE void load(const float* x, i64 first_row, i64 rows, i64 stride, int cols, int lane) {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {  // of missing rows the last one, so that all do the same
+        for (int r = 0; r < ROWS; ++r) {  // missing rows read the last one, so that all lanes do the same
             const float* from = x + min(first_row + r, rows - 1) * stride;
 #pragma unroll
             for (int p = 0; p < kVectors; ++p) {
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(256, 4)
     finish_loss(lane == 0 ? total : 0.0f, partial, loss, ticket, factor);
 }
 
-// The same arguments as above and below, for rows that fit into registers.
+// Takes the arguments of the kernels above and below; for rows that fit into registers.
 template <int VEC>
 __global__ void __launch_bounds__(256, 2)
     router_z_fwd(const float* x, const i32*, float* partial, float* loss, u32* ticket, i64 rows, i64 experts,
@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
-// counts[s, e] = choices of expert e among the rows of sequence s: `length` rows of k, from row s * first_step on, each
-// row_step after the other. A block per sequence; other numbers than 0..experts-1 are not counted.
+// counts[s, e] = number of choices of expert e in the rows of sequence s: `length` rows of k, from row s * first_step
+// on, row_step apart. One block per sequence; numbers outside of 0..experts-1 are not counted.
 template <typename I>
 __global__ void __launch_bounds__(1024) router_counts(const I* indices, i32* counts, i64 length, i64 top_k, i64 experts,
                                                       i64 first_step, i64 row_step) {

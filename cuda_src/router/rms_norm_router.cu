@@ -1,14 +1,14 @@
 // RMS norm of rows, their e4m3 codes and the router's logits in one kernel (sm_90a): y = x * rstd * gain with gain =
 // offset + weight, rounded to T; codes from the same values in fp32, one scale per 128 columns of a row (recipe:
-// common/fp8_scale.cuh); logits[m, e] = sum over k of y[m, k] W[e, k], in fp32, of y as it is stored. x [rows, cols]
-// has any row stride; y and q are dense.
+// common/fp8_scale.cuh); logits[m, e] = sum over k of y[m, k] W[e, k], in fp32, from the rounded y. x [rows, cols] has
+// any row stride; y and q are dense.
 //
-// A block has 64 rows and all experts, at most 256. It walks over x twice, in slabs of 128 columns that come to shared
-// memory: first for sums of squares; then a slab is normalised where it lies, which makes it an operand of the
-// products, and leaves as y and codes from registers. As much of x as fits stays in between; the second walk begins
-// with it, and the rest comes again, from L2. One warpgroup multiplies, three make slabs (one each), two more threads
-// ask the copy engine for x and W. The walks are one sequence of copies l = 0, 1, ...: slab l modulo their number, to
-// slot l % kSlots.
+// A block owns 64 rows and all experts, at most 256. It passes over x twice, in slabs of 128 columns in shared memory:
+// first for sums of squares; then a slab is normalised in place, which makes it an operand of the products, and is
+// stored as y and codes from registers. As much of x as fits stays in between; the second pass begins with it, and the
+// rest is loaded again, from L2. One warpgroup multiplies, three produce slabs (one each), two more threads issue TMA
+// loads of x and W. The passes are one sequence of copies l = 0, 1, ...: slab l modulo their number, to slot l %
+// kSlots.
 #include "common/fp8_scale.cuh"
 #include "gemm/operand.cuh"
 #include "norm/norm_fp8_stats.cuh"
@@ -19,7 +19,7 @@
 
 namespace rtk {
 
-inline constexpr int kNormThreads = 640;  // ops/router/rms_norm_router_plan.py knows these
+inline constexpr int kNormThreads = 640;  // mirrored in ops/router/rms_norm_router_plan.py
 inline constexpr int kNormRows = 64;
 inline constexpr int kSlab = 128;  // columns
 inline constexpr int kSlots = 6;
@@ -37,7 +37,7 @@ inline constexpr int kMakerRows = kMakerThreads / 16;  // at a time, 16 bytes a 
 inline constexpr int kBatch = 4;                     // 16-byte vectors of a thread that are quantised together
 static_assert(kSlots % kMakers == 0, "a slot belongs to one maker, which then sees all phases of its barriers");
 
-// Where things are in shared memory, and which slab is where.
+// Addresses in shared memory, and which slab is where.
 struct NormRouterShared {
     ptx::SharedAddress slots, ring, barriers;
     u8* generic;  // the same as `slots`
@@ -49,11 +49,12 @@ struct NormRouterShared {
         ring = slots + kSlots * kSlabBytes;
         barriers = ring + kStages * kWeightBytes;
         slabs = static_cast<int>(ceil_div(cols, kSlab));
-        reread = max(slabs - kSlots, 0);  // the first ones are read twice
+        reread = max(slabs - kSlots, 0);  // the first ones are read in both passes
     }
     RTK_DEVICE ptx::SharedAddress slot(int l) const { return slots + l % kSlots * kSlabBytes; }
     RTK_DEVICE int slab(int l) const { return l < slabs ? l : l - slabs; }
-    // Barriers of a slot: x has come; its squares are summed, and it may go; y is there; y is multiplied.
+    // Barriers of a slot: x has arrived; its squares are summed, and it may be overwritten; y is ready; y has been
+    // multiplied.
     RTK_DEVICE ptx::SharedAddress full(int l) const { return barriers + 8 * (l % kSlots); }
     RTK_DEVICE ptx::SharedAddress summed(int l) const { return full(l) + 8 * kSlots; }
     RTK_DEVICE ptx::SharedAddress ready(int l) const { return full(l) + 8 * 2 * kSlots; }
@@ -62,7 +63,7 @@ struct NormRouterShared {
     RTK_DEVICE float* sums() const {  // [kMakers][kNormRows], then 1/rms [kNormRows]
         return reinterpret_cast<float*>(generic + (barriers - slots) + 8 * (4 * kSlots + 2 * kStages));
     }
-    // Phases of those that are used once for each copy l, and once for each copy of the second walk.
+    // Phases of barriers that are used once per copy l, and once per copy of the second pass.
     RTK_DEVICE u32 phase(int l) const { return l / kSlots & 1; }
     RTK_DEVICE u32 second_phase(int l) const { return (l - reread) / kSlots & 1; }
 };
@@ -84,8 +85,8 @@ RTK_DEVICE void fetch_x(const NormRouterShared& shared, const ptx::TensorMap& x,
     }
 }
 
-// Boxes have as many rows as there are experts, because rows outside of the tensor cost time too. What the rest of a
-// stage is multiplied to is in columns that are not stored.
+// Boxes have as many rows as there are experts, because rows outside of the tensor cost time too. The rest of a stage
+// only affects columns that are not stored.
 RTK_DEVICE void fetch_weight(const NormRouterShared& shared, const ptx::TensorMap& weight, u32 experts) {
     const RingBarriers ring = shared.weights();
     RingPlace at{kStages, 0, 1};
@@ -131,7 +132,7 @@ RTK_DEVICE void multiply(const NormRouterShared& shared, const ptx::TensorMap& l
     }
     ptx::wgmma_wait<0>();
 
-    // Out through the memory of W: eight boxes of 32 columns, rows of 128 bytes as the copy engine wants them.
+    // Stored through the memory of W: eight boxes of 32 columns, rows of 128 bytes as TMA needs them.
     ptx::named_barrier_sync(1, kProductWarps * kWarp);
     const int t = lane % 4, row = warp * 16 + lane / 4;
     u8* own = shared.generic + (shared.ring - shared.slots) + row * kTileRow + t % 2 * 8;
@@ -161,7 +162,7 @@ struct Maker {
     RTK_DEVICE Maker() {
         thread = static_cast<int>(threadIdx.x) - kProductWarps * kWarp;
         lane = thread % kWarp;
-        maker = __shfl_sync(0xffffffffu, thread / kMakerThreads, 0);  // known to be uniform
+        maker = __shfl_sync(0xffffffffu, thread / kMakerThreads, 0);  // shuffled so that the compiler knows it is uniform
         vector = thread % 16;
         row = thread % kMakerThreads / 16;
         offset = vector / 8 * kBoxBytes + row * kTileRow + ((vector % 8 ^ (row & 7)) << 4);
@@ -213,7 +214,7 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
                            float offset, T* y, e4m3* q, float* scale, int rows_here, i64 cols, i64 scale_row,
                            i64 scale_group, bool pow2) {
     const float* rstd = shared.sums() + kMakers * kNormRows + own.row;
-    const int mine = own.vector % kBatch;  // of a batch, the row whose scale this thread makes
+    const int mine = own.vector % kBatch;  // the row of a batch whose scale this thread computes
     const i64 step = kMakerRows * cols, origin = own.row * cols + own.vector * 8;
     scale += (own.row + kMakerRows * mine) * scale_row;
     const int first = shared.reread + (own.maker + kMakers - shared.reread % kMakers) % kMakers;
@@ -250,7 +251,8 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
                 if (own.lane == 0) ptx::mbarrier_arrive(shared.ready(l));
             }
 
-            // Maxima that ignore NaN but not infinities, and once more without those in the rare thread that met one.
+            // Maxima that ignore NaN but not infinities; the rare thread that met an infinity repeats this without
+            // infinities.
             float amax[kBatch], overall = 0.0f;
 #pragma unroll
             for (int r = 0; r < kBatch; ++r) {
@@ -263,9 +265,9 @@ RTK_DEVICE void make_slabs(const NormRouterShared& shared, const Maker& own, con
 #pragma unroll
                 for (int r = 0; r < kBatch; ++r) amax[r] = finite_amax(v[r]);
             }
-            const float made = fp8_scale<e4m3>(scattered_max<kBatch, 16>(amax, own.thread), pow2);
-            const float inverse = inverse_scale(made);
-            if (own.vector < kBatch && kMakerRows * mine < left) *to_scale = made;
+            const float row_scale = fp8_scale<e4m3>(scattered_max<kBatch, 16>(amax, own.thread), pow2);
+            const float inverse = inverse_scale(row_scale);
+            if (own.vector < kBatch && kMakerRows * mine < left) *to_scale = row_scale;
             to_scale += kBatch * kMakerRows * scale_row;
 #pragma unroll
             for (int r = 0; r < kBatch; ++r, to_q += step) {
@@ -285,7 +287,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
                 double eps, double offset) {
     extern __shared__ u8 memory[];
     const NormRouterShared shared(memory, cols);
-    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // known to be uniform
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = threadIdx.x % kWarp;
     const i64 m0 = static_cast<i64>(blockIdx.x) * kNormRows;
 
@@ -305,7 +307,7 @@ __global__ void __launch_bounds__(kNormThreads, 1)
     __syncthreads();
 
     if (warp < kProductWarps) {
-        ptx::registers_take<168>();  // what the last warpgroup gives
+        ptx::registers_take<168>();  // what the last warpgroup passes on
         multiply<T>(shared, logits, warp, lane, static_cast<i32>(m0));
     } else if (warp < kProductWarps + kAllMakerWarps) {
         const Maker own;

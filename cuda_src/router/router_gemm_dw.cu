@@ -1,13 +1,13 @@
 // Gradient of the router's weight on sm_90a: out[e, k] = sum over tokens m of dy[m, e] x[m, k], fp32. dy is fp32
-// [tokens, experts]; its kTerms terms of x's type are made in registers, on the way from shared memory to the tensor
-// cores. x [tokens, depth] is used as it is. For fp16 dy is scaled by powers of two, by the largest magnitude of each
-// expert (`largest`, fp32 [experts]).
+// [tokens, experts] and is split into kTerms terms of x's type in registers, on the way from shared memory to the
+// tensor cores. x [tokens, depth] is used as it is. For fp16, dy is scaled by powers of two, by the largest magnitude
+// of each expert (`largest`, fp32 [experts]).
 //
-// Two bf16 terms and short splits are router_gemm_dw_pingpong.cu's.
+// router_gemm_dw_pingpong.cu handles two bf16 terms and short splits.
 //
-// A block makes a 128x128 tile of one split of the tokens; 64 of them per stage. Split s writes at
-// out + s * experts * depth; whoever adds the splits up does it in order. Every `promote` stages the sums of the tensor
-// cores, which drop low bits as they add, go to fp32 registers.
+// A block computes a 128x128 tile of one split of the tokens, 64 of them per stage. Split s writes at out + s * experts
+// * depth; the splits are then added in order. Every `promote` stages the sums of the tensor cores, which drop low bits
+// as they accumulate, go to fp32 registers.
 #include "router/router_gemm_dy.cuh"
 
 namespace rtk {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         const i64 expert = e0 + place.warp * 16 + place.lane / 4 * 2;  // and the next one
         DyFragment<T, kTerms> fragment(place.warp, place.lane, kTileBytes / 2);
         if (largest != nullptr) {
-            ptx::wait_for_previous();  // it comes from there
+            ptx::wait_for_previous();  // it comes from the previous kernel
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 if (expert + r < experts) fragment.factor[r] = fp16_factor(largest[expert + r]);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         float sums[64], part[64];
         set_zero(sums);
         RingPlace at{kStages};
-        // 32 tokens at a time, in two sets of registers: one is made while the tensor cores read the other.
+        // 32 tokens at a time, in two sets of registers: one is filled while the tensor cores read the other.
         u32 left[2][kTerms][kHalfSteps][4];
         auto convert = [&](int half, const u8* stage) { fragment.terms(stage, 32 * half, left[half]); };
         auto multiply = [&](int half, u64 b, bool fresh) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                                             !fresh || k != 0 || term != kTerms - 1);
             ptx::wgmma_commit();
         };
-        int until = static_cast<int>(promote), last_stage = 0;  // until sums leave the tensor cores
+        int until = static_cast<int>(promote), last_stage = 0;  // stages until sums leave the tensor cores
         bool fresh = true;
         for (int i = 0; i < blocks; ++i) {
             ptx::mbarrier_wait(ring.full(at.stage), at.phase);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         }
         ptx::wgmma_wait<0>();
         add_to(sums, part);
-        ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
+        ptx::wait_for_previous();  // so that the end of this kernel implies the end of all kernels before it
         const bool in_pairs = depth % 2 == 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

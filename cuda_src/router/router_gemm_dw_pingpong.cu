@@ -1,9 +1,9 @@
-// Gradient of the router's weight as in router_dw.cu, for splits so short that sums may stay in the tensor cores. There are
-// registers then for products of 256 columns, which want half the conversions of dy; with 128, conversions, copies and
-// tensor cores together ask for more than shared memory gives.
+// Gradient of the router's weight as in router_gemm_dw.cu, for splits so short that sums may stay in the tensor cores.
+// This leaves registers for products of 256 columns, which need half the conversions of dy; with 128, conversions,
+// copies and tensor cores together exceed the bandwidth of shared memory.
 //
-// A block makes a tile of 64 experts and 256 columns of one split of the tokens. Its two warpgroups take stages of 32 tokens
-// in ping-pong; at the end their sums meet in shared memory, and leave as whole rows.
+// A block computes a tile of 64 experts and 256 columns of one split of the tokens. Its two warpgroups take stages of
+// 32 tokens in ping-pong; at the end their sums are added in shared memory, and stored as whole rows.
 #include "router/router_gemm_dy.cuh"
 #include "ptx/barrier.cuh"
 
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     float sums[kColumns / 2];
 #pragma unroll
     for (float& sum : sums) sum = 0.0f;
-    u32 left[2][kTerms][kSteps][4];  // one is made while the tensor cores read the other
+    u32 left[2][kTerms][kSteps][4];  // one is filled while the tensor cores read the other
     int stage = group, last_stage = -1;
     u32 phase = 0;
     auto multiply = [&](u32(&terms)[kTerms][kSteps][4]) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     }
     ptx::wgmma_wait<0>();
 
-    ptx::named_barrier_sync(1, kConsumerWarps * kWarp);  // nobody reads stages any more
+    ptx::named_barrier_sync(1, kConsumerWarps * kWarp);  // stages are no longer read
     u8* own = stages + (group * kExperts + warp * 16 + place.lane / 4 * 2) * kSumsRow + place.column * 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
             *reinterpret_cast<float2*>(own + r * kSumsRow + 32 * j) =
                 make_float2(sums[4 * j + 2 * r], sums[4 * j + 2 * r + 1]);
     ptx::named_barrier_sync(1, kConsumerWarps * kWarp);
-    ptx::wait_for_previous();  // so that this kernel's end means the end of all before it
+    ptx::wait_for_previous();  // so that the end of this kernel implies the end of all kernels before it
     float* to = out + (blockIdx.y * experts + e0) * depth + k0;
     if (e0 + kExperts <= experts && k0 + kColumns <= depth && depth % 4 == 0) {
         // A warp has every eighth row, a lane four neighbours of each 128 columns.

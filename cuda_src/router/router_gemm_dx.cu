@@ -1,11 +1,11 @@
 // Gradient of the router's input on sm_90a: dx[m, k] = sum over e of dy[m, e] W[e, k], rounded once to bf16 or fp16.
-// dy is fp32 [rows, experts]; each warpgroup turns its 64 rows into kLeft bf16 terms where they are in shared memory. W
-// is the sum of kRight bf16 matrices [experts, depth], stacked. Of two terms each, the product of the small ones is
-// left out.
+// dy is fp32 [rows, experts]; each warpgroup splits its 64 rows into kLeft bf16 terms in place, in shared memory. W is
+// the sum of kRight bf16 matrices [experts, depth], stacked. With two terms each, the product of the small ones is left
+// out.
 //
-// A block makes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256 experts,
-// dy's terms stay in shared memory meanwhile, and a tile is written while the next one is made, in another set of
-// registers; beyond, dy's four places are a second ring, and sums of 256 experts go to the other registers.
+// A block computes `tiles_each` tiles of 128 columns for its 128 rows, block = row tile * parts + part. Up to 256
+// experts, dy's terms stay in shared memory meanwhile, and a tile is stored while the next one is computed in another
+// set of registers; beyond that, dy's four places are a second ring, and sums of 256 experts go to the other registers.
 #include "gemm/mainloop.cuh"
 #include "ptx/barrier.cuh"
 
@@ -14,8 +14,8 @@ namespace rtk {
 inline constexpr int kDyPlaces = 4;
 inline constexpr u32 kDyBytes = 2 * kTileBytes;  // 128 rows of 64 fp32 experts: two tiles of 32
 
-// Turns 64 rows of 64 fp32 numbers, in two tiles of 32 columns, into their bf16 terms: the first one where the first
-// tile was, the second one where the second was. All 128 threads of a warpgroup call.
+// Splits 64 rows of 64 fp32 numbers, in two tiles of 32 columns, into their bf16 terms: the first one replaces the
+// first tile, the second one the second tile. All 128 threads of a warpgroup call this.
 template <int kLeft>
 RTK_DEVICE void split_rows(u8* rows, int group) {
     const int row = threadIdx.x % 64, tile = threadIdx.x / 64 % 2;
@@ -61,9 +61,10 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
     const int tiles = min(static_cast<int>(tiles_each), static_cast<int>(ceil_div(depth, kRouterTile)) - tile0);
     const int blocks = static_cast<int>(ceil_div(experts, kBlockDepth));
     const bool stays = blocks <= kDyPlaces;
-    // Copies arrive in the order of their requests, so those of dy and W alternate at the start, unless W may come later.
+    // Copies arrive in the order in which they are issued, so those of dy and W alternate at the start, unless W may
+    // come later.
     const int fetched_first = kRight == 1 ? 1 : blocks;
-    const int together = kRight == 1 ? min(tiles, 2) : 1;  // tiles at the start: enough to multiply while dy comes
+    const int together = kRight == 1 ? min(tiles, 2) : 1;  // tiles at the start: enough to multiply while dy arrives
 
     auto fetch_dy = [&](int where, int block) {
         ptx::mbarrier_arrive_expect(dy_ring.full(where), kDyBytes);
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
         u8* own = results + group * kTileBytes + (place.row % 64) * kTileRow + t * 4;
 
         auto write = [&](const float(&values)[64], int tile) {
-            // Rows of 128 bytes as the copy engine wants them: two tiles of 64 columns for each warpgroup.
+            // Rows of 128 bytes as TMA needs them: two tiles of 64 columns per warpgroup.
             if (threadIdx.x % 128 == 0) ptx::bulk_store_wait_read();
             ptx::named_barrier_sync(1 + group, 128);
             auto put = [&](auto pack) {
@@ -174,14 +175,14 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
 #pragma unroll
             for (int k = 0; k < kDepthSteps; ++k)
 #pragma unroll
-                for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)  // dy's small term meets W's large one only
+                for (int l = term == 0 ? kLeft - 1 : 0; l >= 0; --l)  // dy's small term is multiplied by W's large one only
                     ptx::wgmma_shared<bf16, true>(
                         part, a + l * (kTileBytes >> 4) + k * kNextKMajor, b + k * kNextColumnMajor,
                         !fresh || term != kRight - 1 || k != 0 || (term == 0 && l != kLeft - 1));
             ptx::wgmma_commit();
             at.next();
         };
-        // All products of a tile; `meanwhile` is called while the first are made.
+        // All products of a tile; `meanwhile` is called while the first ones are in flight.
         auto whole_tile = [&](float(&part)[64], auto meanwhile) {
             for (int block = 0; block < blocks; ++block) {
 #pragma unroll
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kRouterThreads, 1)
                 ptx::wgmma_wait<0>();
                 for (int i = 0; i < together * kRight; ++i) release();
             }
-            // From here on, a tile is written while the next one is made.
+            // From here on, a tile is stored while the next one is computed.
             if (kRight == 2 && tiles > 1) {
                 whole_tile(sums_1, [&] { write(sums_0, 0); });
             } else {

@@ -1,7 +1,7 @@
-// The left operand of the router's weight gradient, and the stages it comes from. Fp32 dy in shared memory becomes terms of it
-// in registers: rows are experts, k are tokens. Boxes of dy are 32 experts wide, and a warp has 16 experts. Which of them a
-// row of a fragment is does not matter, so a lane's two rows are neighbours: experts 2g and 2g + 1 for lane 4g + t, tokens 2t
-// and 2t + 1 of 8. Vectors of 16 bytes are swizzled by the token.
+// The left operand of the router's weight gradient, and the stages it comes from. Fp32 dy in shared memory is split
+// into terms in registers: rows are experts, k are tokens. Boxes of dy are 32 experts wide, and a warp has 16 experts.
+// The order of experts within a fragment is free, so a lane's two rows are neighbours: experts 2g and 2g + 1 for lane
+// 4g + t, tokens 2t and 2t + 1 of 8. Vectors of 16 bytes are swizzled by the token.
 #pragma once
 #include "gemm/mainloop.cuh"
 
@@ -11,7 +11,7 @@ template <typename T, int kTerms>
 struct DyFragment {
     int t, vector;
     u32 offset;                      // of this lane's column in a stage
-    float factor[2] = {1.0f, 1.0f};  // by which fp16 experts are multiplied
+    float factor[2] = {1.0f, 1.0f};  // factors of fp16 experts
 
     RTK_DEVICE DyFragment(int warp, int lane, u32 box_bytes) {
         const int g = lane / 4;

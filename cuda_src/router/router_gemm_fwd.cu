@@ -1,28 +1,30 @@
 // Router logits on sm_90a: out[m, e] = sum over k of x[m, k] W[e, k], fp32. x [rows, depth] is used as it is; W is the
-// sum of `terms` matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x that has come to shared
-// memory meets all of them.
+// sum of `terms` matrices [experts, depth] of x's type, stacked (gemm/terms.cuh), so a tile of x in shared memory is
+// multiplied by all of them.
 //
-// A cluster of `splits` blocks makes a tile of 64 kGroups rows and kColumns experts, each block a part of the depth, 64
-// of it per stage, smallest term first. A block has kGroups consumer warpgroups of 64 rows and a producer, one thread.
-// Tensor cores drop low bits as they add, so every `promote` stages their sums go to fp32 registers. At the end each block gets the others' sums of every splits-th 8 columns through its shared memory and
-// adds them up in the order of the depth. Results are multiplied by scale[e], then bias[e] is added.
+// A cluster of `splits` blocks computes a tile of 64 kGroups rows and kColumns experts, each block a part of the depth,
+// 64 of it per stage, smallest term first. A block has kGroups consumer warpgroups of 64 rows and a producer, one
+// thread. Tensor cores drop low bits as they accumulate, so every `promote` stages their sums go to fp32 registers. At
+// the end each block receives the others' sums of every splits-th 8 columns through its shared memory and adds them in
+// the order of the depth. Results are multiplied by scale[e], then bias[e] is added.
 //
-// Boxes of x have `x_rows` rows and those of W `weight_rows`: rows outside of a tensor cost time too. What the rest of a
-// stage is multiplied to is in rows and columns that are not stored.
+// Boxes of x have `x_rows` rows and those of W `weight_rows`: rows outside of a tensor cost time too. The rest of a
+// stage only affects rows and columns that are not stored.
 #include "gemm/mainloop.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
 
 namespace rtk {
 
-// Registers of a thread: the launch gives all as many, then the producer's go to the consumers.
+// Registers of a thread: the launch gives all threads the same number, then the producer hands its share to the
+// consumers.
 template <int kGroups>
 struct ForwardRegisters {
     static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
 };
 
-// A number of terms that the compiler knows. With a loop over them between the fence and the commit of the products,
-// ptxas puts a fence of its own there (C7519).
+// A compile-time number of terms. With a loop over them between the fence and the commit of the products, ptxas inserts
+// a fence of its own (C7519).
 template <int N>
 struct Terms {
     static constexpr int value = N;
@@ -56,8 +58,8 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         ptx::tma_load_2d(base + stage * stage_bytes, x, ring.full(stage), (first + block) * kBlockDepth,
                          static_cast<i32>(m0));
     };
-    // Copies arrive in the order they were asked for, so those of x and W alternate at the start; unless W comes from a
-    // kernel that may still run.
+    // Copies arrive in the order in which they are issued, so those of x and W alternate at the start; unless W comes
+    // from a kernel that may still run.
     const int x_first = terms == 1 ? 1 : min(stages, blocks);
     if (threadIdx.x == kConsumers * kWarp) {
         ring.init(kConsumers);
@@ -85,8 +87,8 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                                      ring.full(stage), (first + block) * kBlockDepth,
                                      static_cast<i32>(term * experts + n0));
             };
-            ptx::wait_for_previous();  // the terms may still be on their way from there; x is not
-            // One compact loop: after other kernels its code comes from memory, a line at a time.
+            ptx::wait_for_previous();  // the previous kernel may still be writing the terms, but not x
+            // One compact loop: after other kernels its code is fetched from memory, one line at a time.
             RingPlace at{stages, 0, 1};
 #pragma unroll 1
             for (int i = 0; i < blocks; ++i, at.next()) {
@@ -182,12 +184,12 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     };
 
     if (splits > 1) {
-        // 8 columns are a share: number `share` of block `owner`, from block `from`, lies there.
+        // 8 columns are a share: address of share `share` of block `owner`, from block `from`.
         constexpr u32 kShareBytes = kConsumers * kWarp * 16;
         constexpr int kShares = kColumns / 8;
         const u32 from_bytes = static_cast<u32>((kShares + splits - 1) / splits) * kShareBytes;
         const ptx::SharedAddress own = base + threadIdx.x * 16;
-        ptx::cluster_barrier();  // all products are made: nobody reads stages any more
+        ptx::cluster_barrier();  // all products are done: stages are no longer read
         int owner = 0;
         u32 share = 0;
         auto next = [&] {
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
             store_from_registers(j, value);
         }
     } else if (by_copy_engine) {
-        // Rows of 128 bytes as the copy engine wants them, where the ring was: tiles of 32 columns for each warpgroup.
+        // Rows of 128 bytes as TMA needs them, in the memory of the ring: tiles of 32 columns per warpgroup.
         constexpr u32 kResultBytes = 64 * kTileRow;
         u8* results = memory + (base - ptx::shared_address(memory)) + group * (kColumns / 32) * kResultBytes;
         u8* own = results + (place.row % 64) * kTileRow + t % 2 * 8;

@@ -1,15 +1,15 @@
 // Products of the router with mma.sync, for every target: out[m, n] = sum over k of A[m, k] B[n, k], 16-bit operands,
 // fp32 sums.
 //
-// A and B are sums of terms (gemm/terms.cuh), `*_step` elements apart; `pairs` lists, four bits each, which terms meet:
-// A's in bits 0-1, B's in bits 2-3, smallest products first. An operand is stored with rows of k ([m, k]) or, kAcross,
-// with rows along the result ([k, m]). Rows are multiples of 16 bytes long, 16-byte aligned, and have zeros (or the
-// next row's place) from k on.
+// A and B are sums of terms (gemm/terms.cuh), `*_step` elements apart; `pairs` lists, four bits each, which terms are
+// multiplied: A's in bits 0-1, B's in bits 2-3, smallest products first. An operand is stored with rows of k ([m, k])
+// or, kAcross, with rows along the result ([k, m]). Rows are multiples of 16 bytes long, 16-byte aligned, and zero (or
+// the start of the next row) from k on.
 //
-// A block makes a 128x128 tile of one split of k: 8 warps of 64x32 each, a ring of three stages of 64 k of both
-// operands filled by cp.async. Tensor cores drop low bits as they add, so every `promote` stages their sums go to fp32
-// registers. Results: fp32 (kind 0, split s at out + s * m * n), bf16 (1), fp16 (2), [m, n] dense; fp32 ones times
-// scale[n] (scale_by_row: scale[m]), plus bias[n].
+// A block computes a 128x128 tile of one split of k: 8 warps of 64x32 each, a ring of three stages of 64 k of both
+// operands filled by cp.async. Tensor cores drop low bits as they accumulate, so every `promote` stages their sums go
+// to fp32 registers. Results: fp32 (kind 0, split s at out + s * m * n), bf16 (1), fp16 (2), [m, n] dense; fp32 ones
+// times scale[n] (scale_by_row: scale[m]), plus bias[n].
 #include "gemm/terms.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
@@ -31,7 +31,7 @@ struct MmaOperand {
     int rows;         // along the result, from the first of this tile
     int depth;
 
-    // Asks for k = k0 ... k0 + 63 of a term: 1024 vectors of 16 bytes, swizzled within 128 bytes.
+    // Loads k = k0 ... k0 + 63 of a term: 1024 vectors of 16 bytes, swizzled within 128 bytes.
     RTK_DEVICE void fetch(ptx::SharedAddress to, int term, int k0) const {
 #pragma unroll
         for (int i = 0; i < kMmaBytes / 16 / kMmaThreads; ++i) {

@@ -1,4 +1,4 @@
-// Around the products of the router: operands as sums of 16-bit terms before, sums of partial results after.
+// Before and after the products of the router: splits operands into 16-bit terms, and sums partial results.
 #include "common/reduce.cuh"
 #include "gemm/terms.cuh"
 #include "ptx/pdl.cuh"
@@ -11,8 +11,8 @@ inline constexpr int kTermWidth = 8;  // elements a thread splits at once: 16 by
 // out[i] = term i of `in` ([rows, cols], rows `stride` apart), i < terms, as [terms, rows, pitch] with zeros from
 // column cols to the pitch (a multiple of 8). Blocks: rows in x; in y, as many as share a row.
 //
-// For fp16 terms numbers are scaled by powers of two: by row (column_largest null), and scale[row] is then what brings
-// products back; or by the largest magnitudes of the columns, which the caller of the product knows too.
+// For fp16 terms numbers are scaled by powers of two: by row (column_largest null), with the inverse in scale[row]; or
+// by the largest magnitudes of the columns, which the caller of the product knows too.
 template <typename In, typename T>
 __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* out, float* scale,
                                                              const float* column_largest, i64 rows, i64 cols,
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kTermThreads) router_split(const In* in, T* ou
                     const u32 bits = __float_as_uint(value[i + k]);
                     const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
                     if (!kScaled && finite && fabsf(parts[k]) == __uint_as_float(0x7f800000u)) {
-                        // Finite, but nearest to bf16's infinity: cut it off instead, the next term has the rest.
+                        // Finite, but nearest to bf16's infinity: truncate it instead, and let the next term hold the
+                        // remainder.
                         parts[k] = __uint_as_float(bits & 0xffff0000u);
                         pair = (pair & (0xffff0000u >> (16 * k))) | (bits >> 16) << (16 * k);
                     }

@@ -1,4 +1,4 @@
-// Vectors of rows in registers, whatever their type: the type is an argument, since it only decides how a number is
+// Vectors of rows in registers, of any type: the type is a run-time argument, because it only decides how a number is
 // read.
 #pragma once
 #include "common/vec.cuh"
@@ -11,12 +11,12 @@ enum Kind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 RTK_DEVICE int size_of(int kind) { return kind == kFloat32 ? 4 : 2; }
 
-// A 16-bit number; both readings are cheaper than a branch.
+// A 16-bit number; decoding both types is cheaper than a branch.
 RTK_DEVICE float half_of(u32 bits, int kind) {
     return kind == kBfloat16 ? __uint_as_float(bits << 16) : ptx::cvt_f16_to_f32(static_cast<u16>(bits));
 }
 
-// Number `index` of an array.
+// Element `index` of an array.
 RTK_DEVICE float load_one(const void* p, i64 index, int kind) {
     if (kind == kFloat32) return __uint_as_float(ptx::ld_keep<4>(static_cast<const float*>(p) + index).w[0]);
     return half_of(ptx::ld_keep<2>(static_cast<const u16*>(p) + index).w[0], kind);
@@ -33,7 +33,7 @@ RTK_DEVICE void store_one(void* p, i64 index, int kind, float value) {
     }
 }
 
-// N numbers from number `index` on; `whole`: all exist and are aligned, else those from `valid` on are 0.
+// N elements from element `index` on; `whole`: all exist and are aligned, else those from `valid` on are 0.
 template <int N>
 RTK_DEVICE void load_some(const void* p, i64 index, int kind, bool whole, int valid, float (&f)[N]) {
 #pragma unroll

@@ -1,10 +1,10 @@
 // The k largest numbers of a row, largest first, equal ones by column: exact, for every input.
 //
-// A warp holds up to 32 * V columns, each lane V neighbours. Numbers become unsigned keys of the same order: NaN above
-// all, -0 and +0 equal, 0 for what does not take part. A lane keeps its two largest keys at hand. The quick way takes
-// the largest of all lanes k times over, one warp reduction each, without looking at ties; it then checks that exactly k
-// keys were taken and that no lane hides a third one that belongs among them, which is so for most rows when k is small.
-// The other way takes ties and any number of keys from one lane in their order.
+// A warp holds up to 32 * V columns, V neighbours per lane. Numbers become unsigned keys of the same order: NaN above
+// all, -0 and +0 equal, 0 for what does not take part. A lane tracks its two largest keys. The fast path takes the
+// largest of all lanes k times, one warp reduction each, ignoring ties; it then checks that exactly k keys were taken
+// and that no lane hides a third one that belongs among them. This succeeds for most rows when k is small. The slow
+// path handles ties and any number of keys per lane in their order.
 #pragma once
 #include "common/abi.cuh"
 #include "ptx/math.cuh"
@@ -13,7 +13,7 @@
 namespace rtk {
 
 inline constexpr int kMaxChosen = 64;
-inline constexpr int kQuickChosen = 16;  // beyond, a third key of one lane is the rule
+inline constexpr int kQuickChosen = 16;  // beyond, most rows need a third key of some lane
 
 RTK_DEVICE u32 key_of_canonical(float x) {
     const u32 bits = __float_as_uint(x);
@@ -24,7 +24,7 @@ RTK_DEVICE u32 key_of(float x) { return key_of_canonical(ptx::canonical(x)); }
 
 RTK_DEVICE float value_of(u32 key) { return __uint_as_float(key ^ ((key & 0x80000000u) ? 0x80000000u : 0xffffffffu)); }
 
-// The keys of neighbours of which `valid` exist.
+// The keys of neighbours; `valid` of them exist.
 template <int V>
 RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
 #pragma unroll
@@ -36,7 +36,7 @@ RTK_DEVICE void keys_of(const float (&value)[V], int valid, u32 (&key)[V]) {
     }
 }
 
-// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two are
+// Keys of 16-bit numbers leave their last 8 bits unused: with the column there, the first one largest, no two keys are
 // equal. `first` is the lane's first column among the warp's 256.
 template <int V>
 RTK_DEVICE void tell_apart(u32 (&key)[V], int first) {
@@ -61,15 +61,15 @@ RTK_DEVICE void two_largest(const u32 (&key)[V], u32& first, u32& second) {
     }
 }
 
-// out[0..k) of the warp's own shared memory gets the choices; this lane's keys are of the columns from `column` on. Places
-// past the number of keys stay as they are. All lanes may read `out` afterwards.
+// Writes the choices to out[0..k) of the warp's own shared memory; this lane's keys are those of the columns from
+// `column` on. Places past the number of keys stay unchanged. All lanes may read `out` afterwards.
 template <int V>
 RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int lane) {
     if (k <= kQuickChosen) {
         u32 first, second;
         two_largest(key, first, second);
         u32 next = first, after = second, best = 0u;
-        int taken = -1, earlier = -1;  // turns at which this lane gave its last key, and the one before
+        int taken = -1, earlier = -1;  // rounds in which this lane gave its last key, and the one before
         for (int i = 0; i < k; ++i) {
             best = __reduce_max_sync(kAllLanes, next);
             if (next == best) {
@@ -126,7 +126,7 @@ RTK_DEVICE void choose(const u32 (&key)[V], int k, int column, Choice* out, int 
     __syncwarp();
 }
 
-// The k largest of one key per lane, in the order of lanes where equal.
+// The k largest of one key per lane; ties in the order of lanes.
 RTK_DEVICE void choose_lanes(Choice mine, int k, Choice* out, int lane) {
     u32 left = mine.key;
     for (int i = 0; i < k; ++i) {
@@ -140,8 +140,8 @@ RTK_DEVICE void choose_lanes(Choice mine, int k, Choice* out, int lane) {
     __syncwarp();
 }
 
-// The choices of up to 32 parts of a row, a list of `k` places for each (key 0: no more), become those of the row. Parts
-// are in the order of their columns. By one warp; a lane holds the head of a list.
+// Merges the choices of up to 32 parts of a row, a list of `k` places each (key 0: end), into those of the row. Parts
+// are in the order of their columns. Called by one warp; a lane holds the head of a list.
 RTK_DEVICE void merge_choices(const Choice* lists, int parts, int k, Choice* out, int lane) {
     const Choice* next = lists + lane * k;
     const Choice* end = lane < parts ? next + k : next;

@@ -1,11 +1,11 @@
 // The eight largest numbers of a row of up to 256 columns, largest first, equal ones by column, by eight lanes: a warp
 // has four rows at a time.
 //
-// Columns are in groups of four neighbours, eight groups a lane. The eight largest are in the eight groups with the
-// largest maxima (equal ones by place): sorting networks find these first, each lane then takes one of them, and
-// networks order their 32 numbers. What they order, smallest first, is how far a number is from the largest one, and
-// behind that, in the last bits, its place; so no two are equal. Large distances have no room for their last bits: rows
-// of fp32 numbers where that could make a difference, very few, are looked at again. 16-bit numbers have none to lose.
+// Columns are in groups of four neighbours, eight groups per lane. The eight largest are in the eight groups with the
+// largest maxima (ties by position): sorting networks find these first, each lane then takes one of them, and networks
+// sort their 32 numbers. The sort keys, smallest first, are the distance of a number from the largest one, with its
+// position in the low bits; so no two are equal. Large distances lose their last bits: rows of fp32 numbers where that
+// could make a difference, very few, are checked again. 16-bit numbers have none to lose.
 #pragma once
 #include "ptx/forget.cuh"
 #include "router/scores.cuh"
@@ -55,7 +55,7 @@ RTK_DEVICE void sort8(u32 (&key)[8]) {
     order(key[1], key[2]), order(key[3], key[4]), order(key[5], key[6]);
 }
 
-// Sorts what rises and then falls, or the other way round.
+// Sorts a bitonic sequence (rising, then falling, or the other way round).
 RTK_DEVICE void sort_bitonic(u32 (&key)[8]) {
 #pragma unroll
     for (int distance = 4; distance > 0; distance /= 2)
@@ -64,7 +64,7 @@ RTK_DEVICE void sort_bitonic(u32 (&key)[8]) {
             if ((i & distance) == 0) order(key[i], key[i + distance]);
 }
 
-// From sorted keys of two lanes, whose numbers differ in the bit `other`, the eight smallest, not yet sorted.
+// From sorted keys of two lanes, whose numbers differ in bit `other`, the eight smallest, not yet sorted.
 RTK_DEVICE void join(u32 (&key)[8], int other) {
     u32 theirs[8];
 #pragma unroll
@@ -112,7 +112,7 @@ RTK_DEVICE void unpack_group(const Raw<SIZE * kGroupWidth>& raw, int kind, float
     }
 }
 
-// What a lane of eight knows of its row: `cols` numbers of SIZE bytes in whole groups, aligned to these.
+// What one of eight lanes knows about its row: `cols` numbers of SIZE bytes in whole groups, aligned to these.
 template <int SIZE>
 struct Octet {
     static constexpr int kBytes = SIZE * kGroupWidth;
@@ -149,7 +149,7 @@ struct Octet {
         }
     }
 
-    // Finds `top`, and the keys of the groups. Takes the whole warp.
+    // Finds `top`, and the keys of the groups. The whole warp calls this.
     RTK_DEVICE void look() {
         float largest[8];
 #pragma unroll
@@ -175,7 +175,7 @@ struct Octet {
         }
     }
 
-    // The column of what is at place `lane` among the k largest, after `look`. Takes the whole warp, and scratch of it.
+    // The column at place `lane` among the k largest, after `look`. The whole warp calls this, with its scratch.
     RTK_DEVICE int find(int k, Choice* scratch) {
         u32 mine = has(0) ? static_cast<u32>(lane) : kMissing;
         if (cols > kOctet * kGroupWidth) {  // more than one group for each lane
@@ -247,13 +247,13 @@ private:
         return chosen_of((lane & 1) != 0, best[0], best[1]);
     }
 
-    // Whether the first k, up to the key `last`, are the k largest in their order although that one has lost bits: no
-    // two of them, and nothing else, have the bits in common that are left.
+    // True if the first k, up to the key `last`, are the k largest in order although that key has lost bits: no two of
+    // them, and nothing else, agree in the remaining bits.
     RTK_DEVICE bool sure(u32 key, u32 last, int k) const {
         const u32 next = __shfl_down_sync(kAllLanes, key, 1, kOctet), end = last | 31u;
         const u32 farthest = longest<kCandidateBits>(last >> kCandidateBits);
         const u32 group_end = shortened<kGroupBits>(farthest) << kGroupBits | 63u;
-        // Three numbers in one, of 8 bits each.
+        // Three 8-bit numbers in one.
         u32 found = lane < k - 1 && (key ^ next) < 32u ? 1u << 16 : 0u;
 #pragma unroll
         for (u32 c : candidate)
@@ -266,7 +266,7 @@ private:
         return found >> 8 == static_cast<u32>(k) && (found & 255u) <= 8u;
     }
 
-    // The columns of rows that are unsure, by the whole warp for one after the other; of the others `column`.
+    // The columns of uncertain rows, computed by the whole warp one after the other; for the others `column`.
     RTK_DEVICE int in_order(int column, bool unsure, int k, Choice* scratch) const {
         for (u32 left = __ballot_sync(kAllLanes, unsure && lane == 0); left != 0u; left &= left - 1u) {
             const int first = __ffs(static_cast<int>(left)) - 1, all = static_cast<int>(threadIdx.x) % kWarp;

@@ -1,10 +1,10 @@
 // values, indices = the k largest numbers of every row of x, largest first, equal ones by column. Values keep their
 // bits.
 //
-// Up to 8 of rows of up to 256 columns: four rows per warp. Others of up to 32 * V columns: one per warp. Longer ones: one
-// per block, 32 * V columns per warp. None of the k largest is below the t-th largest of the lanes' maxima in every warp,
-// where t * warps >= k. The few that are not below the least of these floors find their places by counting the larger
-// ones. Where too many are left (equal numbers), each warp chooses from its own, and the first one merges.
+// Up to 8 of rows of up to 256 columns: four rows per warp. Others of up to 32 * V columns: one per warp. Longer ones:
+// one per block, 32 * V columns per warp. In every warp, none of the k largest is below the t-th largest of the lanes'
+// maxima, where t * warps >= k. The few candidates that are not below the smallest of these floors find their places by
+// counting the larger ones. If too many are left (ties), each warp chooses from its own, and the first one merges.
 #include "router/top8.cuh"
 
 namespace rtk {
@@ -16,7 +16,7 @@ struct TopkResults {
     int kind;
     bool indices_int64;
 
-    // Number `start + column` of x goes to `place`.
+    // Writes element `start + column` of x to `place`.
     RTK_DEVICE void put(i64 place, i64 start, int column) const {
         if (kind == kFloat32) {
             ptx::st<4>(static_cast<float*>(values) + place, ptx::ld_keep<4>(static_cast<const float*>(x) + start + column));
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kOctetThreads, 4)
     const int wanted = static_cast<int>(k), in_warp = static_cast<int>(threadIdx.x) % kWarp / kOctet;
     const i64 row = (static_cast<i64>(blockIdx.x) * kOctetThreads + threadIdx.x) / kOctet;
     if (row - in_warp >= rows) return;
-    const i64 start = min(row, rows - 1) * x_stride;  // missing rows do as the last one: no lane is left out
+    const i64 start = min(row, rows - 1) * x_stride;  // missing rows repeat the last one, so that all lanes take part
     Octet<SIZE> octet(static_cast<const u8*>(x) + start * SIZE, cols, static_cast<int>(kind));
     octet.load();
     octet.look();
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_block(const void* x, void* v
     u32 key[V];
     load_keys<V>(x, start, column, cols, kind, whole, key);
 
-    // ---- those that may be among the largest
+    // ---- candidates for the largest
     const int full = static_cast<int>(cols) / (kWarp * V);  // warps all of whose columns exist
     const int rounds = (wanted + full - 1) / full;
     u32 largest = key[0];
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_block(const void* x, void* v
     Choice* lists = reinterpret_cast<Choice*>(memory);
     for (int i = lane; i < wanted; i += kWarp) lists[warp * wanted + i] = {0u, 0};
     __syncwarp();
-    load_keys<V>(x, start, column, cols, kind, whole, key);  // to keep them would take registers from other rows
+    load_keys<V>(x, start, column, cols, kind, whole, key);  // keeping them would take registers from other rows
     choose<V>(key, wanted, column, lists + warp * wanted, lane);
     __syncthreads();
     if (warp != 0) return;
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(1024, 2) topk_fwd_block(const void* x, void* v
     for (int i = lane; i < wanted; i += kWarp) results.put(row * k + i, start, chosen[i].column);
 }
 
-// dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of a number, whose bits are moved.
+// dx = g at the chosen columns, 0 elsewhere. A warp owns a row; SIZE is the bytes of an element, which is moved as
+// bits.
 template <int SIZE>
 __global__ void __launch_bounds__(256)
     topk_bwd(const void* g, const void* indices, void* dx, i64 rows, i64 cols, i64 k, i64 whole, i64 indices_int64) {

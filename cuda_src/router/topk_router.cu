@@ -1,12 +1,13 @@
-// From router logits [rows, experts] to each token's k experts, their probabilities, and the tokens of each expert.
+// Turns router logits [rows, experts] into each token's k experts, their probabilities, and the number of tokens per
+// expert.
 //
-// Scores are sigmoids, or a softmax over all experts (score first) or over the chosen ones. Keys, by which experts are
-// chosen, are scores (score first) or logits, plus a bias; without bias and groups the logits, whose order the scores
-// have too. Probabilities are scores of the chosen experts, divided by their sum + eps (renormalize), times scale.
+// Scores are sigmoids, or a softmax over all experts (score first) or over the chosen ones. Experts are chosen by keys:
+// scores (score first) or logits, plus a bias; without bias and groups the logits, which have the same order as the
+// scores. Probabilities are scores of the chosen experts, divided by their sum + eps (renormalize), times scale.
 //
-// Rows of up to 32 * V experts: a warp per row. Longer ones (BLOCK_PER_ROW): a block per row, 32 * V experts per warp,
-// whose choices the first warp merges. Dense outputs are put together in shared memory, so that every row is written
-// once, whole. Tokens are counted in shared memory, then in `counts`, which must be zeros.
+// Rows of up to 32 * V experts: one warp per row. Longer ones (BLOCK_PER_ROW): one block per row, 32 * V experts per
+// warp, and the first warp merges the choices. Dense outputs are assembled in shared memory, so that every row is
+// written once, as a whole. Tokens are counted in shared memory, then in `counts`, which must be zeros.
 #include "ptx/shared.cuh"
 #include "router/groups.cuh"
 #include "router/scores.cuh"
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(BLOCK_PER_ROW ? 512 : 1024, 1)
         }
     };
 
-    // Shared memory: counts of the block, then for each row at work a dense row and its map, or the groups' memory.
+    // Shared memory: counts of the block, then for each active row a dense row and its map, or the groups' memory.
     u32* tokens = reinterpret_cast<u32*>(memory);
     const int dense_bytes = dense != nullptr || map != nullptr ? round_up(5 * cols, 16) : 0;
     const int group_bytes = groups > 1 && lanes == 0 ? round_up(4 * (cols + groups) + groups, 16) : 0;

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(256)
     int column[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) column[j] = lane + j * kWarp < k ? indices[row * k + lane + j * kWarp] : -1;
-    // Zeros, where the others get nothing else, are on their way while the rest waits for memory.
+    // Zeros for columns that get nothing else are stored while the rest waits for memory.
     for (int at = over_all ? cols : lane * VEC; at < cols; at += kWarp * VEC) {
         float zeros[VEC];
 #pragma unroll
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(256)
             store_some<VEC>(dx, out + at, kind, whole_out != 0, cols - at, value);
         }
     }
-    __syncwarp();  // the chosen ones come after
+    __syncwarp();  // the chosen ones follow
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         if (column[j] >= 0) {

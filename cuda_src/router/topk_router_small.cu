@@ -1,5 +1,5 @@
-// router_fwd (router/topk_router.cu) of up to 256 experts and 8 choices, without bias and groups: four rows of a warp at a
-// time (top8.cuh). Tokens are counted in shared memory, then in `counts`, which must be zeros.
+// router_fwd (router/topk_router.cu) for up to 256 experts and 8 choices, without bias and groups: four rows of a warp
+// at a time (top8.cuh). Tokens are counted in shared memory, then in `counts`, which must be zeros.
 #include "router/top8.cuh"
 
 namespace rtk {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 
     i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kOctet;
     for (; row - in_warp < rows; row += step) {
-        const i64 start = min(row, rows - 1) * x_stride;  // missing rows do as the last one: no lane is left out
+        const i64 start = min(row, rows - 1) * x_stride;  // missing rows repeat the last one, so that all lanes take part
         Octet<SIZE> octet(static_cast<const u8*>(x) + start * SIZE, experts, static_cast<int>(number_kind));
         octet.load();
         octet.look();
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
                 if (dense != nullptr) ptx::st<16>(dense + at, zeros);
                 if (map != nullptr) ptx::st<4>(map + at, Raw<4>{{0u}});
             }
-            __syncwarp();  // zeros first, then what is among them
+            __syncwarp();  // zeros first, then the entries among them
         }
         if (here && row < rows) {
             const float p = score * factor;

@@ -1,7 +1,9 @@
-// The elements of a dense tensor that are not 0 (or whose flag is set; or, with `distinct`, that differ from the one before), in
-// order: how many there are up to each slice of kCompactSlice elements, added up by the last block; and, when the host knows how
-// many, their coordinates or the elements of another tensor. A block owns a slice: it reads 16 bytes a thread, puts a byte for each element into shared memory, ranks 16 neighbours a thread by a scan over the block,
-// lists the chosen ones there, and writes its results side by side. Grid: slices; block: 256 threads.
+// Compacts the elements of a dense tensor that are not 0 (or whose flag is set; or, with `distinct`, that differ from
+// the previous one), in order: counts them up to each slice of kCompactSlice elements, with a prefix sum by the last
+// block; and, once the host knows the total, writes their coordinates or the elements of another tensor. A block owns a
+// slice: it reads 16 bytes per thread, stores a byte for each element to shared memory, ranks 16 neighbours per thread
+// by a block-wide scan, lists the chosen ones there, and writes its results contiguously. Grid: slices; block: 256
+// threads.
 #include "common/scan.cuh"
 #include "common/values.cuh"
 
@@ -63,7 +65,7 @@ RTK_DEVICE void flag_slice(const T* x, i64 begin, i64 end, bool aligned, bool di
     }
 }
 
-// How many of 16 neighbouring flags, from 16 * thread on, are set.
+// The number of set flags among 16 neighbours from 16 * thread on.
 RTK_DEVICE int flags_of_thread(const u8* flags) {
     const u32* words = reinterpret_cast<const u32*>(flags) + threadIdx.x * 4;
     int count = 0;
@@ -72,7 +74,8 @@ RTK_DEVICE int flags_of_thread(const u8* flags) {
     return count;
 }
 
-// Running sums of `count` numbers, in place, by one block; returns their sum. Each thread has eight neighbours at a time.
+// Prefix sums of `count` numbers, in place, by one block; returns the total. Each thread has eight neighbours at a
+// time.
 RTK_DEVICE i64 add_up(i64* numbers, i64 count) {
     constexpr int kEach = 8;
     __shared__ i64 sums[kCompactWarps];
@@ -103,7 +106,7 @@ RTK_DEVICE i64 add_up(i64* numbers, i64 count) {
     return before;
 }
 
-// ends: how many are chosen up to the end of each slice; total: all. ticket is 0 before, and after.
+// ends: number of chosen elements up to the end of each slice; total: of all. ticket is 0 before, and after.
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
     compact_count(const T* x, i64* ends, i64* total, u32* ticket, i64 n, i64 aligned, i64 distinct) {
@@ -130,9 +133,10 @@ __global__ void __launch_bounds__(kCompactThreads)
     if (threadIdx.x == 0) *total = sum, *ticket = 0;
 }
 
-// `ends`: the counts of all slices up to each. With `source`, out[i] is its i-th chosen element, of item_bytes; else row i of
-// out has the coordinates of element i, up to four, column after column: those of the slice's first element, which one thread
-// divides for in 64 bits, and the rest in 32 bits; sizes 1 to 3 are below 2^30, and dividers as ``divided`` wants them.
+// `ends`: the counts of all slices up to each. With `source`, out[i] is its i-th chosen element, of item_bytes; else
+// row i of out has the coordinates of element i, up to four, column by column. One thread finds those of the slice's
+// first element with 64-bit divisions; the rest uses 32 bits. Sizes 1 to 3 are below 2^30, and dividers are those of
+// ``divided``.
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
     compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 aligned, i64 item_bytes, i64 rank,
@@ -192,10 +196,10 @@ __global__ void __launch_bounds__(kCompactThreads)
     }
 }
 
-// Running sums never fall where no repeat is negative.
+// Prefix sums never decrease if no repeat is negative.
 RTK_DEVICE bool falls(const i64* ends, i64 at) { return ends[at] < (at == 0 ? 0 : ends[at - 1]); }
 
-// found: the sum of `count` repeats, and whether one of them is negative, which is 0 before.
+// found: the sum of `count` repeats, and whether one of them is negative; the latter is 0 before.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS) repeat_total(const i64* ends, i64* found, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
@@ -204,8 +208,8 @@ __global__ void __launch_bounds__(THREADS) repeat_total(const i64* ends, i64* fo
     if (at == count - 1) found[0] = ends[at];
 }
 
-// out[i] is the index of the repeat that position i falls into: the first one whose `ends` exceeds i. Stops where a repeat is
-// negative, or their sum is not `total`: nobody may have looked.
+// out[i] is the index of the repeat that position i falls into: the first one whose `ends` exceeds i. Traps if a repeat
+// is negative, or if their sum is not `total`, because the host may not have checked.
 template <typename I>
 __global__ void __launch_bounds__(kCompactThreads) repeat_place(const i64* ends, I* out, i64 count, i64 total) {
     const i64 at = static_cast<i64>(blockIdx.x) * kCompactThreads + threadIdx.x;

@@ -1,10 +1,12 @@
-// Scans along one dimension of (outer, n, inner): running sums and extremes, fp32 or 64-bit integers, in a fixed order.
+// Scans along one dimension of (outer, n, inner): prefix sums and running extremes, fp32 or 64-bit integers, in a fixed
+// order.
 //
-// scan_rows (inner = 1): a row, or each of its `slices`, belongs to a warp or to a block of 256 threads, which goes through it in
-// tiles of N neighbours a thread (16 bytes, or 32 for sums of floats) and carries the state of a tile to the next one. scan_columns: a thread has a column, or a slice
-// of it; neighbouring threads read neighbouring columns. With several slices the kernel is launched twice: first it stores
-// the state of each slice in `partial` ([rows][slices]), then each slice starts from those before it, added up in order.
-// Grid: rows * slices / rows in a block. y and `indices` are dense.
+// scan_rows (inner = 1): a row, or each of its `slices`, belongs to a warp or to a block of 256 threads, which
+// processes it in tiles of N neighbours per thread (16 bytes, or 32 for sums of floats) and carries the state from one
+// tile to the next. scan_columns: a thread owns a column, or a slice of it; neighbouring threads read neighbouring
+// columns. With several slices the kernel is launched twice: first it stores the state of each slice in `partial`
+// ([rows][slices]), then each slice starts from the combined states before it. Grid: rows * slices / rows in a block. y
+// and `indices` are dense.
 #include "scan/scan.cuh"
 
 namespace rtk {
@@ -16,7 +18,7 @@ namespace rtk {
 inline constexpr int kScanThreads = 256;
 inline constexpr int kScanWarps = kScanThreads / kWarp;
 
-// The states of earlier slices, in order.
+// Combines the states of earlier slices, in order.
 template <typename S>
 RTK_DEVICE typename S::State before_slice(const void* partial, i64 row, i64 slice, i64 slices) {
     typename S::State s = S::identity();
@@ -56,13 +58,13 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
     const i64 step = threads * N;
     RawParts<T, N> next_raw;
     if (begin + thread * N < end) next_raw = load_keep_raw<T, N>(x + (begin + thread * N) * x_step);
-    State* parts = shared;  // of warps; the other half for the next tile, so that one barrier will do
+    State* parts = shared;  // states of warps; the other half is for the next tile, so that one barrier suffices
     for (i64 tile = begin; tile < end; tile += step) {
         const i64 at = tile + thread * N;
         V v[N];
         State own[N];
         values_of_parts<T, N>(next_raw, v);
-        // The next tile is on its way while this one is scanned.
+        // The loads of the next tile are in flight while this one is scanned.
         if (at + step < end) next_raw = load_keep_raw<T, N>(x + (at + step) * x_step);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
@@ -90,15 +92,15 @@ RTK_DEVICE void scan_slice(const T* x, Out* y, i64* indices, i64 begin, i64 end,
         }
         left = S::combine(carry, left);
         if (partial == nullptr && at < end) {
-            V made[N];
+            V running[N];
             i64 found[N];
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const State s = S::combine(left, own[k]);
-                made[k] = S::value(s, flip);
+                running[k] = S::value(s, flip);
                 found[k] = S::index(s);
             }
-            store_values<Out, N>(y + at, made);
+            store_values<Out, N>(y + at, running);
             if (indices != nullptr) store_values<i64, N>(indices + at, found);
         }
         carry = next;
@@ -158,8 +160,8 @@ __global__ void __launch_bounds__(kScanThreads)
             if (at + j >= end) break;
             s = S::combine(s, S::of(v[j][0], at + j, flip));
             if (totals) continue;
-            const V made[1] = {S::value(s, flip)};
-            store_values<Out, 1>(y + first + (at + j) * inner, made);
+            const V running[1] = {S::value(s, flip)};
+            store_values<Out, 1>(y + first + (at + j) * inner, running);
             if (indices != nullptr) indices[first + (at + j) * inner] = S::index(s);
         }
     }

@@ -1,4 +1,4 @@
-// What scans add up, from left to right: running sums, and running maxima with the index of the last of equal ones.
+// What scans compute, from left to right: prefix sums, and running maxima with the index of the last of equal ones.
 #pragma once
 #include "common/values.cuh"
 

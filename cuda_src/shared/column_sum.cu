@@ -1,9 +1,9 @@
 // out[c] = sum over r of partial[r, c]: the last step of weight gradients. partial is dense fp32 [rows, cols], rows in
 // the hundreds at most.
 //
-// A block owns 32 columns, or 64 if `pairs`; its 8 warps each add every 8th row, then the first warp adds the 8 results in
-// order. The blocks are small, and there should be no more than multiprocessors, so that all of them can wait there while
-// the kernel that makes `partial` still runs. Shared memory: a float for each thread and column of a lane.
+// A block owns 32 columns, or 64 if `pairs`; its 8 warps each add every 8th row, then the first warp adds the 8 results
+// in order. The blocks are small, and there should be no more of them than SMs, so that all of them can be resident and
+// wait while the kernel that writes `partial` still runs. Shared memory: a float for each thread and column of a lane.
 #include "common/vec.cuh"
 #include "ptx/forget.cuh"
 #include "ptx/pdl.cuh"
@@ -22,12 +22,12 @@ struct alignas(4 * COLUMNS) LaneSums {
 template <typename T, int COLUMNS>
 RTK_DEVICE void add_columns(const float* partial, T* out, u32 rows, u32 cols, u8* memory) {
     using Sums = LaneSums<COLUMNS>;
-    constexpr int kInFlight = COLUMNS == 1 ? 17 : 9;  // rows a warp asks for at once: all of its 132 / 8, or half
+    constexpr int kInFlight = COLUMNS == 1 ? 17 : 9;  // rows a warp loads at once: all of its 132 / 8, or half
     Sums* const of_warps = reinterpret_cast<Sums*>(memory);
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const u32 column = (blockIdx.x * kWarp + lane) * COLUMNS;
     const u32 own_rows = column < cols ? (rows + kColumnSumWarps - 1 - warp) / kColumnSumWarps : 0;
-    // First without any row, so that what is left to do when they are there has its instructions at hand.
+    // First a pass without any row, so that the instructions are already cached when the rows are ready.
     u32 left = 0;
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {

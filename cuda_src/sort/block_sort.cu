@@ -1,8 +1,9 @@
-// Rows of up to 4096 elements sorted by one block each, stable: radix passes of 8 bits, least significant first, all in shared
-// memory. Keys of up to 16 bits share a word with their index. x: [rows][n] dense; values and indices: the same; no indices are
-// written where they are nullptr. Grid: rows; block: a warp for each 32 * rounds elements, up to 16 rounds (radix_tile.cuh): short rows
-// have fewer, so that more threads share them.
-// Dynamic shared memory, for `places` = rounds * threads: counts of digits [warps][256], keys, and 2 bytes of index for each place.
+// Sorts rows of up to 4096 elements, one block per row, stable: radix passes of 8 bits, least significant first, all in
+// shared memory. Keys of up to 16 bits share a word with their index. x: [rows][n] dense; values and indices: the same;
+// null indices are not written. Grid: rows; block: a warp per 32 * rounds elements, up to 16 rounds (radix_tile.cuh):
+// short rows have fewer, so that more threads share them.
+// Dynamic shared memory, for `places` = rounds * threads: counts of digits [warps][256], keys, and 2 bytes of index per
+// place.
 #include "sort/radix_tile.cuh"
 
 namespace rtk {
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
         u32* own = counts + thread / kWarp * kRadixDigits;
         rank_in_warp(keys, rounds, shift, own, [&](int r, u32 rank) { index[r] |= rank << 16; });
         begin_of_digits(counts, begins, [](int, u32) {});
-        u32 unshared = static_cast<u32>(shift);  // digits made anew take fewer registers than 16 that are kept
+        u32 unshared = static_cast<u32>(shift);  // recomputing digits takes fewer registers than keeping 16
         ptx::forget(unshared);
 #pragma unroll
         for (int r = 0; r < kRadixRounds; ++r) {

@@ -1,5 +1,5 @@
-// Order-preserving keys: unsigned integers that compare as the elements do. NaN comes last, all NaNs are equal, and so are the two
-// zeros; descending order complements keys, so that equal elements keep their order.
+// Order-preserving keys: unsigned integers that compare as the elements do. NaN comes last, all NaNs are equal, and so
+// are the two zeros; descending order complements keys, so that equal elements keep their order.
 #pragma once
 #include "common/values.cuh"
 
@@ -50,7 +50,7 @@ RTK_DEVICE KeyOf<T> key(const T* x, bool descending) {
     return key_of_raw<T>(ptx::ld_keep<sizeof(T)>(x), descending);
 }
 
-// One of N elements that were read together.
+// One of N elements that were loaded together.
 template <typename T, int N>
 RTK_DEVICE Raw<sizeof(T)> element(const Raw<sizeof(T) * N>& raw, int i) {
     Raw<sizeof(T)> one;

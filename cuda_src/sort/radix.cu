@@ -1,19 +1,19 @@
-// Long rows sorted by radix, least significant digit first, 8 bits at a time; stable. Digits of all passes are counted in one read
-// (radix_histogram), their beginnings found (radix_begins), and each pass is one launch that reads and writes every element one time
-// (radix_sweep): a block ranks a tile in shared memory, and asks the tiles of the row before it how many of each digit they
-// have (decoupled look-back), so that it knows where its own belong. A pass in which all elements of a row have one digit is left
-// out, unless all are.
+// Sorts long rows by radix, least significant digit first, 8 bits at a time; stable. Digits of all passes are counted
+// in one read (radix_histogram), their starts computed (radix_begins), and each pass is one launch that reads and
+// writes every element once (radix_sweep): a block ranks a tile in shared memory, and reads from the preceding tiles of
+// the row how many of each digit they have (decoupled look-back), so that it knows where its own belong. A pass in
+// which all elements of a row have the same digit is skipped, unless all are.
 //
-// Why nobody waits for ever:
-//   1. Which tile a block has comes from a ticket, so tiles before it have begun.
-//   2. A block stores the counts of its tile before it waits for those of others.
-//   3. So every count that is waited for comes from a block that runs, and that waits for nobody until then.
+// Why this cannot deadlock:
+// 1. A block claims its tile from a ticket, so the tiles before it have begun.
+// 2. A block stores the counts of its tile before it waits for those of others.
+// 3. So every count that is waited for comes from a running block that waits for nobody until then.
 //
-// counts: [rows][passes][256], then beginnings of digits; skips: [rows], a bit for each pass that is left out. Words of look-back,
-// [rows][tiles][256]: 0, or in the highest two bits whether the other 30 have this tile's count (1) or that of all tiles up to it
-// (2). A pass clears those of the next one. Memory between passes: keys as wide as x, and u32 indices, two of each.
-// zeros: [rows], for floats without indices, or nullptr: 0, or ~(2 * index + sign) of a row's first zero. Keys of both zeros are
-// equal, and all zeros of such a row get the sign of its first one.
+// counts: [rows][passes][256], then starts of digits; skips: [rows], a bit for each skipped pass. Words of look-back,
+// [rows][tiles][256]: 0, or in the highest two bits whether the other 30 hold this tile's count (1) or that of all
+// tiles up to it (2). A pass clears those of the next one. Memory between passes: keys as wide as x, and u32 indices,
+// two of each. zeros: [rows], for floats without indices, or nullptr: 0, or ~(2 * index + sign) of a row's first zero.
+// Keys of both zeros are equal, and all zeros of such a row get the sign of its first one.
 #include "ptx/words.cuh"
 #include "sort/radix_tile.cuh"
 
@@ -25,7 +25,7 @@ inline constexpr u32 kTileCount = 1u << 30;
 inline constexpr u32 kRowCount = 2u << 30;
 inline constexpr u32 kCountBits = kTileCount - 1;
 
-// Whether an element is a zero, and then its sign.
+// True if an element is a zero, and its sign.
 template <typename T>
 RTK_DEVICE bool is_zero(const Raw<sizeof(T)>& raw, u32& sign) {
     constexpr int kSignBit = sizeof(T) * 8 - 1;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kHistogramThreads)
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) count[p][thread] = 0;
     if (thread == 0) first_zero = 0;
-    u32 own_zero = 0;  // the first of this thread, which meets its elements in their order
+    u32 own_zero = 0;  // the first zero of this thread, which processes its elements in order
     __syncthreads();
     for (i64 at = slice * length + thread; at < end; at += kHistogramThreads * kHistogramLoads) {
         Raw<sizeof(T)> raw[kHistogramLoads];
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kHistogramThreads)
         if (count[p][thread] != 0) atomicAdd(counts + (row * kPasses + p) * kRadixDigits + thread, count[p][thread]);
 }
 
-// Grid: rows; block: 256 threads, each with a digit.
+// Grid: rows; block: 256 threads, one per digit.
 template <int kPasses>
 __global__ void __launch_bounds__(kRadixDigits) radix_begins(u32* counts, u32* skips, i64 n) {
     __shared__ u32 sums[kRadixDigits / kWarp];
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kRadixThreads, kRadixBlocks<T>)
         here = total;
         ptx::st_word(words + word, (tile == 0 ? kRowCount : kTileCount) | total);
     });
-    u32 unshared = static_cast<u32>(shift);  // digits made anew take fewer registers than 16 that are kept
+    u32 unshared = static_cast<u32>(shift);  // recomputing digits takes fewer registers than keeping 16
     ptx::forget(unshared);
 #pragma unroll
     for (int r = 0; r < kRadixRounds; ++r) {

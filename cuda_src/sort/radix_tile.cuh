@@ -1,6 +1,6 @@
-// Ranks of a tile's elements by one 8-bit digit, stable; what block_sort.cu and radix.cu have in common.
-// A tile is up to 8 warps of up to 512 elements: a warp owns consecutive ones, up to 16 rounds of 32. Places behind the last element have a
-// key of ones only: they come last in every pass, behind elements with the same key.
+// Stable ranks of a tile's elements by one 8-bit digit; shared by block_sort.cu and radix.cu.
+// A tile is up to 8 warps of up to 512 elements: a warp owns consecutive ones, up to 16 rounds of 32. Places past the
+// last element have a key of all ones: they come last in every pass, after elements with the same key.
 #pragma once
 #include "common/scan.cuh"
 #include "ptx/forget.cuh"
@@ -12,20 +12,21 @@ inline constexpr int kRadixDigits = 256;
 inline constexpr int kRadixRounds = 16;
 inline constexpr int kRadixThreads = 256;
 template <typename T>
-inline constexpr int kRadixBlocks = sizeof(T) == 8 || sizeof(T) == 1 ? 2 : 3;  // on a multiprocessor, by their registers
+inline constexpr int kRadixBlocks = sizeof(T) == 8 || sizeof(T) == 1 ? 2 : 3;  // blocks per SM, by their registers
 
 template <typename Key>
 RTK_DEVICE u32 digit_of(Key key, int shift) {
     return static_cast<u32>(key >> shift) & (kRadixDigits - 1);
 }
 
-// Where this thread's element of a round is in the tile.
+// Position of this thread's element of a round in the tile.
 RTK_DEVICE int radix_place(int round, int rounds) {
     const int thread = static_cast<int>(threadIdx.x);
     return thread / kWarp * rounds * kWarp + round * kWarp + thread % kWarp;
 }
 
-// Calls put(r, rank): how many elements of the warp have the same digit and come before. counts: the warp's own of all digits.
+// Calls put(r, rank), where rank is the number of earlier elements of the warp with the same digit. counts: the warp's
+// own of all digits.
 template <typename Key, typename F>
 RTK_DEVICE void rank_in_warp(const Key (&keys)[kRadixRounds], int rounds, int shift, u32* counts, F&& put) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -50,8 +51,8 @@ RTK_DEVICE void rank_in_warp(const Key (&keys)[kRadixRounds], int rounds, int sh
     }
 }
 
-// Turns the warps' counts into the places in the tile where each warp's elements of a digit begin, and `begins` into those of the
-// digits. total(d, n) is called by the thread that owns digit d: the tile has n elements with it.
+// Turns the warps' counts into the positions in the tile where each warp's elements of a digit begin, and `begins` into
+// those of the digits. total(d, n) is called by the thread that owns digit d: the tile has n elements with it.
 template <typename F>
 RTK_DEVICE void begin_of_digits(u32* counts, u32* begins, F&& total) {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warps = threads / kWarp;
@@ -103,8 +104,8 @@ struct bits_of<8> {
 template <typename T>
 using BitsOf = typename bits_of<sizeof(T)>::type;  // elements that are copied, and keys in memory
 
-// The element that a key was made of, or, where several elements have this key (zeros, NaNs), the one at `from`; any of them
-// if that is nullptr.
+// The element of a key, or, where several elements have this key (zeros, NaNs), the one at `from`; any of them if that
+// is nullptr.
 template <typename T>
 RTK_DEVICE BitsOf<T> element_of_key(KeyOf<T> key, bool descending, const T* from) {
     if (descending) key = ~key;

@@ -1,5 +1,6 @@
-// Whether each element of a dense x is among `count` sorted values (NaN last, and equal to nothing), by bisection; `invert` turns the answer.
-// A thread owns an element; neighbours walk the same first steps, which L1 has. Grid: elements / 256.
+// Returns whether each element of a dense x is among `count` sorted values (NaN last, and equal to nothing), by
+// bisection; `invert` negates the answer. A thread owns an element; neighbours share the first steps, which are in L1.
+// Grid: elements / 256.
 #include "common/values.cuh"
 
 namespace rtk {

@@ -1,12 +1,13 @@
-// The k best elements of each part of a long row, by index, in no order: what a sort of short rows (sort_rows.cu) then orders.
-// A block owns a part and reads it two times. First each thread finds the best of its own elements; the k-th best of these
-// bounds the part's k-th best from below, since k threads have one at least as good. Then whatever is better than the bound, and
-// what equals it, is collected in shared memory, and the k best of that are found by a bitonic network over (key, index) pairs.
-// At most k - 1 threads have elements better than the bound: the host keeps parts so short that these always fit. Equal
-// ones that do not fit are looked for in order instead, from the part's start, until there are enough.
+// The k best elements of each part of a long row, by index, unordered; a sort of short rows (sort_rows.cu) then orders
+// them. A block owns a part and reads it twice. First each thread finds the best of its own elements; the k-th best of
+// these bounds the part's k-th best from below, because k threads have one at least as good. Then everything better
+// than the bound, and what equals it, is collected in shared memory, and a bitonic network over (key, index) pairs
+// finds the k best of that. At most k - 1 threads have elements better than the bound: the host keeps parts so short
+// that these always fit. If the equal ones do not fit, they are searched in order instead, from the part's start, until
+// there are enough.
 //
-// Grid: rows * parts; block: 256 threads. indices: [rows * parts][k], -1 where a part has fewer elements; of equal elements
-// the first ones. Loads are 16 bytes where rows and parts allow it (`aligned`).
+// Grid: rows * parts; block: 256 threads. indices: [rows * parts][k], -1 where a part has fewer elements; of equal
+// elements the first ones. Loads are 16 bytes where rows and parts allow it (`aligned`).
 #include "sort/keys.cuh"
 
 namespace rtk {

@@ -1,10 +1,11 @@
-// Short rows sorted in shared memory, stable: the first `kept` elements of each row, with their indices. A block sorts 2048 places:
-// `length`, a power of two, for each of its rows, by a bitonic network over (key, index) pairs, which are all different.
+// Sorts short rows in shared memory, stable: the first `kept` elements of each row, with their indices. A block sorts
+// 2048 places: `length`, a power of two, for each of its rows, by a bitonic network over (key, index) pairs, which are
+// all different.
 //
-// A row's elements are x[row / parts][from ...], `count` of them at most, of a row of n; or, with `list`, those of x's row
-// whose indices list[row] has (-1: none). So that the best of a long row are found in rounds: the best of each part of it
-// first, then the best of those. Results: [rows][kept]; values only if they are wanted, index -1 where there are fewer
-// elements. Grid: rows / rows in a block; block: 256 threads.
+// A row's elements are x[row / parts][from ...], `count` of them at most, of a row of n; or, with `list`, the elements
+// of x's row at the indices list[row] (-1: none). So the best of a long row are found in rounds: the best of each part
+// of it first, then the best of those. Results: [rows][kept]; values only if they are needed, index -1 where there are
+// fewer elements. Grid: rows / rows in a block; block: 256 threads.
 #include "sort/keys.cuh"
 
 namespace rtk {

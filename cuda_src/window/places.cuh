@@ -1,4 +1,4 @@
-// Where an element of planes (batch, channels, height, width) is.
+// Coordinates of an element of planes (batch, channels, height, width).
 #pragma once
 #include "common/vec.cuh"
 #include "ptx/math.cuh"
@@ -7,13 +7,13 @@ namespace rtk {
 
 inline constexpr int kPoolThreads = 256;
 
-// Of numbers that are not negative: most fit 32 bits, in which a division takes a fifth of the instructions.
+// For non-negative numbers: most fit 32 bits, in which a division takes a fifth of the instructions.
 RTK_DEVICE i64 quotient(i64 a, i64 b) {
     return (a | b) >> 32 == 0 ? static_cast<i64>(static_cast<u32>(a) / static_cast<u32>(b)) : a / b;
 }
 
-// Rows and columns are counted in 32 bits: the host refuses planes with more. Divisors (abi.cuh: divided) are 0 where `at` may
-// not be below 2^31.
+// Rows and columns are 32-bit: the host rejects larger planes. Divisors (abi.cuh: divided) are 0 where `at` may not be
+// below 2^31.
 struct PoolPlace {
     i64 plane;
     int row, column;
@@ -39,20 +39,20 @@ RTK_DEVICE float element(const T* x, i64 at) {
     return v[0];
 }
 
-// sum / count, to the last bit: the compiler's own division is a call, around which registers are saved.
+// sum / count, correctly rounded: the compiler's own division is a call, around which registers are saved.
 RTK_DEVICE float average(float sum, float count) {
     const float inverse = ptx::rcp(count), near = sum * inverse, rest = fmaf(-near, count, sum);
-    return rest == rest ? fmaf(rest, inverse, near) : near;  // infinities leave NaN
+    return rest == rest ? fmaf(rest, inverse, near) : near;  // infinities give NaN
 }
 
-// Planes are (batch, channels), at strides x_batch and x_channel; the host makes one dimension of both where it can.
+// Planes are (batch, channels), at strides x_batch and x_channel; the host merges both dimensions where it can.
 RTK_DEVICE i64 plane_offset(i64 plane, i64 channels, i64 x_batch, i64 x_channel) {
     if (channels == 1) return plane * x_batch;
     const i64 batch = quotient(plane, channels);
     return batch * x_batch + (plane - batch * channels) * x_channel;
 }
 
-// Elements of the input for each of the result: the nearest one above, or to the left.
+// Input elements per result element: the nearest one above, or to the left.
 RTK_DEVICE int nearest(int at, float scale, int size) {
     return min(static_cast<int>(floorf(static_cast<float>(at) * scale)), size - 1);
 }

@@ -1,8 +1,8 @@
-// Average and maximum pooling over the last two dimensions of (planes, height, width), any strides. fp32, one rounding; results are dense.
-// A thread owns kDown elements of a column of the result, neighbours have neighbouring columns. Windows of KERNEL x KERNEL elements
-// (0: of any size, or of columns that are not side by side) are loaded without a branch, all of a thread's before the first is used:
-// what lies outside of the input has the element that changes nothing, and a warp all of whose windows lie within asks for no element
-// whether it does. Grid: threads / 256.
+// Average and maximum pooling over the last two dimensions of (planes, height, width), any strides. fp32, rounded once;
+// results are dense. A thread owns kDown elements of a column of the result, neighbours have neighbouring columns.
+// Windows of KERNEL x KERNEL elements (0: of any size, or with columns that are not adjacent) are loaded without a
+// branch, all of a thread's before the first is used: elements outside of the input are neutral, and a warp with all
+// windows inside skips the bounds checks. Grid: threads / 256.
 #include "window/places.cuh"
 
 namespace rtk {
@@ -10,7 +10,7 @@ namespace rtk {
 inline constexpr int kDown = 2;
 inline constexpr u32 kWholeWarp = 0xffffffffu;
 
-// A window's rows and columns, and which part of them lies within the input.
+// A window's rows and columns, and the part of them that is inside the input.
 struct Window {
     int top, left, row0, row1, column0, column1;
     RTK_DEVICE Window(int row, int column, int height, int width, int extent_h, int extent_w, int stride_h, int stride_w,
@@ -21,7 +21,7 @@ struct Window {
     }
 };
 
-// What the kernels below share: the column of a thread, and its elements.
+// Shared by the kernels below: the column of a thread, and its elements.
 struct PoolColumn {
     i64 plane;
     int row, column, rows;
@@ -31,7 +31,7 @@ struct PoolColumn {
         rows = min(kDown, static_cast<int>(out_height) - row);
     }
 
-    // work(k) for each element; LOOPS: without unrolling, as the work is a loop already.
+    // Calls work(k) for each element; LOOPS: without unrolling, because the work is already a loop.
     template <bool LOOPS, typename Work>
     RTK_DEVICE void each_row(const Work& work) const {
         if constexpr (LOOPS) {
@@ -45,8 +45,8 @@ struct PoolColumn {
     }
 };
 
-// All elements of the windows of a thread whose corner, perhaps outside of the plane x, is (top, left); `none` for those that do not exist.
-// Whole warps call, also threads that are not `active`.
+// All elements of the windows of a thread from the corner (top, left), possibly outside of the plane x; `none` for
+// those that do not exist. Whole warps call this, including threads that are not `active`.
 template <typename T, int KERNEL>
 RTK_DEVICE void load_windows(bool active, const T* x, i64 x_row, int top, int left, int stride_h, int height, int width,
                              u32 none, Raw<sizeof(T)> (&raw)[kDown][KERNEL][KERNEL]) {
@@ -86,7 +86,7 @@ RTK_DEVICE u32 lowest_bits() {
     return sizeof(T) == 4 ? 0xff800000u : is_same<T, bf16>::value ? 0xff80u : 0xfc00u;
 }
 
-// The sum of a window over `divisor`, or, for 0, over the elements that count: of the padded input, or of the input.
+// The sum of a window over `divisor`, or, for 0, over the number of elements: of the padded input, or of the input.
 template <typename T, int KERNEL>
 __global__ void __launch_bounds__(kPoolThreads)
     avg_pool(const T* x, T* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width, i64 x_batch,
@@ -129,12 +129,13 @@ __global__ void __launch_bounds__(kPoolThreads)
                              static_cast<float>(max(window.column1 - window.column0, 0));
         const float padded = static_cast<float>(padded_h) * static_cast<float>(padded_w);
         const float elements = divisor != 0 ? static_cast<float>(divisor) : count_padding ? padded : inside;
-        const float made[1] = {inside == 0.0f ? 0.0f : average(sum, elements)};
-        store<T, 1>(y + k * out_width, made);
+        const float averaged[1] = {inside == 0.0f ? 0.0f : average(sum, elements)};
+        store<T, 1>(y + k * out_width, averaged);
     });
 }
 
-// The largest of a window, NaN if there is one, and its place in the plane; of equal ones the first. KERNEL stands for dilations of 1.
+// The largest of a window, NaN if there is one, and its position in the plane; the first one in case of ties. KERNEL
+// implies dilations of 1.
 template <typename T, int KERNEL>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool(const T* x, T* y, i64* indices, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_width,

@@ -1,10 +1,11 @@
-// Gradients of pooling, over dense (planes, height, width). A thread owns VEC neighbours in a row of dx, 16 bytes or an element, and adds
-// up, in order, what comes from the windows that have any of them: no atomics. fp32, one rounding. Grid: threads / 256.
+// Gradients of pooling, over dense (planes, height, width). A thread owns VEC neighbours in a row of dx, 16 bytes or an
+// element, and sums, in order, the contributions of the windows that contain any of them: no atomics. fp32, rounded
+// once. Grid: threads / 256.
 #include "window/places.cuh"
 
 namespace rtk {
 
-// The windows [first, last] along one dimension that may have elements from `at` to `at + more`.
+// The windows [first, last] along one dimension that may contain elements from `at` to `at + more`.
 struct Windows {
     int first, last;
     RTK_DEVICE Windows(int at, int more, i64 extent, i64 pad, i64 count, i64 stride_divisor) {
@@ -15,7 +16,7 @@ struct Windows {
     }
 };
 
-// Elements of the padded input that a window has: a part of what the average is divided by.
+// Number of elements of the padded input in a window along one dimension: a factor of the average's divisor.
 RTK_DEVICE int counted(int begin, int kernel, int pad, int size, bool with_padding) {
     return with_padding ? min(begin + kernel, size + pad) - begin : min(begin + kernel, size) - max(begin, 0);
 }
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kPoolThreads)
     store<T, VEC>(dx + at * VEC, sum);
 }
 
-// A window's index says which element it came from: no other question is asked.
+// A window's index names the element it came from; nothing else is tested.
 template <typename T, int VEC>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool_bwd(const T* dy, const i64* indices, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width,

@@ -4,8 +4,8 @@
 
 namespace rtk {
 
-// The nearest element above and to the left, at `scale` elements of x for each of the result. With `vectors` a thread owns 16 bytes of
-// a row of the result, else an element; `count` and `out_columns` are those.
+// The nearest element above and to the left, at `scale` elements of x per result element. With `vectors` a thread owns
+// 16 bytes of a row of the result, else an element; `count` and `out_columns` count these.
 template <int BYTES>
 __global__ void __launch_bounds__(kPoolThreads)
     upsample_nearest(const u8* x, u8* y, i64 count, i64 channels, i64 height, i64 width, i64 out_height, i64 out_columns,
@@ -23,18 +23,18 @@ __global__ void __launch_bounds__(kPoolThreads)
         ptx::st<BYTES>(y + at * BYTES, ptx::ld_keep<BYTES>(x + from * BYTES));
         return;
     }
-    Raw<16> made{};
+    Raw<16> repeated{};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const Raw<BYTES> one = ptx::ld_keep<BYTES>(x + nearest(place.column * kEach + i, across, w) * x_column * BYTES);
         constexpr u32 kMask = BYTES == 4 ? 0xffffffffu : (1u << (8 * BYTES % 32)) - 1u;
-        made.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
+        repeated.w[i * BYTES / 4] |= (one.w[0] & kMask) << (i * BYTES % 4 * 8);
     }
-    ptx::st<16>(y + at * 16, made);
+    ptx::st<16>(y + at * 16, repeated);
 }
 
-// Each element of x four times, as two neighbours in two rows. A thread owns 8 bytes of a row of x, whose columns are side by side, so
-// that a warp writes whole lines of both rows.
+// Each element of x four times, as two neighbours in two rows. A thread owns 8 bytes of a row of x, with adjacent
+// columns, so that a warp writes whole cache lines of both rows.
 template <int BYTES>
 __global__ void __launch_bounds__(kPoolThreads)
     upsample_twice(const u8* x, u8* y, i64 count, i64 channels, i64 height, i64 vectors, i64 x_batch, i64 x_channel, i64 x_row,
@@ -44,20 +44,20 @@ __global__ void __launch_bounds__(kPoolThreads)
     const PoolPlace place(at, height, vectors, height_divisor, width_divisor);
     const i64 offset = plane_offset(place.plane, channels, x_batch, x_channel) + place.row * x_row;
     const Raw<8> one = ptx::ld_stream<8>(x + offset * BYTES + place.column * 8);
-    Raw<16> made;
+    Raw<16> repeated;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 half = one.w[i / 2] >> (i % 2 * 16) & 0xffffu;
         u32 word = one.w[i / 2];
         if constexpr (BYTES == 2) word = half * 0x10001u;
-        made.w[i] = word;
+        repeated.w[i] = word;
     }
     y += (2 * (place.plane * height + place.row) * vectors + place.column) * 16;
-    ptx::st<16>(y, made);
-    ptx::st<16>(y + vectors * 16, made);
+    ptx::st<16>(y, repeated);
+    ptx::st<16>(y + vectors * 16, repeated);
 }
 
-// The elements [first, end) of the result whose nearest one is `at`; of a whole `factor` if that is not 0.
+// The result elements [first, end) whose nearest one is `at`; for an integer `factor` if that is not 0.
 struct Copies {
     int first, end;
     RTK_DEVICE Copies(int at, float scale, int size, int count, int factor) {
@@ -65,7 +65,7 @@ struct Copies {
             first = at * factor, end = first + factor;
             return;
         }
-        const float near = static_cast<float>(at) / scale;  // to 2^-22 of itself: look for it from before
+        const float near = static_cast<float>(at) / scale;  // within 2^-22 of itself: search from a bit before
         first = max(static_cast<int>(near - near * 1e-6f), 0);
         while (first < count && nearest(first, scale, size) < at) ++first;
         end = first;
@@ -73,7 +73,7 @@ struct Copies {
     }
 };
 
-// A thread owns an element of dx and adds up what comes from its copies, in order.
+// A thread owns an element of dx and sums the gradients of its copies, in order.
 template <typename T>
 __global__ void __launch_bounds__(kPoolThreads)
     upsample_nearest_bwd(const T* dy, T* dx, i64 count, i64 height, i64 width, i64 out_height, i64 out_width,
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kPoolThreads)
         const T* line = dy + row * out_width;
         for (int column = across.first; column < across.end; ++column) sum += element(line, column);
     }
-    const float made[1] = {sum};
-    store<T, 1>(dx + at, made);
+    const float repeated[1] = {sum};
+    store<T, 1>(dx + at, repeated);
 }
 
 // The same for twice the height and width: a thread owns 16 bytes of dx.
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kPoolThreads)
     const i64 at = static_cast<i64>(blockIdx.x) * kPoolThreads + threadIdx.x;
     if (at >= count) return;
     const i64 line = width_divisor != 0 ? divided(static_cast<u32>(at), width_divisor) : quotient(at, vectors);
-    dy += (line * 4 * vectors + (at - line * vectors) * 2) * kEach;  // rows of all planes one below the other
+    dy += (line * 4 * vectors + (at - line * vectors) * 2) * kEach;  // rows of all planes, stacked
     Raw<16> raw[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) raw[i] = ptx::ld_stream<16>(dy + ((i / 2) * 2 * vectors + i % 2) * kEach);

@@ -40,8 +40,8 @@ __all__ = [
 
 _FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90, (12, 0): 120}
 
-# One launch runs at a time, and an op of one thread at a time, as plans are made for one target. A fork waits until
-# neither is under way: the child has no thread that could finish it.
+# One launch runs at a time, and ops of one thread at a time, because plans are built for one target. A fork waits
+# until neither is active: the child has no thread that could finish it.
 lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def order_code(self) -> int:
-        """The order as the runtime wants it."""
+        """The order as the runtime takes it."""
         return {"forward": 0, "reverse": 1}[self.order] if isinstance(self.order, str) else self.order + 2
 
 
@@ -128,7 +128,7 @@ def unavailable() -> str | None:
 
 
 def launched() -> frozenset[tuple[str, str]]:
-    """Return unit and name of every kernel that was emulated in this process; coverage tests ask."""
+    """Return unit and name of every kernel that was emulated in this process, for coverage tests."""
     from rtkernels.emulator import _launch
 
     return frozenset(_launch.launched)

@@ -1,4 +1,4 @@
-"""From a kernel's own ``.cu`` to a shared object on the host, cached beside the cubins."""
+"""Build a shared object for the host from a kernel's own ``.cu``, cached next to the cubins."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ int rtk_emu_run(emu::Launch* launch) {{
 
 
 def _launch_bounds(text: str, expression: str) -> tuple[str, str]:
-    """Return a declaration and an expression of it that gives the most threads of a block, "0" if nothing is said.
+    """Return a declaration and an expression of it that gives the largest block, "0" if the kernel does not say.
 
-    The bounds may depend on template parameters, so the kernel's template header is written again for a function.
+    The bounds may depend on template parameters, so the kernel's template header is repeated for a function.
     """
     name = expression.partition("<")[0].rpartition("::")[2]
     for found in _BOUNDS.finditer(text):
@@ -192,7 +192,7 @@ def _private_directory() -> Path:
 
 
 def _private(key: str, make: Callable[[Path], None]) -> Path:
-    """Without a usable cache: a directory that lives as long as the process."""
+    """Return a directory that lives as long as the process, for lack of a usable cache."""
     path = _private_directory() / f"{key[:32]}.so"
     if not path.exists():
         _require_allowed("emulator", path.name)
@@ -208,7 +208,7 @@ def _hashes(sources: dict[str, bytes]) -> dict[str, str]:
 
 
 def _compile(command: list[str], output: Path, what: str) -> None:
-    # The compiler's own files lie beside the output: a killed one leaves nothing elsewhere.
+    # The compiler's temporary files are next to the output, so a killed compiler leaves nothing elsewhere.
     command, env = [*command, "-o", str(output)], {**os.environ, "TMPDIR": str(output.parent)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
@@ -314,7 +314,7 @@ def _build_kernel(
 
 
 def locate(library: Path, pc: int) -> str:
-    """Return ``file:line`` of a program counter (the caller's side of a call), innermost first; "" if unknown."""
+    """Return ``file:line`` of a program counter (the call site), innermost first; "" if unknown."""
     tool = shutil.which("addr2line")
     if not tool or not pc:
         return ""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rtkernels.errors import ToolkitError
 
-# Of kernels, where the compiler knows them. Most run one time, and optimising is nine tenths of a compilation (parsing
-# the rest): passes that take long and speed up little are left out, and of debug information all but the lines. GCC
+# Options of kernels, if the compiler supports them. Most kernels run once, and optimisation is nine tenths of a
+# compilation: slow passes with little effect are disabled, and so is all debug information except line numbers. GCC
 # forms fused multiply-adds only with expensive optimisations, and not at all with -Og.
 KERNEL_FLAGS = (
     "-fexpensive-optimizations",
@@ -55,7 +55,7 @@ class Compiler:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Options every object is compiled with."""
+        """Options of every object."""
         common = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-math-errno", "-w")
         return common + _contraction(self.command)
 
@@ -79,7 +79,7 @@ def _probe(command: tuple[str, ...]) -> str:
 
 @cache
 def accepted(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some flags that the compiler knows; usually it knows all."""
+    """Return the flags that the compiler supports, usually all."""
     check = [*command, "-Werror", *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     if subprocess.run(check, capture_output=True, check=False).returncode == 0:
         return flags
@@ -90,7 +90,7 @@ def accepted(command: tuple[str, ...], flags: tuple[str, ...]) -> tuple[str, ...
 
 
 def _contraction(command: tuple[str, ...]) -> tuple[str, ...]:
-    """NVRTC fuses a * b + c by default, so the host does where it has the instruction."""
+    """NVRTC fuses a * b + c by default, so the host does too where it has the instruction."""
     if platform.machine() in ("x86_64", "AMD64"):
         with contextlib.suppress(OSError):
             if " fma " in Path("/proc/cpuinfo").read_text():

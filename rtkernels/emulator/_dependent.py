@@ -1,4 +1,4 @@
-"""What earlier kernels of the stream may still do while a dependent launch (``overlap=True``) has started already.
+"""What earlier kernels of the stream may still do while a dependent launch (``overlap=True``) has already started.
 
 A kernel that overlaps the one before it may not read what that one writes, nor write what that one reads or writes,
 before it called ``wait_for_previous``. Kernels run one after the other here, so each launch leaves a mask of the bytes
@@ -36,12 +36,12 @@ class History:
         self._for_good: list[_Touched] = []  # by kernels for which the last one did not wait
 
     def begin_op(self) -> None:
-        """Forget memory that was given back: on the host, its next owner does not come from the stream."""
+        """Forget freed memory: on the host, its next owner does not come from the stream."""
         for touched in (self._until_wait, self._for_good):
             touched[:] = [t for t in touched if not all(owner.expired() for owner in t.owners)]
 
     def note_fill(self, tensor: torch.Tensor) -> None:
-        """A plain kernel of torch wrote a tensor: all before it have ended, and it is the one to wait for."""
+        """Record a write by a kernel of torch: all kernels before it have ended, and it is the one to wait for."""
         self._for_good.clear()
         bytes_written = tensor.numel() * tensor.element_size() if tensor.is_contiguous() else 0
         mask = numpy.full(bytes_written, _WRITTEN, numpy.uint8)
@@ -58,7 +58,7 @@ class History:
                     _merge(mask, int(segment.host), t, shift)
 
     def end_launch(self, memory: Any, overlap: bool, waited: bool, waited_first: bool) -> None:
-        """Take over what a launch touched.
+        """Record what a launch touched.
 
         Args:
             memory: Its tensors and masks.
@@ -89,7 +89,7 @@ _of_thread = threading.local()
 
 
 def history() -> History:
-    """Return the history of this thread, which stands for a stream."""
+    """Return the history of this thread, which plays the role of a stream."""
     if not hasattr(_of_thread, "history"):
         _of_thread.history = History()
     return _of_thread.history

@@ -33,7 +33,7 @@ launched: set[tuple[str, str]] = set()  # (unit, kernel) of every launch in this
 
 
 class EmulatorError(RtkError, RuntimeError):
-    """A kernel did something on the host emulator that a GPU does not forgive.
+    """A kernel did something in the host emulator that is undefined or fatal on a GPU.
 
     Attributes:
         kind: ``out_of_bounds``, ``misaligned``, ``uninitialised_shared``, ``race``, ``divergent_barrier``,

@@ -1,4 +1,4 @@
-"""While a launcher runs in the emulator: pointers that know their tensor, and poison in fresh memory."""
+"""Context of emulated launches: pointers that know their tensor, and poisoned uninitialised memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rtkernels.emulator._dependent import history
 
 
 class Pointer(int):
-    """An address that remembers the tensor it came from, also after an offset was added."""
+    """An address that keeps the tensor it came from, also after an offset is added."""
 
     tensor: torch.Tensor
 
@@ -59,8 +59,8 @@ _EMPTY = {
 }
 
 
-# Fresh memory: NaN in every float format, and no number that a kernel would take for an index or for "unused" (int32
-# 2146795509, int64 9.2e18). Formats of one byte have NaN at 0xff.
+# Uninitialised memory: NaN in every float format, and no number that a kernel would take for an index or for "unused"
+# (int32 2146795509, int64 9.2e18). Formats of one byte have NaN at 0xff.
 _POISON = numpy.array([0xF5, 0x7F], numpy.uint8)
 _SMALL_FLOAT_POISON = 0xFF
 _FILLS = {
@@ -71,7 +71,7 @@ _FILLS = {
 
 
 def poison(fresh: torch.Tensor) -> None:
-    """Fill the whole storage of a new CPU tensor with numbers that nobody should read."""
+    """Fill the whole storage of a new CPU tensor with poison."""
     storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(fresh.untyped_storage())
     if fresh.is_floating_point() and fresh.element_size() == 1:
         storage.fill_(_SMALL_FLOAT_POISON)
@@ -82,7 +82,7 @@ def poison(fresh: torch.Tensor) -> None:
 
 
 class Recording(TorchFunctionMode):
-    """While a launcher runs: ``data_ptr()`` gives a ``Pointer``, and fresh memory is poisoned."""
+    """Make ``data_ptr()`` return a ``Pointer`` and poison uninitialised memory while a launcher runs."""
 
     def __enter__(self) -> Recording:
         history().begin_op()

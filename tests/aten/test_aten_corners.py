@@ -1,6 +1,6 @@
 """Calls of torch's functions where kernels have corners: second blocks, last elements, high words, signs and NaN.
 
-Most of these are the cheapest calls that tell a kernel from one of its mutants (docs/mutation.md).
+Most of these are the cheapest calls that distinguish a kernel from one of its mutants (docs/mutation.md).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_as_torch(place: str, name: str) -> None:
 @at("sm_90")
 @pytest.mark.parametrize("shape", [(4, 8), (4, 300), (300, 40)], ids=str)
 def test_zeros_of_a_maximum(place: str, shape: tuple[int, int]) -> None:
-    """The value of a maximum is the element at its index: which zero that is, too."""
+    """The value of a maximum is the element at its index, including the sign of a zero."""
     torch.manual_seed(0)
     x = torch.where(torch.rand(shape) > 0.5, 0.0, -0.0)
     for dim in (0, 1):
@@ -130,7 +130,7 @@ def test_zeros_of_a_maximum(place: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("n", [40, 300, 5003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_nan_are_sorted_along(place: str, dtype: torch.dtype, n: int) -> None:
-    """NaN of either sign is last, in the order of before, with all of its bits."""
+    """NaN of either sign is last, in its original order and with all of its bits."""
     torch.manual_seed(0)
     x = numbers(dtype, n)
     places = torch.randperm(n)[:9]
@@ -155,7 +155,7 @@ def test_average_of_copies_is_their_gradient(place: str) -> None:
 
 @at("sm_90")
 def test_the_weight_of_losses_that_are_not_added(place: str) -> None:
-    """It is 0, and written: one block has all of the losses."""
+    """The sum is 0, and is written: one block has all of the losses."""
     x, target = torch.randn(7, 5), torch.arange(7) % 5
     with taken(place, FAMILIES), poisoned():
         got = aten.nll_loss_forward(x, target, None, 0, -100)

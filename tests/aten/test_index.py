@@ -38,7 +38,7 @@ def test_gather(place: str, dtype: torch.dtype) -> None:
     "dtype", [torch.bfloat16, *(pytest.param(t, marks=SLOW) for t in (torch.float32, torch.int64))]
 )
 def test_gather_of_many(place: str, dtype: torch.dtype) -> None:
-    """So many elements of a row that it is read as a whole."""
+    """So many elements are taken from a row that it is read as a whole."""
     for x in (numbers(dtype, 7, 64), numbers(dtype, 3, 2, 48)[:, :1], numbers(dtype, 600, 16)):
         index = torch.randint(0, x.shape[-1], (*x.shape[:-1], 44))
         compare(place, "idx", lambda x, index: x.gather(-1, index), x, index)
@@ -101,7 +101,7 @@ def test_sums_along_a_dimension(place: str, shape: tuple[int, ...], dim: int, to
 @emulated
 @at(*PLACES)
 def test_sums_of_rounded_rows(place: str) -> None:
-    """Sums of bfloat16 are those of float32, rounded one time, whatever the order of their sizes."""
+    """Sums of bfloat16 are computed in float32 and rounded once, whatever the order of magnitudes."""
     x, source = torch.randn(9, 40).bfloat16(), torch.randn(30, 40).bfloat16()
     index = torch.randint(0, 9, (30,))
     want = x.double().index_add(0, index, source.double(), alpha=2).bfloat16()

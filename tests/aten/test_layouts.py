@@ -16,12 +16,12 @@ LAST = torch.channels_last
 
 def inputs() -> list[torch.Tensor]:
     """Return tensors of both formats, dense and with gaps, and expanded ones."""
-    made = []
+    results = []
     for n, c, h, w in SHAPES:
         x, wide = torch.randn(n, c, h, w), torch.randn(n, c, 2 * h, w + 1)
-        made += [x, x.to(memory_format=LAST), wide[:, :, ::2, 1:], wide.to(memory_format=LAST)[:, :, ::2, 1:]]
-        made += [x[:, :1].expand(n, c, h, w), x.transpose(2, 3)]
-    return made
+        results += [x, x.to(memory_format=LAST), wide[:, :, ::2, 1:], wide.to(memory_format=LAST)[:, :, ::2, 1:]]
+        results += [x[:, :1].expand(n, c, h, w), x.transpose(2, 3)]
+    return results
 
 
 def pooled_grad(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_strides_are_torchs(name: str) -> None:
     with taken("sm_90", ["copy", "idx", "win", "sort", "red", "scan"]):
         found = [function(x) for x in given]
     for x, got, want in zip(given, found, wanted, strict=True):
-        for a, b in zip(*(made if isinstance(made, tuple) else (made,) for made in (got, want)), strict=True):
+        for a, b in zip(*(result if isinstance(result, tuple) else (result,) for result in (got, want)), strict=True):
             assert a.stride() == b.stride(), (x.shape, x.stride())
             torch.testing.assert_close(a, b)
 
@@ -107,7 +107,7 @@ def test_strides_of_pointwise_results_are_torchs(name: str) -> None:
 
 
 def test_like_channels_last_is_what_torch_suggests() -> None:
-    """Beside ``cat`` of one tensor, whose result has the suggested format; where both formats are the same, none."""
+    """``cat`` of one tensor gives the suggested format; where both formats coincide, there is nothing to choose."""
     generator = torch.Generator().manual_seed(0)
     told_apart = 0
     for _ in range(400):

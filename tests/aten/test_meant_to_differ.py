@@ -61,8 +61,8 @@ def test_sums_begin_at_zero() -> None:
 def test_scattered_slices_have_memory_of_their_own() -> None:
     x = torch.randn(4, 6)[1:]
     with taken("sm_80", "copy"):
-        made = [x.slice_scatter(torch.ones(1, 6), 0, 0, 1), x.select_scatter(torch.ones(6), 0, 0)]
-    assert x.storage_offset() == 6 and [result.storage_offset() for result in made] == [0, 0]
+        results = [x.slice_scatter(torch.ones(1, 6), 0, 0, 1), x.select_scatter(torch.ones(6), 0, 0)]
+    assert x.storage_offset() == 6 and [result.storage_offset() for result in results] == [0, 0]
 
 
 @emulated
@@ -80,7 +80,7 @@ def test_products_overflow_before_they_are_added() -> None:
     top = torch.finfo(torch.float32).max
     x, big = torch.full((2, 2), -top), torch.full((2,), 1.5 * top**0.5)
     with taken("sm_80", ["addcmul", "addr"]):
-        made = [torch.addcmul(x, big, big), torch.addr(x, big, big)]
-        assert all((result == INF).all() for result in made)
+        results = [torch.addcmul(x, big, big), torch.addr(x, big, big)]
+        assert all((result == INF).all() for result in results)
         calm = torch.addcmul(x / 4, big / 2, big / 2)
     torch.testing.assert_close(calm, (x.double() / 4 + (big.double() / 2).square()).float())

@@ -1,6 +1,6 @@
 """Unmodified models of transformers, forward and backward, on our operators: same loss, same gradients.
 
-In the emulator on the CPU, in fp32, of the smallest sizes; many kernels are compiled for the host: ``--full`` runs it.
+In the emulator, in fp32, with the smallest sizes; it compiles many kernels for the host, so only ``--full`` runs it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pointwise and copy families by their kernels, in the emulator: classes of layouts, odd sizes, NaN, aliasing.
 
-What operators compute is tests/conformance's; this is about how elements are reached.
+tests/conformance checks what operators compute; this checks how elements are addressed.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_copies(device: str) -> None:
     ):
         check(function, x, device=device)
     y, longer = x + 1, torch.cat([x, x])
-    for _ in range(2):  # the second call is recognised
+    for _ in range(2):  # the second call is a replay
         check(lambda x, y: torch.cat([x, y]), x, y, device=device)
         check(lambda x, y: torch.cat([x, y], 1), x, y, device=device)
         check(lambda x, y: torch.stack([x, y], 1), x, y, device=device)

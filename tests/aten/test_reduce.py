@@ -124,7 +124,7 @@ def test_other_forms(place: str) -> None:
 
 @emulated
 def test_what_torch_does() -> None:
-    """float64, empty reductions and other dtypes of results are torch's; the results are right all the same."""
+    """float64, empty reductions and other result dtypes fall back to torch; the results are still right."""
     for function in (
         lambda: torch.ones(3, 5, dtype=torch.float64).sum(0),
         lambda: torch.ones(0, 5).sum(0),
@@ -158,10 +158,10 @@ def test_a_captured_graph_sees_new_data() -> None:
         x.sum(1), x.sum(0), x.sum()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            made = x.sum(1), x.sum(0), x.sum()
+            result = x.sum(1), x.sum(0), x.sum()
         x.normal_()
         graph.replay()
-    for got, want in zip(made, (x.sum(1), x.sum(0), x.sum()), strict=True):
+    for got, want in zip(result, (x.sum(1), x.sum(0), x.sum()), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
 
 

@@ -1,4 +1,4 @@
-"""Calls like one before: which are repeated without their handlers, and that they see their own tensors."""
+"""Replayed calls: which calls skip their handlers, and that they use their own tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_next_call_is_repeated_with_its_own_tensors(place: str, name: str, m
             torch.manual_seed(seed)
             with taken(place, name):
                 got = call()
-        assert [made is not None for made in known(name, place)] == [True]
+        assert [result is not None for result in known(name, place)] == [True]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
             assert a.stride() == b.stride()
@@ -91,11 +91,11 @@ def test_arguments_that_are_one_tensor() -> None:
     with taken("sm_80", "add"):
         got = [torch.add(*args) for args in ((a, a), (a, b), (a, a), (b, b), (b, a), (a, b))]
     torch.testing.assert_close(got, [2 * a, a + b, 2 * a, 2 * b, a + b, a + b])
-    assert [made is not None for made in known("add.Tensor", "sm_80")] == [True, True]
+    assert [result is not None for result in known("add.Tensor", "sm_80")] == [True, True]
 
 
 def test_arguments_that_share_memory() -> None:
-    """Halves of an argument beside another view of its memory: which address is whose cannot be told."""
+    """Halves of an argument and another view of its memory: addresses alone cannot tell them apart."""
     buffer = torch.randn(3, 64)
     want = torch.ops.aten.addcmul(buffer[0], buffer[1], buffer[2])
     with taken("sm_80", ["addcmul", "addr"]):
@@ -109,9 +109,9 @@ def test_memory_that_overlaps_goes_to_torch() -> None:
     buffer = torch.randn(48)
     with taken("sm_80", "add"):
         torch.randn(32).add_(torch.randn(32))
-        (made,) = known("add_.Tensor", "sm_80")
+        (result,) = known("add_.Tensor", "sm_80")
         out, other = buffer[4:36], buffer[0:32]
-        assert made is not None and made.replay(out, other, out.data_ptr(), other.data_ptr()) is None
+        assert result is not None and result.replay(out, other, out.data_ptr(), other.data_ptr()) is None
         with pytest.raises(RuntimeError, match="single memory location"):
             buffer[4:36].add_(buffer[0:32])
 
@@ -121,10 +121,10 @@ def test_sources_that_overlap_are_not_added_by_a_repeated_call(monkeypatch: pyte
     buffer, index = torch.randn(64, 16), torch.arange(8)
     with taken("sm_80", "index_add_"):
         torch.randn(8, 16).index_add_(0, index, torch.randn(8, 16))
-        (made,) = known("index_add_", "sm_80")
+        (result,) = known("index_add_", "sm_80")
         for first in (0, 7, -7):  # rows of the source in the memory of the result
             out, source = buffer[8:16], buffer[8 + first : 16 + first]
-            assert made.replay(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is None
+            assert result.replay(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is None
 
 
 def test_numbers_are_told_apart() -> None:

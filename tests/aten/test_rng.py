@@ -25,7 +25,7 @@ def test_known_answers() -> None:
 
 
 def philox_units(n: int, key: int, offset: int) -> list[float]:
-    """Return numbers of Philox 4x32-10 in [0, 1), worked out by Python."""
+    """Return numbers of Philox 4x32-10 in [0, 1), computed in Python."""
     found, low = [], 2**32 - 1
     for counter in range(-(-n // 4)):
         c = [counter & low, counter >> 32, offset & low, offset >> 32 & low]
@@ -41,7 +41,7 @@ def philox_units(n: int, key: int, offset: int) -> list[float]:
 @emulated
 @pytest.mark.parametrize(("key", "offset"), [(0, 4), (-3, 0), (0x123456789ABCDEF, 1 << 33), (-(1 << 63), 2**40 + 12)])
 def test_keys_and_offsets_of_the_host(key: int, offset: int) -> None:
-    """The numbers and the mask that a generator's state stands for; at odd addresses, too."""
+    """The numbers and the mask follow from the generator's state; at odd addresses, too."""
     want = torch.tensor(philox_units(37, key, offset))
     with rtkernels.emulate("sm_90"):
         for first in (0, 1):
@@ -70,7 +70,7 @@ def test_numbers_behind_16_bits_of_the_counter() -> None:
 
 @emulated
 def test_numbers_of_every_kind() -> None:
-    """Worked out in float64 from Philox's own numbers; small ones of an exponential tell its uniform ones apart."""
+    """Computed in float64 from Philox's own numbers; small exponentials reveal the uniform numbers behind them."""
     n = 4000
     units = torch.tensor(philox_units(n, 7, 0), dtype=torch.float64)
     opened = ((units * 2**23).floor() + 0.5) / 2**23
@@ -89,7 +89,7 @@ def test_numbers_of_every_kind() -> None:
 
 
 def test_calls_have_offsets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call draws is not drawn by another, nor by torch's own kernels, whose key is the seed."""
+    """No other call draws the same numbers, nor do torch's own kernels, which use the seed as key."""
 
     class Generator:
         offset, seed = 8, 2**64 - 5
@@ -123,11 +123,11 @@ def test_same_seed_same_numbers(place: str, dtype: torch.dtype) -> None:
     device = device_of(place)
 
     def numbers() -> list[torch.Tensor]:
-        made = [torch.randn(501, dtype=dtype, device=device), torch.rand(33, 7, dtype=dtype, device=device)]
-        made += [torch.rand_like(made[1].t()), torch.randn_like(made[1])]
-        made += [torch.empty(9, dtype=dtype, device=device).exponential_(2.0)]
-        made += torch.native_dropout(made[0], 0.3, True)
-        return made
+        results = [torch.randn(501, dtype=dtype, device=device), torch.rand(33, 7, dtype=dtype, device=device)]
+        results += [torch.rand_like(results[1].t()), torch.randn_like(results[1])]
+        results += [torch.empty(9, dtype=dtype, device=device).exponential_(2.0)]
+        results += torch.native_dropout(results[0], 0.3, True)
+        return results
 
     with taken(place, "rng"):
         torch.manual_seed(3)
@@ -166,10 +166,12 @@ def test_distributions(place: str, dtype: torch.dtype) -> None:
 def test_normal_of_tensors(place: str) -> None:
     device = device_of(place)
     with taken(place, "rng"):
-        made = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
+        result = torch.normal(torch.full((3000, 1), 2.0, device=device), torch.tensor([0.0, 3.0], device=device))
         other = torch.normal(torch.zeros(9, device=device), 0.0), torch.normal(1.0, torch.zeros(9, device=device))
     assert (
-        (made[:, 0] == 2).all() and abs(made[:, 1].mean().item() - 2) < 0.3 and abs(made[:, 1].std().item() - 3) < 0.3
+        (result[:, 0] == 2).all()
+        and abs(result[:, 1].mean().item() - 2) < 0.3
+        and abs(result[:, 1].std().item() - 3) < 0.3
     )
     assert (other[0] == 0).all() and (other[1] == 1).all()
 

@@ -40,13 +40,13 @@ def test_softmax(place: str, dtype: torch.dtype, function) -> None:
 @pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
 def test_softmax_of_other_dimensions(place: str, function) -> None:
     def both(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-        made = []
+        results = []
         for dim in range(x.dim() - 1):
             given = x.detach().clone().requires_grad_()
             y = function(given, dim)
             y.backward(dy)
-            made += [y.detach(), given.grad]
-        return made
+            results += [y.detach(), given.grad]
+        return results
 
     special = torch.randn(4, 3)
     special[:, 0], special[1, 1], special[2, 2] = -torch.inf, -torch.inf, torch.nan
@@ -80,15 +80,15 @@ def test_gradients_of_layer_norm_that_nobody_wants_are_none(place: str) -> None:
         with torch.device(device_of(place)), taken(place, "native_layer_norm_backward"):
             given = torch.randn(6, 40), torch.randn(6, 40), [40], torch.randn(6, 1), torch.rand(6, 1)
             for _ in range(2):
-                made = torch.ops.aten.native_layer_norm_backward(*given, torch.randn(40), torch.randn(40), wanted)
-                assert tuple(gradient is not None for gradient in made) == wanted
+                result = torch.ops.aten.native_layer_norm_backward(*given, torch.randn(40), torch.randn(40), wanted)
+                assert tuple(gradient is not None for gradient in result) == wanted
 
 
 @emulated
 @at(*PLACES)
 @pytest.mark.parametrize("shape", [(3, 40), (5, 1), (2, 7, 33)], ids=str)
 def test_rms_norm(place: str, shape: tuple[int, ...]) -> None:
-    """By its handlers: a torch without CUDA has no operator for them."""
+    """Called through its handlers: a torch without CUDA has no operator for them."""
     device, over = device_of(place), shape[-1:]
     given = [torch.randn(size, device=device, requires_grad=True) for size in (shape, over)]
     want = torch.nn.functional.rms_norm(given[0], over, given[1], 1e-5)
@@ -168,7 +168,7 @@ def test_a_target_outside_of_the_classes_stops_the_kernel() -> None:
 
 @emulated
 def test_the_gradient_of_nll_loss_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel divides for 2^31 elements and more."""
+    """The 64-bit divisions that the kernel uses for 2^31 elements and more."""
     monkeypatch.setattr(nll_loss, "divisor", lambda n: 0)
     x, target = torch.randn(6, 8, requires_grad=True), torch.randint(0, 8, (6,))
     dy = torch.randn(6)
@@ -211,11 +211,11 @@ def test_norms_of_16_bits_and_odd_addresses(place: str, dtype: torch.dtype, rows
             _close(dw, (dy.double() * z).sum(0), 64 * rows)
             if centered:
                 _close(db, dy.double().sum(0), 64 * rows)
-        made, norms = weight_norm.weight_norm(x, g)
+        result, norms = weight_norm.weight_norm(x, g)
         dv, dg = weight_norm.weight_norm_grads(dy, x, g, norms)
     length, along = x.double().norm(dim=1, keepdim=True), (dy.double() * x.double()).sum(1, keepdim=True)
     _close(norms, length)
-    _close(made, x.double() * g.double()[:, None] / length)
+    _close(result, x.double() * g.double()[:, None] / length)
     _close(dg, along / length, cols)
     _close(dv, g.double()[:, None] * (dy.double() / length - x.double() * along / length**3), 16)
 

@@ -18,7 +18,7 @@ MAX_ROWS = 65535 * 128  # of one launch: a grid has that many blocks in y
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """Return a dense copy that begins `by` elements behind a multiple of 16 bytes."""
+    """Return a dense copy that begins `by` elements after a multiple of 16 bytes."""
     return torch.cat([x.new_zeros(by), x.flatten()])[by:].view(x.shape)
 
 
@@ -71,7 +71,7 @@ def test_sums_of_any_layout(
 
 @emulated
 def test_rows_that_no_index_names_keep_their_memory() -> None:
-    """In place they are not touched: neither their zeros' signs nor the bits of their NaN."""
+    """In place they are not touched: signs of zeros and bits of NaN stay."""
     x = torch.randn(9, 32).bfloat16()
     x.view(torch.int16)[4, :3] = torch.tensor([-32768, 0x7FA5, -0x5B])
     before = x.view(torch.int16).clone()
@@ -136,7 +136,7 @@ def test_rows_moved_by_groups(place: str, shape: tuple[int, ...], dim: int) -> N
 @at("sm_80", "sm_90")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.int64], ids=str)
 def test_rows_read_as_a_whole(place: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every width of elements; rows of which a block has one, with 1024 threads if they are long, or several."""
+    """Every element width; one row per block, with 1024 threads if it is long, or several."""
     monkeypatch.setattr(gathering, "_FEW_ROWS_INDICES", 1 << 20)
     for rows, columns, wanted in ((3, 80 * 1024 // dtype.itemsize, 5204), (21, 48, 20), (1, 16, 4)):
         x = torch.randint(0, 250, (rows, columns + 16)).to(dtype)[:, :columns]
@@ -149,7 +149,7 @@ def test_rows_read_as_a_whole(place: str, dtype: torch.dtype, monkeypatch: pytes
 @emulated
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 def test_elements_beyond_32_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places of so many elements are divided in 64 bits; here, of few."""
+    """Positions among so many elements take 64-bit divisions; tested here with few elements."""
     monkeypatch.setattr(gathering, "divisor", lambda n: 0)
     x = torch.randint(0, 250, (5, 6, 7)).to(dtype).permute(2, 0, 1)
     index = torch.randint(0, 7, (3, 5, 6)).transpose(1, 2).contiguous().transpose(1, 2)

@@ -147,8 +147,8 @@ def test_randperm(place: str) -> None:
     from support.overrides import device_of, taken
 
     with taken(place, "sort"):
-        made = torch.randperm(300, device=device_of(place))
-    assert torch.equal(made.sort().values.cpu(), torch.arange(300))
+        result = torch.randperm(300, device=device_of(place))
+    assert torch.equal(result.sort().values.cpu(), torch.arange(300))
 
 
 @emulated

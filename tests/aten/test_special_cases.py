@@ -39,7 +39,7 @@ def _same(function, families: str | list[str]) -> None:
 @pytest.mark.parametrize("name", ("fmod", "remainder"))
 @pytest.mark.parametrize("number", (3, -2, 300))
 def test_0d_integers_and_numbers(name: str, number: int) -> None:
-    """300 is no int8: torch wraps it, and so must whoever gives the call back to torch."""
+    """300 does not fit int8: torch wraps it, and so must an override that passes the call on."""
     for dtype in (torch.int8, torch.int64):
         seven = torch.tensor(100, dtype=dtype)
         _same(lambda x=seven: getattr(torch, name)(x, number), name)
@@ -76,7 +76,7 @@ def test_numbers_that_torch_cannot_convert() -> None:
 
 @emulated
 def test_bounds_that_are_nan() -> None:
-    """torch ignores a single one in `clamp` on CUDA, and fills with NaN in others: it has these calls."""
+    """torch ignores a single NaN bound in `clamp` on CUDA and fills with NaN elsewhere, so these calls go to torch."""
     x = torch.randn(8)
     for function in (
         lambda: x.clamp(NAN), lambda: x.clamp(max=NAN), lambda: x.clamp(NAN, 1.0), lambda: x.clamp_min(NAN),
@@ -126,9 +126,9 @@ def test_versions_of_fills(name: str) -> None:
 def test_versions_of_random_results() -> None:
     x = torch.ones(8)
     with taken("sm_80", "rng"):
-        made = [torch.rand(8), torch.randn(8), torch.rand_like(x), torch.randn_like(x), torch.normal(x, x)]
-        made += [torch.normal(x, 1.0), torch.normal(0.0, x), *torch.native_dropout(x, 0.5, True)]
-    assert [tensor._version for tensor in made] == [0] * len(made)
+        results = [torch.rand(8), torch.randn(8), torch.rand_like(x), torch.randn_like(x), torch.normal(x, x)]
+        results += [torch.normal(x, 1.0), torch.normal(0.0, x), *torch.native_dropout(x, 0.5, True)]
+    assert [tensor._version for tensor in results] == [0] * len(results)
 
 
 @emulated
@@ -152,7 +152,7 @@ def test_dropped_infinities_are_nan() -> None:
 
 @emulated
 def test_extremes_of_zeros() -> None:
-    """As CUDA has it: the positive one is larger."""
+    """As on CUDA: the positive zero is larger."""
     a, b = torch.tensor([0.0, -0.0, -0.0]), torch.tensor([-0.0, 0.0, -0.0])
     with taken("sm_80", ["maximum", "minimum", "clamp"]):
         assert torch.maximum(a, b).signbit().tolist() == [False, False, True]
@@ -162,7 +162,7 @@ def test_extremes_of_zeros() -> None:
 
 @emulated
 def test_orders_of_products_are_those_of_cuda() -> None:
-    """Intermediate results that overflow in another order, and do not in that of torch's CUDA kernels."""
+    """Intermediate results that overflow in other orders than that of torch's CUDA kernels."""
     big, small = torch.tensor([1e30]), torch.tensor([1e-30])
     with taken("sm_80", ["addcmul", "glu_backward", "softplus_backward", "_softmax_backward_data"]):
         assert torch.addcmul(big * 0, big, small, value=1e20).item() == pytest.approx(1e20)
@@ -263,7 +263,7 @@ def test_one_rounding() -> None:
 @emulated
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_division_by_numbers_is_that_of_cuda(dtype: torch.dtype) -> None:
-    """torch's CUDA kernels multiply by the reciprocal of a number, which decides what rounding modes cut off."""
+    """torch's CUDA kernels multiply by the reciprocal of a number, which affects the rounding modes."""
     x = torch.tensor([49.0, 41.0, 1e-42, 7.0, -7.5, 0.0, INF, NAN], dtype=dtype)
     for number in (49, 41.0, 3, -2.5, 1e-42, INF, 0.0):
         divisor = torch.tensor(number, dtype=torch.float32)

@@ -24,10 +24,10 @@ COLUMNS = ((7, 3), (64, 8), (2100, 8))
 
 
 def result(place: str, family: str, function: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return what our kernel makes of x, on the CPU."""
+    """Return the result of our kernel for x, on the CPU."""
     with taken(place, family):
-        made = function(x.to(device_of(place)), *args, **kwargs)
-    return [t.cpu() for t in made] if isinstance(made, tuple) else made.cpu()
+        output = function(x.to(device_of(place)), *args, **kwargs)
+    return [t.cpu() for t in output] if isinstance(output, tuple) else output.cpu()
 
 
 def planes() -> list[tuple[torch.Tensor, int]]:
@@ -39,7 +39,7 @@ def planes() -> list[tuple[torch.Tensor, int]]:
 @at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_first_nan_is_the_extreme(place: str, dtype: torch.dtype) -> None:
-    """Of several NaN the first one's index, wherever they are, beside infinities."""
+    """The index of the first NaN of several, wherever they are, also next to infinities."""
     torch.manual_seed(0)
     for x, dim in planes():
         n = x.shape[dim]
@@ -103,8 +103,8 @@ def test_infinities_in_sums(place: str, dtype: torch.dtype) -> None:
             for i, value in enumerate(values):
                 given.select(dim, (n // 3 + i * (n // 2)) % n).fill_(value)
             for function in (torch.sum, torch.mean):
-                made = result(place, "red", function, given, dim)
-                torch.testing.assert_close(made, torch.full_like(made, want), rtol=0, atol=0, equal_nan=True)
+                output = result(place, "red", function, given, dim)
+                torch.testing.assert_close(output, torch.full_like(output, want), rtol=0, atol=0, equal_nan=True)
 
 
 @emulated
@@ -118,8 +118,8 @@ def test_variance_of_one_infinity(place: str, value: float) -> None:
         other = torch.cat([given] * 2, 1 - dim)
         other.select(dim, x.shape[dim] // 2).select(0, 0).fill_(value)
         for correction in (0, 1) if x.shape[dim] > 1 else (0,):
-            made = result(place, "red", torch.var, other, dim, correction=correction)
-            assert made[0].isnan() and made[1:].isfinite().all()
+            output = result(place, "red", torch.var, other, dim, correction=correction)
+            assert output[0].isnan() and output[1:].isfinite().all()
 
 
 @emulated
@@ -133,10 +133,10 @@ def test_infinities_in_running_sums(place: str, dtype: torch.dtype, shape: tuple
     x = torch.ones(shape, dtype=dtype) / 64
     x.select(dim, n // 3).fill_(INF)
     x.select(dim, n // 2).fill_(-INF)
-    made = result(place, "scan", torch.cumsum, x, dim)
-    assert made.narrow(dim, 0, n // 3).isfinite().all()
-    assert (made.narrow(dim, n // 3, n // 2 - n // 3) == INF).all()
-    assert made.narrow(dim, n // 2, n - n // 2).isnan().all()
+    output = result(place, "scan", torch.cumsum, x, dim)
+    assert output.narrow(dim, 0, n // 3).isfinite().all()
+    assert (output.narrow(dim, n // 3, n // 2 - n // 3) == INF).all()
+    assert output.narrow(dim, n // 2, n - n // 2).isnan().all()
     for name in ("cummax", "cummin"):
         compare(place, "scan", lambda v, name=name: tuple(getattr(v, name)(dim)), x)
 
@@ -163,12 +163,12 @@ def test_windows_of_infinities(dtype: torch.dtype, kernel: int, stride: int, pad
 @emulated
 @at(*PLACES)
 def test_upsampling_to_the_same_size_copies(place: str) -> None:
-    """Torch looks at no factor where a size stays as it is; in the gradient where both do."""
+    """Torch ignores the factor of a size that does not change; in the gradient if neither changes."""
     x = torch.randn(2, 3, 6, 7)
     for size in ([6, 7], [12, 7], [6, 14]):
         want = F.interpolate(x, size)
-        made = result(place, "win", torch.ops.aten.upsample_nearest2d, x, size, 2.0, 2.0)
-        torch.testing.assert_close(made, want, rtol=0, atol=0)
+        output = result(place, "win", torch.ops.aten.upsample_nearest2d, x, size, 2.0, 2.0)
+        torch.testing.assert_close(output, want, rtol=0, atol=0)
     back = result(place, "win", torch.ops.aten.upsample_nearest2d_backward, x, [6, 7], [2, 3, 6, 7], 2.0, 2.0)
     torch.testing.assert_close(back, x, rtol=0, atol=0)
 
@@ -213,18 +213,18 @@ def test_places_beyond_16_bits(place: str) -> None:
 @at(*PLACES)
 def test_random_numbers_do_not_repeat(place: str) -> None:
     """Counters beyond 16 bits, of elements and of fours of them, give numbers that were not there before."""
-    made = result(place, "rng", lambda x: x.uniform_(), torch.empty(4 * 65_536 + 2_048))
+    output = result(place, "rng", lambda x: x.uniform_(), torch.empty(4 * 65_536 + 2_048))
     for shift in (65_536, 2 * 65_536, 4 * 65_536):
-        equal = (made[shift : shift + 2_048] == made[:2_048]).float().mean()
+        equal = (output[shift : shift + 2_048] == output[:2_048]).float().mean()
         assert equal < 0.01, shift
-    assert abs(made.mean() - 0.5) < 5 * (1 / 12 / made.numel()) ** 0.5
+    assert abs(output.mean() - 0.5) < 5 * (1 / 12 / output.numel()) ** 0.5
 
 
 @emulated
 @at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_infinities_in_sums_of_rows(place: str, dtype: torch.dtype) -> None:
-    """They stay in their rows and columns, by a few rows and by many."""
+    """They stay in their rows and columns, for few rows and for many."""
     torch.manual_seed(0)
     for tokens, columns in ((9, 32), (9, 3), (9000, 24)):
         x = torch.zeros(6, columns, dtype=dtype)
@@ -239,10 +239,10 @@ def test_infinities_in_sums_of_rows(place: str, dtype: torch.dtype) -> None:
             want = function(x.double(), index, source.double()).to(dtype)  # torch adds in the dtype, step by step
             given = [t.to(device_of(place)) for t in (x, index, source)]
             with taken(place, "idx"):
-                made = function(*given)
+                output = function(*given)
             if columns > 3:  # a sum of short rows is torch's
-                torch.testing.assert_close(made.cpu(), want, rtol=2**-8, atol=0, equal_nan=True)
-            assert torch.equal(made.cpu().isnan(), want.isnan()) and torch.equal(made.cpu() == INF, want == INF)
+                torch.testing.assert_close(output.cpu(), want, rtol=2**-8, atol=0, equal_nan=True)
+            assert torch.equal(output.cpu().isnan(), want.isnan()) and torch.equal(output.cpu() == INF, want == INF)
 
 
 @emulated
@@ -263,11 +263,11 @@ def test_versions_rise_by_one(place: str) -> None:
             for _ in range(3):  # the second is a replay
                 before = x._version
                 with taken(place, ["idx", "sort", "copy"]):
-                    made = getattr(x, name)(*arguments)
+                    output = getattr(x, name)(*arguments)
                 in_place = name.endswith("_")
-                made = made[0] if isinstance(made, tuple) else made
+                output = output[0] if isinstance(output, tuple) else output
                 assert x._version == before + in_place, name
-                assert made is x if in_place else made._version == 0, name
+                assert output is x if in_place else output._version == 0, name
 
 
 @emulated

@@ -1,5 +1,5 @@
-"""Sorting, distinct elements and membership of NaN, infinities and zeros of both signs, as torch's CUDA operators have
-them: NaN last and each one distinct, zeros equal, and of equal elements the first.
+"""Sorting, distinct elements and membership of NaN, infinities and zeros of both signs, as in torch's CUDA operators:
+NaN last and each one distinct, zeros equal, and of equal elements the first.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_unique(place: str, dtype: torch.dtype, n: int, first: float) -> None:
 @emulated
 @at(*PLACES)
 def test_unique_of_bools_is_torchs(place: str) -> None:
-    """Torch counts them, and returns counts that nobody asked for."""
+    """Torch counts them, and returns counts even if not requested."""
     for x in (torch.rand(3, 5) > 0.5, torch.ones(4, dtype=torch.bool)):
         for how in ((True, False, False), (True, True, True)):
             compare(place, "sort", lambda x, how=how: torch._unique2(x, *how), x, ours=False)
@@ -95,7 +95,7 @@ def test_unique_of_bools_is_torchs(place: str) -> None:
 @at(*PLACES)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_isin(place: str, dtype: torch.dtype) -> None:
-    """NaN is among nothing, zeros are equal, infinities are elements."""
+    """NaN is a member of nothing, zeros are equal, infinities are ordinary elements."""
     torch.manual_seed(0)
     x = special(dtype, 90).view(9, 10)
     for n in LENGTHS:

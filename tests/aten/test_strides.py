@@ -1,4 +1,4 @@
-"""Layout classes and the numbers of a launch: the arithmetic of the kernels visits every element exactly one time."""
+"""Layout classes and launch arguments: the kernels' index arithmetic visits every element exactly once."""
 
 from __future__ import annotations
 

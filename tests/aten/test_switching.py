@@ -141,7 +141,7 @@ def test_nesting_and_threads(toy) -> None:
     first, second = rtkernels.use("mul"), rtkernels.use("red")
     first.__enter__()
     second.__enter__()
-    first.__exit__(None, None, None)  # as another thread would: what it chose goes, the other stays
+    first.__exit__(None, None, None)  # as another thread would: its choice ends, the other stays
     assert rtkernels.aten.enabled() == ["sum.dim_IntList"]
     second.__exit__(None, None, None)
     assert rtkernels.aten.enabled() == ["sin", "sin_"]
@@ -257,7 +257,7 @@ def test_enabling_is_quick_and_compiles_nothing() -> None:
 
 
 def test_handlers_take_what_schemas_take() -> None:
-    """The dispatcher passes arguments that differ from their defaults only."""
+    """The dispatcher passes only arguments that differ from their defaults."""
     for name, row in table.table().items():
         arguments = table.schema_of(name).arguments
         required = [a for a in arguments if not a.has_default_value()]
@@ -302,7 +302,7 @@ def _call_while_switching(function, want: torch.Tensor, switches: int, include: 
 
 
 def test_switching_while_threads_call(toy) -> None:
-    """The dispatcher frees what is unregistered: other threads may be executing it."""
+    """The dispatcher frees unregistered functions, which other threads may be executing."""
     x = torch.randn(64)
     include = ("sin", "mul", ("sin", "mul", "red"))
     assert not _call_while_switching(lambda: torch.sin(x) * x, torch.sin(x) * x, 200, include)
@@ -310,7 +310,7 @@ def test_switching_while_threads_call(toy) -> None:
 
 
 def test_overrides_that_are_off(toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another thread runs, they stay with the dispatcher and give every call to torch; then they go."""
+    """While another thread runs, they stay registered and pass every call to torch; then they are removed."""
     enable = importlib.import_module("rtkernels.aten.enable")  # the package has a function of that name
     before = sys._current_frames().keys() - {threading.get_ident()}  # a distributed run has threads of its own
 

@@ -99,7 +99,7 @@ def test_upsample_twice(place: str, dtype: torch.dtype) -> None:
 @emulated
 @at(*PLACES)
 def test_pools_of_vectors(place: str) -> None:
-    """Gradients of 16 bytes a thread, warps whose windows all lie within the input, more rows than one thread has."""
+    """Gradients with 16 bytes per thread, warps with all windows inside the input, more rows than one thread has."""
     long_rows = torch.randn(1, 1, 7, 130)
     compare(place, "win", lambda x: functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False), long_rows)
     compare(place, "win", lambda x: torch.ops.aten.max_pool2d_with_indices(x, [2, 2], [1, 1], [1, 1]), long_rows)
@@ -117,7 +117,7 @@ def test_pools_of_vectors(place: str) -> None:
 @emulated
 @pytest.mark.parametrize("step", [2**29, 2**31 - 1, 2**31, 2**63 - 1])
 def test_steps_that_leave_32_bits_are_torchs(step: int) -> None:
-    """Of a whole warp whose first windows lie within the input: nothing is read for windows that do not exist."""
+    """A warp with its first windows inside the input: nothing is read for windows that do not exist."""
     x = torch.randn(1, 1, 3, 60)
     for function in (torch.ops.aten.avg_pool2d, torch.ops.aten.max_pool2d_with_indices):
         for how in ([[3, 3], [step, 1]], [[3, 3], [1, step]]):
@@ -134,7 +134,7 @@ def test_steps_that_leave_32_bits_are_torchs(step: int) -> None:
 
 @emulated
 def test_windows_of_elements_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places of so many elements are divided in 64 bits; here, of few."""
+    """Positions among so many elements take 64-bit divisions; tested here with few elements."""
     for module in (pooling, pooling_bwd, upsampling):
         monkeypatch.setattr(module, "divisors", lambda count, *sizes: (0,) * len(sizes))
     x = torch.randn(3, 2, 5, 8).transpose(0, 1)

@@ -93,7 +93,7 @@ _PEERS_HAVE = ("abs", "floor", "ceil", "exp", "sin")
 
 
 def _run_with_peers(peers: str, out, monkeypatch, cases=None) -> dict:
-    """Measure some operators of one size, with times that are made up, and `peers` as the other process."""
+    """Measure some operators of one size, with invented times, and `peers` as the other process."""
     ours = {"torch": {"operator": 6.0}, "rtkernels": {"operator": 3.0, "why": {}}}
     monkeypatch.setattr(aten, "measure_case", lambda *args: ours)
     errors = {(name, (64, 64), "bfloat16"): "bad" if name == "exp" else "" for name in _PEERS_HAVE}

@@ -36,8 +36,12 @@ def test_records_of_the_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"error_output": 1e-3, "error_gradients": 2e-3, "worst": "x", "forward_and_backward_ms": 1.0}
-    made = {"ours": {"dense": row, "head": row}, "liger": {"absent": "no Liger"}, "ours_fused": {"failed": "out of it"}}
-    monkeypatch.setattr(layers.processes, "records", lambda *args: made.items())
+    results = {
+        "ours": {"dense": row, "head": row},
+        "liger": {"absent": "no Liger"},
+        "ours_fused": {"failed": "out of it"},
+    }
+    monkeypatch.setattr(layers.processes, "records", lambda *args: results.items())
     out = tmp_path / "layers.json"
     found = layers.main(["dense", "head", "--tiny", "--ways", "ours,liger,ours_fused", "--out", str(out)])
     assert json.loads(out.read_text())["layers"] == found

@@ -55,7 +55,7 @@ def test_adapters_take_the_inputs_of_their_rows_and_only_import_when_prepared(
             inspect.signature(prepare).bind(**inputs)
             with pytest.raises((ImportError, peers.Absent)) as told:
                 prepare(**inputs)
-            # Not one that lets a wrong argument pass for a missing library.
+            # Not an error that disguises a wrong argument as a missing library.
             assert told.type is peers.Absent or any(name in str(told.value) for name in LIBRARIES), (key, peer)
 
 
@@ -129,7 +129,7 @@ def test_rows_that_update_lists_in_place() -> None:
         make=lambda device, generator: {"tensors": [torch.randn(4, generator=generator) for _ in range(3)]},
         ours=doubled_,
         torch=doubled_,
-        # What two calls leave: the result of the second one is looked at, and it is not poisoned.
+        # State after two calls: the result of the second one is compared, and it is not poisoned.
         exact=lambda tensors: tensors[0].double() * 4,
     )
     got = measured([row], ["torch"])["rows"][0]
@@ -146,18 +146,18 @@ def test_inductor_leaves_long_lists_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_large_rows_run_on_one_copy() -> None:
-    made = []
+    results = []
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
-        made.append(generator)
+        results.append(generator)
         return {"x": torch.ones(4), "by": 2.0}
 
     bench_with(FakeTimer(), []).row(scale_row(make=make), None, 1.0)
-    assert len(made) == run.COPIES
+    assert len(results) == run.COPIES
     bench = bench_with(FakeTimer(), [])
     bench._copy = lambda nbytes: 1.0
     bench.row(scale_row(make=make, bytes=run.ROTATED_BYTES + 1), None, 1.0)
-    assert len(made) == run.COPIES + 1
+    assert len(results) == run.COPIES + 1
 
 
 class WaitingTimer(FakeTimer):
@@ -217,7 +217,7 @@ def test_check_fails_with_ours(wrong: str) -> None:
     rows = [scale_row(**changes[wrong]), scale_row(name="other_fwd")]
     assert not run.check(rows, run.Bench(FakeTimer(), "cpu", ["torch"], log=lines.append), rows)
     assert lines[0].startswith("error  scale_fwd 8x16: ours: ")
-    # The other rows are looked at all the same.
+    # The other rows are still checked.
     assert any(line.startswith("ok     other_fwd 8x16: ours") for line in lines)
 
 

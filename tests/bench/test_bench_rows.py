@@ -1,4 +1,4 @@
-"""Every benchmark row's plain torch gives what ours gives, by shapes: a peer that does something else says nothing."""
+"""Plain torch of every benchmark row has the shapes of our results: other peers would be no comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.measure.run import tensors
 from bench.rows import all_rows
 
 FIRST = {row.name: row for row in reversed(list(all_rows()))}  # of each name, the first shape
-# What they make depends on numbers, which fake tensors do not have.
+# Their results depend on values, which fake tensors do not have.
 DEPENDS_ON_NUMBERS = ("grouped_mm", "grouped_wgrad", "moe_index")
 
 

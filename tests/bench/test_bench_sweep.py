@@ -1,4 +1,4 @@
-"""What the sweep measures, and what its report says of efficiencies beside powers of two."""
+"""What the sweep measures, and what its report says about efficiencies next to powers of two."""
 
 from __future__ import annotations
 

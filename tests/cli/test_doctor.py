@@ -83,7 +83,7 @@ def test_doctor_survives_any_failing_probe(monkeypatch):
 
 @pytest.fixture
 def quick_doctor(monkeypatch):
-    """Leave out the test compiles, and let a test replace the result of any other probe."""
+    """Skip the test compilations, and let a test replace the result of any other probe."""
     monkeypatch.setattr(doctor, "_PROBES", {**doctor._PROBES, "test_compile": dict})
 
     def collect(**sections):

@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 12
 
 
 class Call(NamedTuple):
-    """Arguments of an overload, the tensors among them to be copied before each use."""
+    """Arguments of an overload; tensors must be copied before each use."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -110,7 +110,7 @@ def with_numbers(name: str, calls: list[Call]) -> list[Call]:
         return []
     arguments = table.schema_of(name).arguments
     call = max(calls, key=lambda call: sum(t.numel() for t in harness.tensors(tuple(call))))
-    made: list[Call] = []
+    results: list[Call] = []
     for i, argument in enumerate(arguments[: len(call.args)]):
         number = "number" in str(argument.type)
         if not number and not (i == 1 and str(argument.type) == "Tensor" and torch._C._should_allow_numbers_as_tensors(
@@ -120,12 +120,12 @@ def with_numbers(name: str, calls: list[Call]) -> list[Call]:
         for value in NUMBERS:
             if value in (0, 1e-42) and type(value) is not bool and table.table()[name].operator in differs.DIVIDES:
                 continue  # integers; and CUDA kernels multiply by the reciprocal
-            made.append(Call((*call.args[:i], value, *call.args[i + 1 :]), call.kwargs))
-    for other in (call, *made[:4]):
+            results.append(Call((*call.args[:i], value, *call.args[i + 1 :]), call.kwargs))
+    for other in (call, *results[:4]):
         leaves = harness.tensors(tuple(other))
         if leaves and all(t.numel() for t in leaves):
-            made.append(Call(*tree_map(lambda v: _first(v) if isinstance(v, torch.Tensor) else v, tuple(other))))
-    return made
+            results.append(Call(*tree_map(lambda v: _first(v) if isinstance(v, torch.Tensor) else v, tuple(other))))
+    return results
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,17 +161,17 @@ def _relatives(name: str) -> list[tuple[str, Callable[[Call], Call | None]]]:
 def _with_out(other: str, outs: list[str]) -> Callable[[Call], Call | None]:
     def derive(call: Call) -> Call | None:
         try:
-            made = overload_of(other)(*call.args, **call.kwargs)
+            result = overload_of(other)(*call.args, **call.kwargs)
         except Exception:
             return None
-        made = made if isinstance(made, (tuple, list)) else (made,)
-        return Call(call.args, {**call.kwargs, **{n: torch.empty_like(m) for n, m in zip(outs, made, strict=True)}})
+        result = result if isinstance(result, (tuple, list)) else (result,)
+        return Call(call.args, {**call.kwargs, **{n: torch.empty_like(m) for n, m in zip(outs, result, strict=True)}})
 
     return derive
 
 
 def _numbers_for_tensors(listed: Any, wanted: Any, other: str, outs: list[str]) -> Callable[[Call], Call | None]:
-    """Return a function that gives first elements of tensors where this overload has numbers, and the other way."""
+    """Return a function that replaces tensors by numbers where this overload has numbers, and vice versa."""
 
     def derive(call: Call) -> Call | None:
         values = list(call.args)
@@ -188,10 +188,10 @@ def _numbers_for_tensors(listed: Any, wanted: Any, other: str, outs: list[str]) 
         if not outs:
             return changed
         try:
-            made = getattr(torch.ops.aten, other.partition(".")[0])(*values, **call.kwargs)
+            result = getattr(torch.ops.aten, other.partition(".")[0])(*values, **call.kwargs)
         except Exception:
             return None
-        return Call(changed.args, {**call.kwargs, outs[0]: torch.empty_like(made)})
+        return Call(changed.args, {**call.kwargs, outs[0]: torch.empty_like(result)})
 
     return derive
 
@@ -214,16 +214,16 @@ def _floats_only(make: Callable[[torch.dtype, str], Written]) -> Callable[[torch
 
 def _row_norm(backward: bool) -> Callable[[torch.dtype, str], Written]:
     def make(dtype: torch.dtype, device: str) -> Written:
-        made: Written = []
+        results: Written = []
         for rows, cols in ((5, 33), (3, 64), (2, 1024)):
             x, w = _data(dtype, device, rows, cols), _data(dtype, device, cols)
             rstd = torch.rand(rows, 1, device=device) + 0.5
             for weight in (w, None):
                 if backward:
-                    made.append(((_data(dtype, device, rows, cols), x, [cols], rstd, weight, [True, True]), {}))
+                    results.append(((_data(dtype, device, rows, cols), x, [cols], rstd, weight, [True, True]), {}))
                 else:
-                    made.append(((x, [cols], weight, 1e-5), {}))
-        return made
+                    results.append(((x, [cols], weight, 1e-5), {}))
+        return results
 
     return make
 

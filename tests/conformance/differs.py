@@ -6,7 +6,7 @@ from __future__ import annotations
 
 # ---- on purpose -----------------------------------------------------------------------------------------------------
 
-# Random numbers are others than torch's.
+# Random numbers differ from torch's.
 RANDOM = frozenset({
     "uniform_", "normal_", "exponential_", "bernoulli_.float", "rand", "randn", "rand_like", "randn_like", "randperm",
     "native_dropout", "normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor",
@@ -44,13 +44,13 @@ LOOSER: dict[str, float] = {}
 
 # ---- torch's CPU kernels, beside which the emulator is compared -----------------------------------------------------
 
-# They multiply in another order than the CUDA kernels, whose order ours have.
+# They multiply in another order than the CUDA kernels; ours follow the latter.
 CALM_ON_THE_CPU = frozenset({
     "addcmul", "addcmul_", "addcmul.out", "addr", "gelu", "gelu_", "gelu.out",
     "native_layer_norm_backward", "native_group_norm_backward",
     "std.correction", "std_mean.correction", "var.correction", "var_mean.correction",  # there they sum in float64
 })  # fmt: skip
-# They blend both branches, of which one may be NaN.
+# They blend both branches, one of which may be NaN.
 PLAIN_ON_THE_CPU = frozenset({"elu_backward"})
 # They approximate the error function.
 ROUGH_ON_THE_CPU = frozenset({"erf", "erf_", "erf.out", "gelu", "gelu_", "gelu.out", "gelu_backward"})

@@ -1,6 +1,6 @@
-"""Torch's own sample inputs (OpInfo) through an operator as torch has it and as ``rtkernels.use`` has it, compared.
+"""Torch's own sample inputs (OpInfo) through an operator of torch and the same under ``rtkernels.use``, compared.
 
-Private API of torch, which needs the package ``expecttest``: what this needs of it is here and nowhere else.
+All uses of this private API of torch, which needs the package ``expecttest``, are in this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cases(device: str) -> list[tuple[Any, torch.dtype]]:
 
 
 def case_name(case: Any) -> str:
-    """Return the name of a case for people: ``div-floor_rounding-bfloat16``."""
+    """Return the readable name of a case: ``div-floor_rounding-bfloat16``."""
     op, dtype = case
     variant = f"-{op.variant_test_name}" if op.variant_test_name else ""
     return f"{op.name}{variant}-{str(dtype).removeprefix('torch.')}"
@@ -81,12 +81,12 @@ def fresh(tree: Any) -> Any:
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         try:
-            made.copy_(value.detach())
+            result.copy_(value.detach())
         except RuntimeError:  # expanded: elements share memory
-            made = value.detach().clone()
-        return made.requires_grad_(value.requires_grad)
+            result = value.detach().clone()
+        return result.requires_grad_(value.requires_grad)
 
     return tree_map(copied, tree)
 

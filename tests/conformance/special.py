@@ -24,11 +24,11 @@ POINTWISE = ("ew", "copy")
 
 
 class Outcome(NamedTuple):
-    """What a call did."""
+    """The outcome of a call."""
 
     result: list[Any]  # leaves; tensors among them
     arguments: list[torch.Tensor]  # after the call
-    versions: list[int]  # how far those of the arguments rose, then those of the results
+    versions: list[int]  # increments of the arguments' counters, then those of the results
     aliases: list[tuple[int, int]]  # results that share memory with arguments
     error: str
 
@@ -109,11 +109,11 @@ def run(name: str, call: Call) -> Outcome:
     except Exception as error:  # compared with torch's
         return Outcome([], tensors, [], [], type(error).__name__)
     results = tree_flatten(result)[0]
-    made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     versions = [tensor._version - old for tensor, old in zip(tensors, before, strict=True)]
-    versions += [tensor._version for tensor in made if not any(tensor is argument for argument in tensors)]
+    versions += [tensor._version for tensor in outputs if not any(tensor is argument for argument in tensors)]
     aliases = [
-        (i, j) for i, one in enumerate(made) for j, argument in enumerate(tensors)
+        (i, j) for i, one in enumerate(outputs) for j, argument in enumerate(tensors)
         if one is argument or (one.numel() and one.untyped_storage()._cdata == argument.untyped_storage()._cdata)
     ]  # fmt: skip
     return Outcome(results, tensors, versions, aliases, "")
@@ -169,7 +169,8 @@ def _snapshot(outcome: Outcome) -> Outcome:
 
 
 def _shapes(call: Call) -> str:
-    """Return the arguments for people: shapes, strides of what is not contiguous, numbers."""
+    """Return the arguments in readable form: shapes, strides of non-contiguous tensors, numbers."""
+
     def text(value: Any) -> str:
         if not isinstance(value, torch.Tensor):
             return str(value)
@@ -200,7 +201,7 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
 
 
 def _magnitude(call: Call) -> torch.Tensor | None:
-    """Return the largest finite operand at each place, as sums that cancel are no more exact than that."""
+    """Return the largest finite operand at each position, because sums that cancel are no more exact than that."""
     floats = [t.double().abs().nan_to_num(0, 0, 0) for t in harness.tensors(tuple(call)) if t.is_floating_point()]
     floats = [t for t in floats if t.numel()]
     try:

@@ -1,4 +1,4 @@
-"""Every aten overload that we claim, on special values, three times with others: see ``special.py``.
+"""Every aten overload that we claim, on special values, three times with different values: see ``special.py``.
 
 By default some overloads and dtypes, chosen by a hash, in the emulator, one call each; ``--full`` runs all. A GPU gets
 all overloads, dtypes and calls, also replayed in CUDA graphs.
@@ -61,7 +61,7 @@ def test_special_values_on_the_gpu(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_there_are_calls(name: str) -> None:
-    """Of every overload there is a call that torch itself accepts, so that the comparison is not empty."""
+    """Every overload has a call that torch itself accepts, so that the comparison is not empty."""
     for dtype in (torch.float32, torch.int32, torch.bool):
         for call in calls.calls_of(name, dtype, "cpu"):
             if name in table.ONLY_ON_CUDA or not special.run(name, call).error:

@@ -1,8 +1,8 @@
-"""Every argument of every public function, replaced by what it cannot be: an ArgumentError that names an argument.
+"""Every argument of every public function, replaced by invalid values: an ArgumentError that names an argument.
 
 The calls are those of ``test_dynamic_rows`` and ``test_process_state``, with every parameter of the signature in turn.
-A function may do something with a strange argument; what it may not do is raise anything else, or name something that
-its caller never saw.
+A function may accept a strange argument, but it must not raise any other error, or name something that its caller never
+passed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ QUICK = ["rms_norm", "softmax", "quantize_nvfp4", "index_select", "topk_router",
 
 
 class _Nothing:
-    """An object that is nothing."""
+    """An object without any meaning."""
 
     def __repr__(self) -> str:
         return "<nothing>"
 
 
 def arguments_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a public function and all arguments of a call that is right."""
+    """Return a public function and all arguments of a valid call."""
     function, seen = getattr(rtkernels, name), []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def arguments_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[.
 
 
 def nonsense(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what takes the place of an argument."""
+    """Yield replacements for an argument."""
     yield "a string", "nonsense"
     yield "an object", _Nothing()
     yield "a class", int
@@ -100,7 +100,7 @@ def _copied(value: Any) -> Any:
 
 
 def _accepts(parameter: inspect.Parameter, what: str) -> bool:
-    """Return whether the annotation lets this kind of nonsense be something."""
+    """Return whether the annotation allows this kind of nonsense."""
     text = str(parameter.annotation)
     if what in ("a list", "an empty list"):
         return any(word in text for word in ("Sequence", "list", "tuple", "Tensors", "Any"))

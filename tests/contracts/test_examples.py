@@ -55,7 +55,7 @@ def test_training_without_a_gpu_wants_the_small_model(
     pytest.importorskip("transformers", minversion="5.0")
     example = runpy.run_path(str(EXAMPLES / "train.py"))
     monkeypatch.setattr(example["torch"].cuda, "is_available", lambda: False)
-    monkeypatch.setitem(example["main"].__globals__, "Qwen3ForCausalLM", None)  # no model is made
+    monkeypatch.setitem(example["main"].__globals__, "Qwen3ForCausalLM", None)  # no model is built
     with pytest.raises(SystemExit) as caught:
         example["main"](["--steps", "1"])
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""Places of rows are worked out in 64 bits: a row may begin more than 2^31 elements after the first one."""
+"""Row offsets are 64-bit: a row may begin more than 2^31 elements after the first one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One place decides where files are: no other module opens, creates, moves or removes any, or loads code from one.
+"""One module handles files: no other one opens, creates, moves or removes any, or loads code from one.
 
 ``rtkernels/runtime/build`` checks owners and permissions (``trust.py``) before it writes or reads. What is listed here
 besides either reads what the system or the package itself provides, or writes to a path that the caller named.

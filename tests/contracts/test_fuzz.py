@@ -88,7 +88,7 @@ def test_aten_overloads_in_the_emulator(number: int, place: str) -> None:
 
 
 def test_what_is_written_is_known() -> None:
-    """Also what already held the results when the fuzzer looked: otherwise a write counts as damage, or as none."""
+    """Writes are detected even if memory already held the results; otherwise they would be misjudged."""
     written = {call.name: {call.names[i] for i in call.written} for call in campaign.own_calls() if call.function}
     assert all(names for name, names in written.items() if name.partition("(")[0].endswith("_"))
     assert written["append_kv_cache()"] == {"k_cache", "v_cache"}
@@ -97,7 +97,7 @@ def test_what_is_written_is_known() -> None:
 
 
 def test_places_of_rows_are_not_repeated() -> None:
-    """Two rows that go to one place are a race, whose end differs from one GPU to the next."""
+    """Two rows with the same destination are a race, and its outcome depends on the GPU."""
     found = [call for call in _family("moe") if "rows" in call.names and call.name.startswith("moe_permute_fwd")]
     assert found
     for call in found:
@@ -165,7 +165,7 @@ def test_what_it_found_stays_away(place: str, name: str, alias: str, chosen: dic
 @pytest.mark.one_in(18)
 @pytest.mark.parametrize("defect", planted.DEFECTS, ids=lambda d: d.name.replace(" ", "_"))
 def test_planted_defects_are_found(defect: planted.Defect) -> None:
-    """In a process of its own, and not without the defect."""
+    """Found in a process of its own, and not found without the defect."""
     if defect.kinds == "aten":
         pytest.importorskip("expecttest", reason="torch's OpInfos need it: pip install expecttest")
     tests = Path(__file__).parents[1]
@@ -205,7 +205,7 @@ print(callable(campaign.run), len(planted.DEFECTS) > 0)
 
 @pytest.mark.gpu
 def test_everything_on_the_gpu() -> None:
-    """90 seconds of it; another seed each time a person says so: ``python -m tests.contracts.fuzz --seed N``."""
+    """90 seconds of it; choose another seed with ``python -m tests.contracts.fuzz --seed N``."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.contracts.fuzz", "--device=cuda", "--seconds=90", "--jobs=8", "--rows=12"]
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """The instructions behind ``cuda_src/ptx``: their rounding, saturation, shapes and the order of their operands.
 
-The emulator has its own versions of these headers, so what the real ones say is read here, in the PTX of NVRTC.
+The emulator has its own versions of these headers, so this reads the real ones, in the PTX of NVRTC.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _plain(body: str) -> str:
 
 
 def check_instructions() -> None:
-    """Compile the headers and check what every function is made of.
+    """Compile the headers and check the instructions of every function.
 
     Raises:
         AssertionError: Names the function, what it should be, and what it is.
@@ -203,6 +203,6 @@ def test_every_function_is_in_the_table(header: str) -> None:
         assert set(re.findall(r"RTK_DEVICE \w+ (\w+)\(", text)) == set(_FUNCTIONS[header])
     else:
         # Names, or where a macro makes them its uses: `RTK_MMA_F32(name, "instruction")`.
-        made = set(re.findall(r"^RTK_MMA\w+\((\w+),", text, re.MULTILINE))
-        made |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers|typed)\w*)\(", text))
-        assert made == {re.match(r"\w+", statement)[0] for statement in _PRODUCTS[header]}
+        names = set(re.findall(r"^RTK_MMA\w+\((\w+),", text, re.MULTILINE))
+        names |= set(re.findall(r"RTK_DEVICE void (w?g?mma_(?:m\d|shared|registers|typed)\w*)\(", text))
+        assert names == {re.match(r"\w+", statement)[0] for statement in _PRODUCTS[header]}

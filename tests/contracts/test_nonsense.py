@@ -1,4 +1,4 @@
-"""Every public function refuses what is no argument of it with an ArgumentError, and with no other error."""
+"""Every public function rejects invalid arguments with an ArgumentError, and with no other error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 
 
 def _wrong(value: Any) -> dict[str, Any]:
-    """Return what takes the place of a right argument."""
+    """Return replacements for a valid argument."""
     if isinstance(value, torch.Tensor):
         return {
             "a string": "a", "a list": [1.0], "a number": 1.5, "int16": value.to(torch.int16),
@@ -122,7 +122,7 @@ def _wrong(value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 def test_one_wrong_argument(name: str) -> None:
-    """It is refused by an ArgumentError, unless the function can do something with it."""
+    """It is rejected by an ArgumentError, unless the function can use it."""
     function, right = getattr(rtkernels, name), RIGHT[name]
     function(**right)
     for argument, value in right.items():

@@ -1,4 +1,4 @@
-"""Gradients over saved tensors (`reuse="inputs"`): the same values in their memory, and what is refused."""
+"""Gradients over saved tensors (`reuse="inputs"`): the same values in their memory, and what is rejected."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_no_gradient_changes_nothing() -> None:
     x = _normal(4, 16)
     assert_same_bits(glu(x, reuse="inputs"), glu(x))
     kept, weight = x.clone(), torch.ones(4, requires_grad=True)
-    glu(x, weight=weight, reuse="inputs").sum().backward()  # x needs no gradient, so that it may be anybody's
+    glu(x, weight=weight, reuse="inputs").sum().backward()  # x needs no gradient, so its memory may belong to anybody
     assert_same_bits(x, kept)
     leaf = x.clone().requires_grad_()
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_torch_notices_that_another_node_needs_the_input() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         glu(leaf.exp(), reuse="inputs").sum().backward()
     x = leaf * 2
-    squares = x.view(-1).square().sum()  # its node was made first and runs last
+    squares = x.view(-1).square().sum()  # its node was created first and runs last
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (rms_norm(x, reuse="inputs").sum() + squares).backward()
     y, h = rms_norm(leaf * 2, residual=leaf * 3, reuse="inputs")
@@ -196,7 +196,7 @@ def test_gradients_that_lie_in_the_input_are_copied() -> None:
 
 
 def test_checkpointing_takes_new_memory() -> None:
-    """Torch does not count versions of what hooks for saved tensors unpack: nobody would notice another use."""
+    """Torch does not track versions of tensors unpacked by saved-tensor hooks: another use would go unnoticed."""
     leaf = torch.rand(4, 16, requires_grad=True)
 
     def block(x: Tensor, reuse: str | None) -> Tensor:

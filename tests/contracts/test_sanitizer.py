@@ -44,7 +44,7 @@ def test_reports_are_read() -> None:
 
 
 def test_samples_in_several_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process that dies is replaced, and what one printed belongs to the op it was at."""
+    """A process that dies is replaced, and its output belongs to the op that it was running."""
     script = tmp_path / "worker.py"
     script.write_text(
         f"""import pathlib, sys
@@ -98,7 +98,7 @@ def test_only_what_is_in_the_table_is_known() -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_samples_of_every_op_in_short() -> None:
-    """All ops in the time that one may take below."""
+    """All ops, within the time limit of a single one below."""
     if sanitizer.sanitizer() is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     found = sanitizer.check_samples(sanitizer.sampled(), timeout=600, processes=7)

@@ -1,4 +1,4 @@
-"""What users rely on stays: public signatures and operator schemas are those that ``surface.json`` holds.
+"""Public signatures and operator schemas stay as in ``surface.json``.
 
 Something new needs no entry. A public function may get further options with defaults; a schema stays as it is, because
 saved graphs name operators with their arguments. After a change that is meant:
@@ -38,7 +38,7 @@ def surface() -> dict[str, Any]:
 
 
 def _changes(before: list[Parameter], now: list[Parameter]) -> list[str]:
-    """Return what breaks a call that was right before: an option gone, moved, renamed, or with another default."""
+    """Return what breaks a previously valid call: an option removed, moved, renamed, or with another default."""
     positional = [p for p in before if p[0] != "KEYWORD_ONLY"]
     broken = [f"{p[1]} was {p}" for p, q in zip(positional, now, strict=False) if p != q]
     broken += [f"{p[1]} was {p}" for p in before if p not in now]

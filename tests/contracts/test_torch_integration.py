@@ -1,4 +1,4 @@
-"""Ops in the company of torch's machinery: modes, subclasses, transforms, checkpointing, fakes, export."""
+"""Ops under torch's machinery: modes, subclasses, transforms, checkpointing, fakes, export."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ SEVERAL_RESULTS = {
 
 @pytest.mark.parametrize("name", SEVERAL_RESULTS)
 def test_compiled_gradients_of_one_result_of_several(name: str) -> None:
-    """A compiled graph hands over zeros as gradients of results that went unused."""
+    """A compiled graph passes zeros as gradients of unused results."""
     function = SEVERAL_RESULTS[name]
     x, w = torch.randn(6, 128), torch.rand(2, 128)
     for used in range(len(function(x, w))):
@@ -314,7 +314,7 @@ def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: py
             with pytest.raises(ArgumentError, match=r"(scale|eps) is '1.0'; expected a number"):
                 operator(x, None, "1.0", *more)
         monkeypatch.setitem(scope, launch, lambda *args: args[2] + "")
-        with pytest.raises(TypeError, match="unsupported operand"):  # of another origin: as it is
+        with pytest.raises(TypeError, match="unsupported operand"):  # of another origin: unchanged
             operator(x, None, 1.0, *more)
 
 
@@ -357,7 +357,7 @@ def _one_sample_of_each() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
 def test_device_code_never_sees_lazy_negatives(torch_op: TorchOp, args: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in a plain call nor in one that came through the dispatcher, which makes them real."""
+    """Neither in a plain call nor in one through the dispatcher, which materialises them."""
     seen = []
 
     def recorded(*got: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiling for the emulator: nothing is left behind by who is killed, and clang++ is as good as g++."""
+"""Compiling for the emulator: a killed process leaves nothing behind, and clang++ works as well as g++."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rtkernels.emulator import _compiler
 
 pytestmark = needs_compiler
 
-# A compiler that writes where compilers do, then says who it is and waits.
+# A compiler that writes where compilers do, then prints its process id and waits.
 _SLOW_COMPILER = """#!/bin/sh
 for last; do :; done
 case "$*" in

@@ -128,11 +128,11 @@ def test_coordinates_are_as_many_as_the_map_has_dimensions(stores: int) -> None:
     x = torch.zeros(8, 32)
     args = (("x", "tmap"), ("coordinates", "i64"), ("stores", "i64"))
     launch = emulator.bind(Record(str(FOLDER / "limits.cu"), "box_of_rank", args), (), 90, 1, 1)
-    made = tensor_map.tiled_map(Pointer.of(x), "fp32", (32, 8), (128,), (32, 8))
-    launch(made, 2, stores)
+    tensor_map_bytes = tensor_map.tiled_map(Pointer.of(x), "fp32", (32, 8), (128,), (32, 8))
+    launch(tensor_map_bytes, 2, stores)
     assert (x == 3 * stores).all()
     with pytest.raises(EmulatorError, match="a tensor map of 2 dimensions, and 3 coordinates") as caught:
-        launch(made, 3, stores)
+        launch(tensor_map_bytes, 3, stores)
     assert caught.value.kind == "trap"
 
 

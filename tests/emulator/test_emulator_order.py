@@ -1,4 +1,4 @@
-"""The host emulator knows what orders memory: barriers, fences, waits for earlier kernels and for the copy engine."""
+"""The host emulator knows what orders memory: barriers, fences, waits for earlier kernels and for TMA."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_atomic_before_its_place_is_set() -> None:
         assert caught.value.kind in ("race", "uninitialised_shared")
 
 
-# ---- the copy engine and wgmma ---------------------------------------------------------------------------------------
+# ---- TMA and wgmma ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -77,7 +77,7 @@ def test_stores_of_the_copy_engine(order: str | int) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "text"),
     [
-        (1, "missing_fence", "without a fence_async_shared that lets the copy engine see it"),
+        (1, "missing_fence", "without a fence_async_shared that lets TMA see it"),
         (2, "race", "still reads it"),  # a row is written while the store of the one before reads it
         (3, "race", "returns while its store"),
         (4, "race", "still reads it"),  # a wait is for groups, and there is none

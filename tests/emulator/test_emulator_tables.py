@@ -162,8 +162,8 @@ def test_the_cache_is_bounded(built: tuple[Tables, list]) -> None:
 
 def test_tensor_list_is_a_tuple() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
-    made = TensorList(tensors)
-    assert isinstance(made, tuple) and len(made) == 2 and made[1] is tensors[1]
+    listed = TensorList(tensors)
+    assert isinstance(listed, tuple) and len(listed) == 2 and listed[1] is tensors[1]
 
 
 def test_upload_for_the_emulator_is_the_table_itself() -> None:

@@ -1,4 +1,4 @@
-"""attention=True: what models hand to an attention beside q, k, v and a mask is computed, handed on, or refused."""
+"""attention=True: arguments besides q, k, v and a mask are computed, passed on, or rejected."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_arguments_of_the_models_own_attention(dtype: torch.dtype) -> None:
         {"softcap": 2.0},
     ):
         wanted, _ = eager_attention_forward(Attention(), q, k, v, CAUSAL, 0.25, **extra)
-        made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, **extra)
-        assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), (
+        result, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, **extra)
+        assert torch.allclose(result.float(), wanted.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5), (
             extra
         )
         plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25)
@@ -79,9 +79,9 @@ def test_arguments_of_the_models_own_attention(dtype: torch.dtype) -> None:
 
 def test_dropout_is_not_left_out() -> None:
     q, k, v = heads(torch.bfloat16)
-    made, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
+    result, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
     plain, _ = attention.attention_forward(Attention(), q, k, v, None, scaling=0.25, softcap=2.0)
-    assert (made.float() - plain.float()).abs().max() > 0.5
+    assert (result.float() - plain.float()).abs().max() > 0.5
     with pytest.raises(RtkError, match=r"Other uses softcap, with dropout.*patch without attention="):
         attention.attention_forward(_of_another_file(), q, k, v, None, scaling=0.25, softcap=2.0, dropout=0.9)
 
@@ -91,9 +91,9 @@ def test_heads_that_ours_does_not_take_go_to_torch() -> None:
     assert attention._fits(q, k, v) and attention._fits(q, k[:, :1], v[:, :1])
     assert not attention._fits(q, k[:, :1], v)  # values of all heads, keys of groups
     assert not attention._fits(q, k, v[..., :12]) and not attention._fits(q[..., :12], k[..., :12], v)
-    made, _ = attention.attention_forward(Attention(), q, k, v[..., :12], None, scaling=0.25)
+    result, _ = attention.attention_forward(Attention(), q, k, v[..., :12], None, scaling=0.25)
     wanted, _ = eager_attention_forward(Attention(), q, k, v[..., :12], CAUSAL, 0.25)
-    assert torch.allclose(made.float(), wanted.float(), rtol=0, atol=2e-2)
+    assert torch.allclose(result.float(), wanted.float(), rtol=0, atol=2e-2)
 
 
 def test_position_bias_has_a_gradient() -> None:
@@ -106,8 +106,8 @@ def test_position_bias_has_a_gradient() -> None:
     for function in (attention.attention_forward, eager_attention_forward):
         leaf = bias.clone().requires_grad_()
         given = mask if function is attention.attention_forward else attention._added(mask, torch.float32)
-        made, _ = function(Attention(), q, k, v, given, scaling=0.25, position_bias=leaf)
-        (made.float() * v.transpose(1, 2).float().cos()).sum().backward()
+        result, _ = function(Attention(), q, k, v, given, scaling=0.25, position_bias=leaf)
+        (result.float() * v.transpose(1, 2).float().cos()).sum().backward()
         gradients.append(leaf.grad.float())
     assert (gradients[0] - gradients[1]).norm() <= 2e-2 * gradients[1].norm()
 
@@ -127,7 +127,7 @@ def test_sparse_attention_that_knows_names_is_left_alone(kind: str) -> None:
 
 
 def test_parts_keep_what_they_had() -> None:
-    """A part of a model may have another attention than the whole, and may not know ours."""
+    """A part of a model may use another attention than the whole, one that does not know ours."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "DetrForObjectDetection"):
         pytest.skip("not in this transformers")
@@ -158,7 +158,7 @@ def test_parts_keep_what_they_had() -> None:
 
 
 def _prism() -> nn.Module:
-    """Return a text model that is eager, whose modules are not causal, and whose mask is."""
+    """Return an eager text model with a causal mask although its modules are not causal."""
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

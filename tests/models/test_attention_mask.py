@@ -1,4 +1,4 @@
-"""patch(attention=True): a batch without padding needs no mask, and nothing waits to find that out."""
+"""patch(attention=True): a batch without padding needs no mask, and finding that out does not synchronise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compared(model: nn.Module, options: dict, **inputs) -> tuple[float, float]:
-    """Return how far loss and gradients of a patched model are from what they were."""
+    """Return how far loss and gradients of a patched model are from the original ones."""
     loss, gradients = loss_and_gradients(model, use_cache=False, **inputs)
     models.patch(model, attention=True, **options)
     patched_loss, patched = loss_and_gradients(model, use_cache=False, **inputs)

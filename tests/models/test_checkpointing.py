@@ -1,4 +1,4 @@
-"""Checkpointing of patched models has the bits of the same step without it, whatever is checkpointed and how."""
+"""A checkpointed step of a patched model has the same bits as one without, whatever is checkpointed and how."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _small_layers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(model: nn.Module, use_reentrant: bool = False, **options: Any) -> None:
-    """Let a model checkpoint its layers, by the name that the installed transformers has for it."""
+    """Enable checkpointing of a model's layers, by the name that the installed transformers uses."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     if options.keys() - inspect.signature(enable).parameters.keys():
         pytest.skip("this transformers checkpoints all layers")
@@ -76,7 +76,7 @@ def test_layers(options: str, way: str) -> None:
     model.model.layers[1].self_attn.register_forward_hook(lambda *given: seen.append(2))
     checkpoint(model, **WAYS[way])
     check_bits(model, wanted, ids)
-    assert sorted(seen) == ([1, 1, 2] if "second" in way else [1, 1, 2, 2])  # which layers were computed anew
+    assert sorted(seen) == ([1, 1, 2] if "second" in way else [1, 1, 2, 2])  # which layers were recomputed
 
 
 def test_a_model_that_is_checkpointed_already() -> None:
@@ -93,7 +93,7 @@ def test_a_model_that_is_checkpointed_already() -> None:
 @pytest.mark.parametrize("part", ["mlp", "self_attn"])
 @pytest.mark.parametrize("options", ["fp8", "fp8, fused", "parts, input"])
 def test_a_part_of_a_layer(options: str, part: str) -> None:
-    """Codes of a norm travel into what is checkpointed, and are found there a second time."""
+    """Codes of a norm reach the checkpointed function, and are found there again in the recomputation."""
     ids = tokens(2, 16)
     model = models.patched(lambda: build("qwen3", **SIZES).bfloat16(), **OPTIONS[options])
     wrappers = [checkpoint_wrapper(getattr(layer, part)) for layer in model.model.layers]

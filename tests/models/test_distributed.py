@@ -25,7 +25,7 @@ _alone: dict[str, Any] = {}
 
 
 def _wanted(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of the model as it is, one process, all sequences."""
+    """Return loss and gradients of the unpatched model: one process, all sequences."""
     if kind not in _alone:
         _alone[kind] = loss_and_gradients(build(kind))
     return _alone[kind]
@@ -73,7 +73,7 @@ def check_fsdp(rank: int, mesh: Any) -> None:
                 assert not report.left_alone, str(report)
                 _check_step(model, kind, rank)
                 ids = tokens()
-                logits = model(input_ids=ids, labels=ids).logits  # lazy, and a tensor when somebody looks
+                logits = model(input_ids=ids, labels=ids).logits  # lazy, and a tensor on access
                 assert type(logits).__name__ == "LazyLogits"
                 plain = build(kind)(input_ids=ids).logits
                 torch.testing.assert_close(logits[0, :2], plain[0, :2], rtol=1e-4, atol=1e-5)

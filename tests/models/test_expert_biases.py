@@ -15,7 +15,7 @@ from support.tiny_models import build, largest_error, loss_and_gradients
 
 
 class _Poisoned(torch.autograd.Function):
-    """Rows behind the last group's are NaN in the result, and in the gradient of the input."""
+    """Rows past the last group are NaN in the result, and in the gradient of the input."""
 
     @staticmethod
     def forward(ctx, x, ends):
@@ -46,7 +46,7 @@ def test_the_model_keeps_loss_and_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_not_written(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices of no expert here (expert parallelism) leave rows at the end that products do not write."""
+    """Choices of experts on other ranks (expert parallelism) leave rows at the end that products do not write."""
     model = models.patched(lambda: build("gpt_oss", num_hidden_layers=1).to(dtype))
     layer = model.model.layers[0].mlp.experts
     torch.manual_seed(1)

@@ -30,7 +30,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def made(kind: str) -> nn.Module:
+def build_model(kind: str) -> nn.Module:
     model = build(kind, **SIZES)
     angles = model.model.rotary_emb
     model.bfloat16().eval()
@@ -45,7 +45,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_a_round_trip(kind: str, tmp_path: Path) -> None:
-    model = made(kind)
+    model = build_model(kind)
     wanted = logits(model)
     skipped = models.export_fp8(model, tmp_path / "first")
     loaded = models.serve_fp8(tmp_path / "first")
@@ -64,7 +64,7 @@ def test_a_round_trip(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_deepseek_and_qwen(tmp_path: Path) -> None:
-    models.export_fp8(made("qwen3_moe"), tmp_path)
+    models.export_fp8(build_model("qwen3_moe"), tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     prefix = "model.layers.0."
     experts = [f"mlp.experts.{e}.{part}_proj" for e in range(4) for part in ("gate", "up", "down")]
@@ -79,14 +79,17 @@ def test_names_are_those_of_deepseek_and_qwen(tmp_path: Path) -> None:
 
 
 def test_transformers_modules_take_these_tensors(tmp_path: Path) -> None:
-    """The modules that transformers makes for such a checkpoint have our names, shapes and dtypes."""
+    """The modules that transformers builds for such a checkpoint have our names, shapes and dtypes."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
-    model = made("qwen3_moe")
+    model = build_model("qwen3_moe")
     names = models.export_fp8(model, tmp_path)
     theirs = replace_with_fp8_linear(
-        made("qwen3_moe"), modules_to_not_convert=names, quantization_config=FineGrainedFP8Config(), pre_quantized=True
+        build_model("qwen3_moe"),
+        modules_to_not_convert=names,
+        quantization_config=FineGrainedFP8Config(),
+        pre_quantized=True,
     )
     state, served = theirs.state_dict(), models.serve_fp8(model).state_dict()
     assert state.keys() == served.keys()
@@ -98,7 +101,7 @@ def test_transformers_modules_take_these_tensors(tmp_path: Path) -> None:
 
 
 def test_served_models_move_and_generate() -> None:
-    model = models.serve_fp8(made("qwen3"))
+    model = models.serve_fp8(build_model("qwen3"))
     prompt = tokens(1, 5)
     wanted = model.generate(prompt, max_new_tokens=4, do_sample=False)
     models.patch(model)
@@ -158,7 +161,7 @@ def test_messages(tmp_path: Path) -> None:
         models.serve_fp8({})
     with pytest.raises(ArgumentError, match=r"expected a folder with config.json and \*.safetensors"):
         models.serve_fp8(tmp_path)
-    model = made("qwen3")
+    model = build_model("qwen3")
     model.save_pretrained(tmp_path / "plain")
     with pytest.raises(ArgumentError, match="expected quant_method 'fp8' with weight_block_size"):
         models.serve_fp8(tmp_path / "plain")
@@ -180,7 +183,7 @@ def test_the_loader_of_transformers_takes_it(kind: str, tmp_path: Path, monkeypa
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM
 
-    model = made(kind)
+    model = build_model(kind)
     models.export_fp8(model, tmp_path)
     wanted = logits(models.serve_fp8(tmp_path))
     # Where there is a GPU of today it makes fp8 modules, wherever they are; without one, weights of 16 bits.

@@ -1,4 +1,4 @@
-"""fp8 under FSDP2, two processes on gloo: weights gathered as they are and then quantised, or gathered as codes."""
+"""fp8 under FSDP2, two processes on gloo: weights gathered and then quantised, or gathered as codes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _patched_model(mesh: Any) -> None:
     assert torch.equal(torch.cat([whole[name].grad.full_tensor().flatten().double() for name in names]), second)
     later = build("qwen3").bfloat16()
     fsdp.fully_shard(later, mesh=mesh)
-    models.patch(later, fp8=True)  # whose weights are gathered already: the same recipe without asking
+    models.patch(later, fp8=True)  # weights already gathered: the same recipe by default
     assert dict(later.model.layers[0].mlp.down_proj._rtkernels_kind.options)["recipe"] == recipe
 
 
@@ -103,8 +103,8 @@ def _gathered_codes(mesh: Any) -> None:
 
 
 def _whole(t: Any) -> torch.Tensor:
-    made = t.full_tensor()
-    return getattr(made, "data_", made)
+    result = t.full_tensor()
+    return getattr(result, "data_", result)
 
 
 @pytest.mark.slow
@@ -126,16 +126,16 @@ def test_a_gathered_weight_gives_its_codes() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(256, 128).bfloat16(), torch.randn(20, 128).bfloat16()
     sent, _ = Fp8GatherWeight(weight).fsdp_pre_all_gather(None)
-    made, memory = Fp8GatherWeight(weight).fsdp_post_all_gather(sent, None, torch.bfloat16)
+    result, memory = Fp8GatherWeight(weight).fsdp_post_all_gather(sent, None, torch.bfloat16)
     assert [t.data_ptr() for t in memory] == [t.data_ptr() for t in sent]
     found = []
-    for parameter in (nn.Parameter(weight), nn.Parameter(made)):
+    for parameter in (nn.Parameter(weight), nn.Parameter(result)):
         leaf = x.clone().requires_grad_()
         y = rtkernels.fp8_linear(leaf, parameter, save_weight=True)
         y.float().square().sum().backward()
         found.append((y, leaf.grad, parameter.grad))
     assert isinstance(parameter, GatheredCodes) and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert float((made + 0 - weight).norm() / weight.norm()) < 0.04
+    assert float((result + 0 - weight).norm() / weight.norm()) < 0.04
     with pytest.raises(ArgumentError, match="expected recipe 'block', not 'row'"):
         rtkernels.fp8_linear(x, parameter, recipe="row")
     with pytest.raises(ArgumentError, match="shards is 0"):

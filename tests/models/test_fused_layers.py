@@ -1,4 +1,4 @@
-"""patch(fused_layers=True): same loss and gradients, separate parameters; a forward nobody knows is left alone."""
+"""patch(fused_layers=True): same loss and gradients, separate parameters; an unknown forward is left alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_loss_and_gradients_stay(kind: str) -> None:
     report = models.patch(model, fused_layers=True)
     fused_loss, fused_gradients = loss_and_gradients(model)
     assert fused_loss == pytest.approx(loss, rel=1e-5) and largest_error(fused_gradients, gradients) <= 1e-5
-    if kind == "glm4":  # a norm behind each part of a layer: known attention, unknown layer
+    if kind == "glm4":  # a norm after each part of a layer: known attention, unknown layer
         assert report.replaced["fused"] == 2
         assert {site.module for site in report.left_alone} == {"Glm4DecoderLayer"}
     else:
@@ -89,7 +89,9 @@ def test_frozen_weights_hooks_and_adapters() -> None:
     model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj, nn.Identity())
     seen = []
-    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, given, made: seen.append(made.shape))
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(
+        lambda module, given, output: seen.append(output.shape)
+    )
     loss, gradients = loss_and_gradients(model)
     models.patch(model, fused_layers=True)
     same_loss, same = loss_and_gradients(model)

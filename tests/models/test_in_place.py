@@ -35,11 +35,11 @@ def test_results_of_replaced_modules(kind: str, options: dict[str, Any], monkeyp
             result.mul_(0.5)
             changed.append(result)
 
-    def anew(_: Any, args: Any, result: Any) -> Any:
+    def copied(_: Any, args: Any, result: Any) -> Any:
         return result * 0.5 if isinstance(result, Tensor) else None
 
     found = []
-    for hook in (anew, in_place):
+    for hook in (copied, in_place):
         handles = [m.register_forward_hook(hook) for m in model.modules() if replace.replaced(m) is not None]
         found.append(loss_and_gradients(model))
         for handle in handles:

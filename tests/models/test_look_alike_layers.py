@@ -1,4 +1,4 @@
-"""Expert layers, routers, heads and losses that only look like those of the library are refused, and said to be."""
+"""Expert layers, routers, heads and losses that only look like those of the library are rejected, and reported."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class GateClamped(Qwen3MoeExperts):
 
 class InEvaluation(Qwen3MoeExperts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        made = super().forward(hidden_states, top_k_index, top_k_weights)
-        return made if self.training else 2 * made
+        result = super().forward(hidden_states, top_k_index, top_k_weights)
+        return result if self.training else 2 * result
 
 
 REFUSED_EXPERTS = {

@@ -1,6 +1,6 @@
-"""Modules that look like norms, gated MLPs and rotations: the true ones are replaced, all others are refused.
+"""Modules that look like norms, gated MLPs and rotations: the real ones are replaced, all others are rejected.
 
-Every look-alike differs from an original beside it in one place. A refusal has a reason, and nothing may change.
+Every look-alike differs from an original in this file in one place. A rejection has a reason, and nothing changes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def run(module: nn.Module, x: Tensor) -> list[Tensor | None]:
     y = module(leaf * 1)
     if y.requires_grad:
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(y.dtype))
-    made = [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+    results = [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
     module.zero_grad()
-    return made
+    return results
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -134,9 +134,9 @@ class Residual(Rms):
 
 class InPlace(Rms):
     def forward(self, x: Tensor) -> Tensor:
-        made = super().forward(x)
+        result = super().forward(x)
         x.mul_(0.5)
-        return made
+        return result
 
 
 class OnlyTraining(Rms):
@@ -280,7 +280,7 @@ REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def refused(module: nn.Module, reason: str, kind: str, x: Tensor | None = None, **options: Any) -> None:
-    """Patch a module, and expect that it was looked at, left alone for a reason, and computes as before."""
+    """Patch a module, and expect that it was inspected, left alone for a reason, and computes as before."""
     module = randomized(module)
     wanted = None if x is None else run(module, x)
     report = patched(module, **options)
@@ -563,9 +563,9 @@ def apply_rotary_scaled(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def apply_rotary_in_place(q, k, cos, sin, unsqueeze_dim=1):
-    made = apply_rotary_true(q, k, cos, sin, unsqueeze_dim)
+    result = apply_rotary_true(q, k, cos, sin, unsqueeze_dim)
     q.zero_()
-    return made
+    return result
 
 
 def apply_rotary_long(q, k, cos, sin, unsqueeze_dim=1):
@@ -652,7 +652,7 @@ def test_rotation() -> None:
     assert patched(module).replaced["rope"] == 1
     for got, value in zip(module(q, k, *tables), wanted, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
-    grads = [torch.autograd.grad(made[0].sum(), tables[0])[0] for made in (module(q, k, *tables), wanted)]
+    grads = [torch.autograd.grad(result[0].sum(), tables[0])[0] for result in (module(q, k, *tables), wanted)]
     torch.testing.assert_close(*grads)  # learned tables go to the model's own rotation
     half = [t.detach().bfloat16() for t in (q, k)]
     assert module(*half, *(t.detach() for t in tables))[0].dtype == torch.float32  # as the model's own

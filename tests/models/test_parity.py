@@ -1,4 +1,4 @@
-"""Gates for numbers: bf16 as near to fp32 as before, twenty steps of training the same, and wrong models outside.
+"""Numerical gates: bf16 as close to fp32 as before, twenty equal training steps, and wrong models fail.
 
 Losses and gradients in fp32 are compared in test_patch.py, for many families.
 """
@@ -25,7 +25,7 @@ from support.tiny_models import build, loss_and_gradients, tokens
 
 
 class _Routing(TorchFunctionMode):
-    """Records which experts are chosen, or repeats choices: other roundings choose other experts now and then."""
+    """Records which experts are chosen, or repeats choices: other roundings sometimes choose other experts."""
 
     def __init__(self, chosen: list[Tensor] | None = None) -> None:
         super().__init__()

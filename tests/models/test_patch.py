@@ -1,4 +1,4 @@
-"""patch(): loss and gradients stay, nothing else changes, and what is left alone is said."""
+"""patch(): loss and gradients stay, nothing else changes, and what is left alone is reported."""
 
 from __future__ import annotations
 

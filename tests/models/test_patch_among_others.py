@@ -1,4 +1,4 @@
-"""patch() among other libraries and modes: wrappers, hooks of accelerate, Liger behind it, modes of the caller."""
+"""patch() among other libraries and modes: wrappers, hooks of accelerate, Liger applied later, caller modes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_replica_of_data_parallel_computes_the_same() -> None:
 
 
 def _replica(model: nn.Module) -> nn.Module:
-    """Return what ``torch.nn.parallel.replicate`` makes, which needs GPUs."""
+    """Return the result of ``torch.nn.parallel.replicate``, which needs GPUs."""
     modules = list(model.modules())
     copies = {module: module._replicate_for_data_parallel() for module in modules}
     for module, copy in copies.items():
@@ -61,7 +61,7 @@ def _replica(model: nn.Module) -> nn.Module:
 
 
 def _dispatched(kind: str) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
-    """Return a model whose modules are hooked as by ``device_map``, and what removes the hooks."""
+    """Return a model with modules hooked as by ``device_map``, and a function that removes the hooks."""
     accelerate = pytest.importorskip("accelerate")
     devices = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "cpu", "model.norm": "cpu"}
     devices |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -125,7 +125,7 @@ def test_a_forward_of_ones_own_is_left_alone() -> None:
 
 
 def _with_liger(module: nn.Module) -> None:
-    """Do to a module what Liger does to those of a model that it is given."""
+    """Patch a module as Liger patches those of a model."""
 
     def forward(self, x):
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)

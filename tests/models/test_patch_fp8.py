@@ -1,4 +1,4 @@
-"""patch(fp8=...) and patch(attention=True): close to the model as it was, codes made one time, all given back."""
+"""patch(fp8=...) and patch(attention=True): close to the original model, codes computed once, everything released."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch
     monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 
-    def made(**recipe: Any) -> tuple[float, dict[str, Tensor]]:
+    def run_step(**recipe: Any) -> tuple[float, dict[str, Tensor]]:
         model = build(kind, intermediate_size=128, **sizes).bfloat16()
         models.patch(model, fp8=models.Fp8Recipe(**recipe), fused_layers=True)
         return loss_and_gradients(model, tokens(2, 16))
 
     steps, own = [], fp8_linear.products.linear
     monkeypatch.setattr(fp8_linear.products, "linear", lambda *args: steps.append(args) or own(*args))
-    found = [made(), made(save_weight=True)]
+    found = [run_step(), run_step(save_weight=True)]
     assert len(steps) == 8  # q, k, v as one and the output projection, of two layers, two times
     frozen = build(kind, intermediate_size=128, **sizes).bfloat16()
     models.patch(frozen, fp8=True, fused_layers=True)
@@ -63,7 +63,7 @@ def test_one_step_of_the_graph_has_the_bits_of_fp8_linear(kind: str, monkeypatch
         p.requires_grad_("norm" in name)
     assert all(torch.equal(found[0][1][name], g) for name, g in loss_and_gradients(frozen, tokens(2, 16))[1].items())
     monkeypatch.setattr(fp8_linear, "_as_step", lambda *args: None)
-    loss, gradients = made()
+    loss, gradients = run_step()
     for other, others in found:
         assert other == loss and all(torch.equal(others[name], g) for name, g in gradients.items())
 
@@ -148,9 +148,9 @@ def test_hooks_of_projections_get_tensors(monkeypatch: pytest.MonkeyPatch) -> No
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     seen = []
     attention.k_proj.register_forward_pre_hook(lambda module, given: seen.append(type(given[0])))
-    mlp.up_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
+    mlp.up_proj.register_forward_hook(lambda module, given, output: seen.append(type(given[0])))
     assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and seen == [Tensor, Tensor]
-    mlp.down_proj.register_forward_hook(lambda module, given, made: seen.append(type(given[0])))
+    mlp.down_proj.register_forward_hook(lambda module, given, output: seen.append(type(given[0])))
     assert loss_and_gradients(model)[0] == pytest.approx(loss, rel=1e-3) and len(seen) == 5
     names = [name for name, _ in model.named_parameters()]
     models.unpatch(model)

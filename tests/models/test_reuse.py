@@ -1,4 +1,4 @@
-"""Memory that only a patched layer may reuse: same gradients, also where the graph is kept or somebody looks on."""
+"""Memory that only a patched layer may reuse: same gradients, also if the graph is kept or a hook reads the tensors."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def test_a_gated_mlp_of_codes_is_one_step(monkeypatch: pytest.MonkeyPatch) -> No
     taken, own = [], quantized.gated_mlp
     monkeypatch.setattr(quantized, "gated_mlp", lambda *args: taken.append(args) or own(*args))
 
-    def made(**recipe: Any) -> dict[str, torch.Tensor]:
+    def gradients_of(**recipe: Any) -> dict[str, torch.Tensor]:
         model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()
         models.patch(model, loss=False, fp8=models.Fp8Recipe(**recipe), fused_layers=True)
         found = _gradients(model)
         assert largest_error(_gradients(model, passes=2), found) == 0.0  # a graph that is kept
         return found
 
-    one = made()
+    one = gradients_of()
     assert len(taken) == 4
-    assert largest_error(made(save_weight=True), one) == 0.0
-    assert largest_error(made(save="input"), one) == 0.0
+    assert largest_error(gradients_of(save_weight=True), one) == 0.0
+    assert largest_error(gradients_of(save="input"), one) == 0.0
     monkeypatch.setattr(quantized, "_as_one_step", lambda *args: None)
-    exact, steps = _gradients(build("qwen3", hidden_size=128, intermediate_size=128)), made()
+    exact, steps = _gradients(build("qwen3", hidden_size=128, intermediate_size=128)), gradients_of()
     assert largest_error(steps, one) > 0.0  # gradients of gate and up were rounded to bf16 first
     errors = [sum(float((g[name] - t).square().sum()) for name, t in exact.items()) for g in (one, steps)]
     assert errors[0] <= 1.1 * errors[1], errors
@@ -82,26 +82,26 @@ def test_a_gated_mlp_in_parts(more: dict, monkeypatch: pytest.MonkeyPatch) -> No
         models.patch(model, loss=False, fp8=recipe, fused_layers=True)
         return model
 
-    def made(parts: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def run_in_parts(parts: int) -> tuple[float, dict[str, torch.Tensor]]:
         return loss_and_gradients(patched(parts), ids)
 
-    loss, gradients = made(1)
+    loss, gradients = run_in_parts(1)
     for parts in (2, 3):
-        found, others = made(parts)
+        found, others = run_in_parts(parts)
         assert found == loss and all(torch.equal(others[name], g) for name, g in gradients.items())
     if not more:
         model = patched(3)
         assert largest_error(_gradients(model, 2, ids), _gradients(model, 1, ids)) == 0.0  # a graph that is kept
     with pytest.raises(ArgumentError, match="fp8 has parts 0; expected a positive integer"):
-        made(0)
+        run_in_parts(0)
 
 
 def test_gradients_are_written_over_what_the_layer_made_itself() -> None:
     gate, up = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
-    made = gate * 1.0, up * 1.0
-    before = [t.detach().clone() for t in made]
-    reuse.glu(*made, act="silu").sum().backward()
-    assert all(torch.equal(t.detach(), leaf.grad) for t, leaf in zip(made, (gate, up), strict=True))
+    halves = gate * 1.0, up * 1.0
+    before = [t.detach().clone() for t in halves]
+    reuse.glu(*halves, act="silu").sum().backward()
+    assert all(torch.equal(t.detach(), leaf.grad) for t, leaf in zip(halves, (gate, up), strict=True))
     y = nn.functional.silu(before[0].requires_grad_()) * before[1].requires_grad_()
     y.sum().backward()
     torch.testing.assert_close(gate.grad, before[0].grad)

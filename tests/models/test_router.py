@@ -38,7 +38,7 @@ def test_results_have_the_dtypes_and_the_order_of_the_router(kind: str) -> None:
     got = model.get_submodule(name)(x)
     assert [t.dtype for t in got] == [t.dtype for t in wanted] and [t.shape for t in got] == [t.shape for t in wanted]
     experts = router.weight.shape[0]
-    logits = [next(t for t in made if t.shape == (19, experts)) for made in (got, wanted)]
+    logits = [next(t for t in result if t.shape == (19, experts)) for result in (got, wanted)]
     assert torch.equal(*logits)
 
 

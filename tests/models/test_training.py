@@ -74,10 +74,10 @@ FP8_ADAPTERS = (["down_proj"], ["q_proj", "v_proj"], ["gate_proj"], "all-linear"
 @pytest.mark.parametrize("options", FP8)
 @pytest.mark.parametrize("order", ["patched first", "adapters first"])
 def test_adapters_of_fp8_layers(order: str, options: str, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is trained are adapters, so that the first layer reads what gets no gradient."""
+    """Only adapters are trained, so the input of the first layer needs no gradient."""
     monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
 
-    def made(patch: Any) -> tuple[float, dict[str, Tensor]]:
+    def run_step(patch: Any) -> tuple[float, dict[str, Tensor]]:
         model = build("qwen3", hidden_size=128, intermediate_size=128).bfloat16()
         if order == "patched first":
             patch(model)
@@ -85,8 +85,8 @@ def test_adapters_of_fp8_layers(order: str, options: str, targets: Any, monkeypa
         patch(model)
         return loss_and_gradients(model, tokens(2, 16))
 
-    loss, gradients = made(lambda model: None)
-    fp8_loss, found = made(lambda model: models.patch(model, **FP8[options]))
+    loss, gradients = run_step(lambda model: None)
+    fp8_loss, found = run_step(lambda model: models.patch(model, **FP8[options]))
     assert fp8_loss == pytest.approx(loss, rel=1e-2) and found.keys() == gradients.keys()
     first, second = (torch.cat([g.flatten().double() for g in x.values()]) for x in (gradients, found))
     assert float(nn.functional.cosine_similarity(first, second, dim=0)) >= 0.98

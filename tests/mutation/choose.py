@@ -1,4 +1,4 @@
-"""Which tests a run of the whole suite takes of those that take seconds: the cheapest that kill most mutants."""
+"""Chooses the slow tests of a whole run: the cheapest ones that kill most mutants."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mutation import mutator
+from mutation.mutator import RECORD
 
 SAMPLES = Path(__file__).resolve().parents[1] / "samples.json"
-RECORD = Path(__file__).with_name("recorded.json")
-_RUN = 0.05  # seconds of a test that are not its kernels': fixtures, reports
+_RUN = 0.05  # seconds of a test outside of its kernels: fixtures, reports
 
 
 @dataclass
@@ -42,7 +42,7 @@ def collected() -> set[str]:
 
 
 def read(results: Iterable[dict[str, Any]]) -> dict[str, Judged]:
-    """Return the tests that launch kernels; several runs may know a part of a test's kills each."""
+    """Return the tests that launch kernels; several runs may each contribute a part of a test's kills."""
     mutants = mutator.all_mutants()
     compiled: dict[str, float] = {}
     tests: dict[str, Judged] = {}
@@ -69,7 +69,7 @@ def choose(tests: dict[str, Judged], per_mutant: float) -> tuple[list[str], floa
 
     Args:
         tests: All that were judged.
-        per_mutant: Seconds that a kill may cost; dearer ones are left to runs of families.
+        per_mutant: Seconds that a kill may cost; more expensive ones are left to runs of families.
     """
     compiled: set[str] = set()
     covered: set[str] = set()

@@ -21,7 +21,7 @@ _NOT_MUTATED = re.compile(
 )
 _SKIPPED_FUNCTION = re.compile(r"\bconstexpr\b|prefetch|\bdelete\b")
 
-# Binary operators from those that bind least; between spaces.
+# Binary operators, loosest binding first; between spaces.
 LEVELS = (
     ("=", "+=", "-=", "*=", "/=", "|=", "&=", "^=", "<<=", ">>=", "%="), ("?", ":"), ("||",), ("&&",), ("|",), ("^",),
     ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
@@ -59,6 +59,11 @@ def opening(text: str, at: int) -> int:
         if not depth:
             return i
     return 0
+
+
+def uncommented(text: str) -> str:
+    """Return code without its comments, in one line."""
+    return " ".join(_COMMENT_OR_LITERAL.sub(lambda m: " " if m[0][0] == "/" else m[0], text).split())
 
 
 @cache
@@ -135,7 +140,7 @@ def expression(code: str, at: int, lowest: int) -> tuple[int, int]:
 
     Args:
         code: Without template arguments.
-        at: In the expression, outside of brackets that it should reach beyond.
+        at: A position in the expression, outside of brackets that it should extend beyond.
         lowest: Level of the operator that binds least in it.
     """
     operators = spaced_operators(code)

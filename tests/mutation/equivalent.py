@@ -29,8 +29,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "the value is replaced before it is read, or multiplied by 0": (
         "act/glu_nvfp4.cu:initial:55187507", "loss/cross_entropy.cu:initial:cd7a73b3",
         "loss/cross_entropy_grad.cu:initial:5e97963f", "norm/norm_fp8_single_read.cu:initial:f979dd12",
-        "quant/column_absmax.cu:index:5eaf97c4", "quant/nvfp4.cu:initial:0d390670",
-        "router/rms_norm_router.cu:initial:4ca58eb5", "router/topk_router.cu:initial:0ced0b24",
+        "quant/column_absmax.cu:index:5eaf97c4", "quant/nvfp4.cu:initial:ed99619c",
+        "router/rms_norm_router.cu:initial:4ca58eb5", "router/topk_router.cu:initial:788b70d2",
         "router/topk_router_bwd.cu:initial:2e492920", "router/topk_router_small.cu:initial:58adce54",
         "reduce/softmax_bwd.cu:shift:706eeaa9",
     ),
@@ -58,10 +58,10 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "attention/append_kv_cache.cu:tail:462e359f", "attention/mla_decode.cu:clamp:b0757441",
         "attention/qkv_split.cu:clamp:babf7a96", "common/tile_scheduler.cuh:clamp:369233d3",
         "moe/row_id.cu:tail:3a3ae6be", "norm/norm_modulated.cuh:tail:c9efdaa0",
-        "pointwise/concat.cu:tail:c96c00ed", "pointwise/triangle.cu:bound:3a38bd84",
+        "pointwise/concat.cu:tail:c96c00ed", "pointwise/triangle.cu:bound:6f34df7a",
         "pointwise/triangle.cu:tail:c956367b", "quant/channel.cu:clamp:59432f74",
         "reduce/nll_loss.cu:bound:43d2dbe6", "router/router_gemm_terms.cu:clamp:92371400",
-        "window/upsample.cu:clamp:26345a0d",
+        "window/upsample.cu:clamp:524401b4",
     ),
     "bits that are added belong to other lanes' numbers or are the same in all that are compared": (
         "act/glu_fp8_stream.cu:stride:50aee6ca", "index/embedding_sort.cu:shift:51dd8247",

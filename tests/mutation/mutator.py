@@ -1,19 +1,21 @@
 """Mutants of the device sources: one small edit each, derived from the text.
 
-A mutant replaces one expression (or drops one statement) and is known by what it edits, so that it stays the same
-mutant while other lines of its file change. All mutants of a file can be compiled at once: in ``schemata`` each edit is
-chosen at run time by ``rtk_mutant(number)``.
+A mutant replaces one expression (or drops one statement) and is known by the code that it edits, so that it stays the
+same mutant while comments and other lines of its file change. All mutants of a file can be compiled at once: in
+``schemata`` each edit is chosen at run time by ``rtk_mutant(number)``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from mutation import code
 from mutation.equivalent import EQUIVALENT
@@ -21,6 +23,7 @@ from mutation.written import WRITTEN
 from rtkernels.runtime.build import sources
 
 PER_KERNEL_FILE, PER_HEADER = 5, 3
+RECORD = Path(__file__).with_name("recorded.json")
 
 SWITCH = 'extern "C" __attribute__((const)) int rtk_mutant(int); '
 
@@ -51,7 +54,7 @@ class Mutant:
         new: What replaces it; of a statement, "" if it is dropped.
         name: Unique; the same after edits elsewhere in the file.
         is_statement: Whether the text is a statement, not an expression.
-        reason: What a person who wrote it meant.
+        reason: What the author of a hand-written one meant.
     """
 
     file: str
@@ -137,7 +140,7 @@ def _others(text: str, plain: str) -> Iterator[_Edit]:
             yield _Edit("tail", match.end(), end, "false" if leaves else "true")
     for match in _PHASE.finditer(plain):
         waits = "mbarrier" in plain[slice(*code.statement(plain, match.start()))]
-        # Scratch memory is used by turns: which turn is first decides nothing, no turns is a race.
+        # Scratch memory alternates: which half comes first does not matter, but no alternation is a race.
         yield _Edit("phase", match.start(), match.end(), f"{match[0]} ^ 1" if waits else "0")
     for match in _INDEXED.finditer(plain):
         end = code.closing(plain, match.end() - 1)
@@ -182,7 +185,7 @@ def sites(file: str) -> tuple[Mutant, ...]:
         if "\n#" in text[edit.start : edit.end] or "//" in text[edit.start : edit.end]:
             continue
         start, end = code.statement(plain, edit.start)
-        around = " ".join(text[start:end].split()), " ".join(text[edit.start : edit.end].split())
+        around = code.uncommented(text[start:end]), code.uncommented(text[edit.start : edit.end])
         key = _digest(file, edit.kind, *around, edit.new)
         seen[key] += 1
         name = f"{file}:{edit.kind.replace(' ', '_')}:{key}" + (f".{seen[key]}" if seen[key] > 1 else "")
@@ -219,16 +222,24 @@ def written(file: str) -> list[Mutant]:
 
 
 @cache
+def _judged() -> frozenset[str]:
+    """Return the mutants about which something is known: what tests did with them, or that no test can kill them."""
+    record = json.loads(RECORD.read_text())
+    return frozenset((*record["command"], *record["family"], *record["survived"], *EQUIVALENT))
+
+
+@cache
 def mutants(file: str) -> tuple[Mutant, ...]:
     """Return the mutants of a file: the hand-written ones, then as many others as its kind of file gets.
 
+    Judged ones come first, so that an edit of a file does not replace them by others.
     One that changes no result keeps its place in the order, so that the others stay; a kernel file gets the next one
     for it.
     """
     chosen, skipped = written(file), []
     is_kernel = file.endswith(".cu")
     wanted = len(chosen) + (PER_KERNEL_FILE if is_kernel else PER_HEADER)
-    for site in sites(file):
+    for site in sorted(sites(file), key=lambda site: site.name not in _judged()):
         if len(chosen) + (0 if is_kernel else len(skipped)) == wanted:
             break
         if all(site.end <= other.start or other.end <= site.start for other in (*chosen, *skipped)):

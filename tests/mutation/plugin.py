@@ -2,7 +2,7 @@
 
 Workers share the collected tests. Each test runs once as it is (this compiles its kernels, with all mutants in them and
 none of them on), a second time to see how long it takes and which mutants it reaches, and then once for each of these,
-every time in a process of its own: a mutant may crash, hang, or leave counters in a workspace as no kernel would.
+every time in a process of its own: a mutant may crash, hang, or leave invalid counters in a workspace.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rtkernels.emulator import _build
 FOLDERS = tuple(f"tests/{name}" for name in ("ops", "aten", "conformance", "nn", "optim", "contracts"))
 ENOUGH = 8  # tests known to kill a mutant; more say nothing new
 TRIES = (
-    60  # tests that reach a mutant and leave it alive, after which no more are asked; twice that if at most one kills
+    60  # after this many tests that reach a mutant without killing it, no more are run; twice that if at most one kills
 )
 # Tests that compile with NVRTC, read files or stop before they launch anything.
 _NEVER = re.compile(
@@ -97,7 +97,7 @@ class Runner:
         schemata.plant_all(self.folder)
 
     def learn(self, files: list[Path]) -> None:
-        """Take over the results of earlier runs; their tests are not run again."""
+        """Adopt the results of earlier runs; their tests are not run again."""
         done = set()
         names = {mutant.name: i for i, mutant in enumerate(self.mutants)}
         for result in results(files):
@@ -160,7 +160,7 @@ class Runner:
     # ---- in a worker ------------------------------------------------------------------------------------------------
 
     def _next(self) -> Iterator[pytest.Item]:
-        """Yield tests until there are none or time is over; a token in a pipe would do, a lock file is simpler."""
+        """Yield tests until there are none or the time is over, synchronised by a lock file."""
         with open(self.folder / "lock", "w") as lock:
             while time.monotonic() < self.end:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -193,7 +193,7 @@ class Runner:
         return kills < ENOUGH and self.shared.tries[i] < self.tries * (1 if kills > 1 else 2)
 
     def _judge(self, item: pytest.Item, chance: random.Random) -> dict[str, Any]:
-        """Return what one test says about mutants."""
+        """Return the results of one test for the mutants that it reaches."""
         result: dict[str, Any] = {"test": item.nodeid, "always": item.nodeid in self.always}
         result |= {"killed": [], "survived": []}
         first = apart(lambda: self._first(item), min(_CLEAN_LIMIT, max(self.end - time.monotonic(), 0.0) + 15.0))

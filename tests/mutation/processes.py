@@ -1,4 +1,4 @@
-"""Running something in a process of its own, whatever becomes of it."""
+"""Runs a function in a process of its own, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def fork() -> int:
-    """Fork; that other threads exist, which the child has not, is known: it runs tests, and ends by ``os._exit``."""
+    """Fork without a warning about threads: the child runs tests, and ends by ``os._exit``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         return os.fork()

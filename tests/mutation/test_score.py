@@ -25,10 +25,10 @@ from mutation.written import WRITTEN
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_COMMAND, BY_FAMILIES = 0.80, 0.97
-NOT_JUDGED = 0.05  # of mutants: kernels change more often than the hours of a machine are spent to judge all again
+NOT_JUDGED = 0.05  # share of mutants: kernels change more often than all mutants are judged
 AGAIN = "run `python -m tests.mutation run` and `choose` (docs/mutation.md)"
 NOT_THERE = 0.05  # of samples
-# Files with fewer places to edit than others have mutants.
+# Files with too few places to edit.
 FEW_PLACES = {"pointwise/pointwise.cu": 0, "index/sort_chunks.cu": 4}
 
 
@@ -43,7 +43,7 @@ def of_now(key: str) -> set[str]:
 
 
 def shares() -> tuple[float, float]:
-    """Return which part of the judged mutants the README's command kills, and which runs of families.
+    """Return the shares of judged mutants that the README's command and runs of families kill.
 
     As they were judged: an edit of a kernel since then may have removed some, which says nothing about tests.
     """
@@ -126,7 +126,7 @@ def chosen_samples() -> dict[str, list[str]]:
 
 
 def test_samples_are_tests() -> None:
-    """Samples whose function is gone would silently be no samples; those of a renamed case, in a whole run."""
+    """A sample without its function would silently be lost; a whole run also finds renamed cases."""
     gone = gone_samples(chosen_samples())
     assert not gone, f"{gone[:3]} are samples and no longer there: {AGAIN}"
 
@@ -141,7 +141,7 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def test_samples_are_in_a_whole_run(request: pytest.FixtureRequest) -> None:
-    """But for a few: another torch may have other dtypes and operators, and so other cases."""
+    """Except for a few: another torch may have other dtypes and operators, and so other cases."""
     if not is_whole(request.config):
         pytest.skip("not part 0 of the whole suite")
     chosen = chosen_samples()

@@ -24,7 +24,7 @@ SHAPES = {
     "whole blocks": (160, 256, 128, 4, 3),
     "sizes of models": (40, 2880, 1152, 2, 1),
 }
-# Two products of two quantised operands each lie between x and the result, three between dy and the weights.
+# There are two products of quantised operands between x and the result, and three between dy and the weights.
 LIMIT = {"y": 0.08, "x": 0.08, "router_weight": 0.13, "gate_up_weight": 0.08, "down_weight": 0.08}
 
 
@@ -44,7 +44,7 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def exact(layer: Fp8MoE, x: Tensor) -> dict[str, Tensor]:
-    """Return the same in fp64, with the choice of experts that the layer makes."""
+    """Return the same in fp64, with the experts that the layer chooses."""
     chosen = layer.route(x.detach()).indices.long()
     leaves = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
     wide = x.detach().double().requires_grad_()
@@ -61,7 +61,7 @@ def exact(layer: Fp8MoE, x: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach(), "x": wide.grad, **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def made(shape: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Fp8MoE, Tensor]:
+def build_layer(shape: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Fp8MoE, Tensor]:
     tokens, *sizes = SHAPES[shape]
     torch.manual_seed(0)
     return Fp8MoE(*sizes, dtype=torch.float32, **options), torch.randn(tokens, sizes[0]).to(dtype)
@@ -75,7 +75,7 @@ def test_noise_against_exact_arithmetic(place: str, shape: str, dtype: torch.dty
     if shape == "sizes of models" and dtype != torch.bfloat16:
         pytest.skip("one dtype is enough")
     with running_on(place) as device:
-        layer, x = made(shape, dtype)
+        layer, x = build_layer(shape, dtype)
         layer, x = layer.to(device), x.to(device)
         with poisoned():
             got = run(layer, layer, x)
@@ -106,8 +106,8 @@ def test_no_tokens() -> None:
 
 
 def test_steps_one_by_one() -> None:
-    """The forward pass is the public functions in a row, to the bit."""
-    layer, x = made("77 tokens")
+    """The forward pass equals the public functions in sequence, bit for bit."""
+    layer, x = build_layer("77 tokens")
     routing = layer.route(x)
     index = rtkernels.moe_index(routing.indices, layer.experts, multiple_of=128)
     rows = rtkernels.moe_permute(x, index, probs=routing.probs)
@@ -132,14 +132,14 @@ def test_one_expert_is_an_mlp() -> None:
 
 
 def test_leading_dimensions_and_routing() -> None:
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     y, routing = layer(x.view(7, 11, -1), return_routing=True)
     assert_same_bits(y.detach().flatten(0, 1), layer(x).detach())
     assert routing.indices.shape == (77, 2) and int(routing.counts.sum()) == 77 * 2
 
 
 def test_selection_bias_chooses_and_nothing_else() -> None:
-    layer, x = made("77 tokens", score="sigmoid", selection_bias=True)
+    layer, x = build_layer("77 tokens", score="sigmoid", selection_bias=True)
     layer.selection_bias[3] = 10.0
     _, routing = layer(x, return_routing=True)
     assert int(routing.counts[3]) == 77 and routing.probs.max() <= 1
@@ -147,7 +147,7 @@ def test_selection_bias_chooses_and_nothing_else() -> None:
 
 
 def test_choices_without_room_are_dropped() -> None:
-    layer, x = made("77 tokens", rows=256)  # two experts' worth of rows for five
+    layer, x = build_layer("77 tokens", rows=256)  # two experts' worth of rows for five
     y = layer(x)
     kept = rtkernels.moe_index(layer.route(x).indices, 5, multiple_of=128, rows=256)
     assert int(kept.dropped) > 0
@@ -157,21 +157,21 @@ def test_choices_without_room_are_dropped() -> None:
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpointing_changes_no_bits(reentrant: bool) -> None:
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     same(run(lambda t: checkpoint(layer, t, use_reentrant=reentrant), layer, x), run(layer, layer, x))
 
 
 def test_compiled_without_a_break() -> None:
-    """No step reads a value on the host: the graph is whole, whatever the routing."""
+    """No step reads a value on the host, so there is a single graph for any routing."""
     torch._dynamo.reset()
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (77, 40):
         same(run(compiled, layer, x[:tokens]), run(layer, layer, x[:tokens]))
 
 
 def test_fixed_weights() -> None:
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     wanted = run(layer, layer, x)
     with fixed_weights(layer):
         same(run(layer, layer, x), wanted)
@@ -180,7 +180,7 @@ def test_fixed_weights() -> None:
 
 
 def test_main_grads_are_added_to() -> None:
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     wanted = run(layer, layer, x)
     layer.zero_grad()
     for p in layer.parameters():
@@ -194,7 +194,7 @@ def test_main_grads_are_added_to() -> None:
 
 @pytest.mark.parametrize("trained", ("router_weight", "gate_up_weight", "down_weight", "x"))
 def test_one_gradient_alone(trained: str) -> None:
-    layer, x = made("77 tokens")
+    layer, x = build_layer("77 tokens")
     wanted = run(layer, layer, x)[trained]
     layer.zero_grad()
     layer.requires_grad_(False)
@@ -206,8 +206,8 @@ def test_one_gradient_alone(trained: str) -> None:
 
 
 def test_what_is_saved() -> None:
-    """Codes of tokens, gated values and weights; gate and up; nothing else that large."""
-    layer, x = made("whole blocks")
+    """It saves codes of tokens, gated values and weights, and gate and up; nothing else that large."""
+    layer, x = build_layer("whole blocks")
     layer, saved = layer.bfloat16(), []
     routing = layer.route(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

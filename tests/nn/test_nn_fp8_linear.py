@@ -1,4 +1,4 @@
-"""The fp8 linear layers as modules: in place of torch.nn.Linear, whatever torch does with a layer."""
+"""The fp8 linear layers as replacements for torch.nn.Linear, under everything that torch does with a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[type[Fp8Linear], dict[str, Any]]] = {
 layers = pytest.mark.parametrize("name", LAYERS)
 
 
-def made(name: str, *sizes: int, **more: Any) -> Fp8Linear:
+def build_layer(name: str, *sizes: int, **more: Any) -> Fp8Linear:
     torch.manual_seed(0)
     kind, options = LAYERS[name]
     return kind(*(sizes or (128, 64)), **options, **more)
@@ -50,7 +50,7 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 @layers
 def test_parameters_and_state_are_those_of_linear(name: str) -> None:
-    layer, linear = made(name, dtype=torch.bfloat16), nn.Linear(128, 64, dtype=torch.bfloat16)
+    layer, linear = build_layer(name, dtype=torch.bfloat16), nn.Linear(128, 64, dtype=torch.bfloat16)
     assert [n for n, _ in layer.named_parameters()] == ["weight", "bias"]
     layer.load_state_dict(linear.state_dict())
     linear.load_state_dict(layer.state_dict(), strict=name != "smooth")
@@ -75,7 +75,7 @@ def test_from_linear_shares_parameters(name: str) -> None:
 @layers
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpointed_layers_have_the_same_bits(name: str, reentrant: bool) -> None:
-    layer, x = made(name), torch.randn(3, 7, 128).bfloat16()
+    layer, x = build_layer(name), torch.randn(3, 7, 128).bfloat16()
     wanted = run(layer, layer, x)
     same(run(lambda t: checkpoint(layer, t, use_reentrant=reentrant), layer, x), wanted)
 
@@ -84,7 +84,7 @@ def test_checkpointed_layers_have_the_same_bits(name: str, reentrant: bool) -> N
 @pytest.mark.parametrize("dynamic", (None, True))
 def test_compiled_layers_have_the_same_bits(name: str, dynamic: bool | None) -> None:
     torch._dynamo.reset()
-    layer = made(name)
+    layer = build_layer(name)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tokens in (21, 32, 5):
         x = torch.randn(tokens, 128).bfloat16()
@@ -93,7 +93,7 @@ def test_compiled_layers_have_the_same_bits(name: str, dynamic: bool | None) -> 
 
 @layers
 def test_main_grad_of_the_weight(name: str) -> None:
-    layer, x = made(name), torch.randn(21, 128).bfloat16()
+    layer, x = build_layer(name), torch.randn(21, 128).bfloat16()
     wanted = run(layer, layer, x)
     layer.weight.main_grad = torch.zeros(64, 128)
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
@@ -108,27 +108,27 @@ def test_main_grad_of_the_weight(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "smooth"])
 def test_fixed_weights_are_quantised_one_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = made(name), torch.randn(21, 128).bfloat16()
-    wanted, made_codes = run(layer, layer, x), []
+    layer, x = build_layer(name), torch.randn(21, 128).bfloat16()
+    wanted, quantised = run(layer, layer, x), []
     make = type(layer)._make_codes
-    monkeypatch.setattr(type(layer), "_make_codes", lambda *args: made_codes.append(args) or make(*args))
+    monkeypatch.setattr(type(layer), "_make_codes", lambda *args: quantised.append(args) or make(*args))
     with fixed_weights(nn.Sequential(layer)):
         same(run(layer, layer, x), wanted)
         same(run(layer, layer, x), wanted)
         with torch.no_grad():
             assert_same_bits(layer(x), wanted[0])
-            assert len(made_codes) == 1
+            assert len(quantised) == 1
             layer.weight.mul_(2)
             layer.bias.mul_(2)
         torch.testing.assert_close(layer(x), wanted[0] * 2, rtol=2e-2, atol=2e-2)
-        assert len(made_codes) == 2
+        assert len(quantised) == 2
     assert layer._kept is None
     layer(x)
-    assert len(made_codes) == 2
+    assert len(quantised) == 2
 
 
 def test_autocast_changes_nothing() -> None:
-    layer, x = made("block"), torch.randn(21, 128)
+    layer, x = build_layer("block"), torch.randn(21, 128)
     wanted = run(layer, layer, x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         same(run(layer, layer, x), wanted)
@@ -146,14 +146,14 @@ def test_errors() -> None:
     with pytest.raises(ArgumentError, match=r"linear is a Conv1d; expected a torch\.nn\.Linear"):
         Fp8Linear.from_linear(nn.Conv1d(1, 1, 1))
     with pytest.raises(ArgumentError, match=r"x has shape \(3, 64\); expected \[\.\.\., 128\]"):
-        made("block")(torch.randn(3, 64))
+        build_layer("block")(torch.randn(3, 64))
 
 
 # ---- smoothing ------------------------------------------------------------------------------------------------------
 
 
 def test_factors_move_the_spread_of_channels_into_the_weight() -> None:
-    layer = made("smooth")
+    layer = build_layer("smooth")
     x = torch.randn(50, 128) * torch.logspace(-3, 3, 128)
     with torch.no_grad():
         layer.weight.div_(torch.logspace(-3, 3, 128))
@@ -167,7 +167,7 @@ def test_factors_move_the_spread_of_channels_into_the_weight() -> None:
 
 
 def test_maxima_are_kept_in_training_alone() -> None:
-    layer, first, second = made("smooth"), torch.randn(5, 128), torch.randn(5, 128)
+    layer, first, second = build_layer("smooth"), torch.randn(5, 128), torch.randn(5, 128)
     layer(first), layer(second)
     assert_same_bits(layer.amax, torch.cat((first, second)).abs().amax(0))
     layer.eval()(torch.full((5, 128), 9.0))
@@ -222,7 +222,7 @@ def test_training_follows_bf16(name: str) -> None:
 
 @layers
 def test_optimizers_of_torch(name: str) -> None:
-    layer, x = made(name), torch.randn(32, 128)
+    layer, x = build_layer(name), torch.randn(32, 128)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     losses = []
     for _ in range(5):

@@ -23,7 +23,7 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _compare(mesh: Any, call: Any, inputs: dict[str, tuple[Tensor, Any]], expected: Any) -> None:
-    """Compare results and gradients of a function of DTensors with those of plain tensors; results lie as expected."""
+    """Compare results and gradients of a function of DTensors with those of plain tensors; check placements."""
     from torch.distributed.tensor import distribute_tensor
 
     found = []
@@ -32,13 +32,15 @@ def _compare(mesh: Any, call: Any, inputs: dict[str, tuple[Tensor, Any]], expect
         for name, (value, place) in inputs.items():
             leaf = distribute_tensor(value.clone(), mesh, [place]) if shared else value.clone()
             leaves[name] = leaf.detach().requires_grad_(value.is_floating_point() and name not in ("cos", "sin"))
-        made = call(**leaves)
-        made = made if isinstance(made, tuple) else (made,)
+        result = call(**leaves)
+        result = result if isinstance(result, tuple) else (result,)
         if shared:
-            assert all(t.placements == (expected,) for t in made), [t.placements for t in made]
-        total = sum((whole(t) * _numbers(*t.shape, seed=7)).sum() for t in made if t.requires_grad)
+            assert all(t.placements == (expected,) for t in result), [t.placements for t in result]
+        total = sum((whole(t) * _numbers(*t.shape, seed=7)).sum() for t in result if t.requires_grad)
         total.backward()
-        found.append([*(whole(t.detach()) for t in made), *(whole(t.grad) for t in leaves.values() if t.requires_grad)])
+        found.append(
+            [*(whole(t.detach()) for t in result), *(whole(t.grad) for t in leaves.values() if t.requires_grad)]
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
@@ -164,12 +166,12 @@ def check_ring_attention(rank: int, mesh: Any) -> None:
 
 
 def _products(matrices: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what experts compute, given rows sorted by expert: a matrix for each."""
+    """Return the experts' outputs for rows sorted by expert: one matrix each."""
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
         parts = torch.tensor_split(rows[: ends[-1]], ends[:-1].tolist())
-        made = [torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)]
-        return torch.cat([*made, rows.new_zeros(len(rows) - int(ends[-1]), matrices.shape[-1])])
+        results = [torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)]
+        return torch.cat([*results, rows.new_zeros(len(rows) - int(ends[-1]), matrices.shape[-1])])
 
     return compute
 
@@ -180,8 +182,8 @@ def check_experts(rank: int, mesh: Any) -> None:
     matrices = _numbers(count, width, width, seed=2)
     g = _numbers(tokens, width, seed=3)
     chosen = torch.randint(0, count, (tokens, 2), generator=torch.Generator().manual_seed(4))
-    chosen[3, 1] = -1  # a choice not made
-    for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets everything
+    chosen[3, 1] = -1  # no choice
+    for experts in (chosen, torch.zeros_like(chosen)):  # of the second, one process gets all tokens
         plain = [t.clone().requires_grad_() for t in (x, weights, matrices)]
         index = rtkernels.moe_index(experts, count)
         rows = _products(plain[2])(rtkernels.moe_permute(plain[0], index), index.offsets[1:])

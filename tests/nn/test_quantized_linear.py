@@ -1,4 +1,4 @@
-"""Linear layers with weights of 8 and 4 bits: results, state dicts, compilation, and what is refused."""
+"""Linear layers with weights of 8 and 4 bits: results, state dicts, compilation, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _linear(k: int = 256, n: int = 96, bias: bool = True) -> nn.Linear:
 
 
 def _wanted(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of what the codes stand for, the input quantised as the layer does it."""
+    """Return the product of the dequantised operands, with the input quantised as in the layer."""
     values = x.double()
     if layer.activations is not None:
         largest = 448.0 if layer.activations == "fp8" else 127.0
@@ -134,7 +134,7 @@ def test_refuses() -> None:
 
 
 def _by_the_rule(weight: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
-    """Return what the documented rule gives for integer codes: scale = amax / largest, code = round(w / scale)."""
+    """Return integer codes by the documented rule: scale = amax / largest, code = round(w / scale)."""
     largest = np.float32(7 if layer.weights == "int4" else 127)
     blocks = weight.detach().float().cpu().numpy().reshape(len(weight), -1, layer.group or weight.shape[1])
     scale = np.abs(blocks).max(-1, keepdims=True) / largest

@@ -1,6 +1,6 @@
 """Kernels where they have corners: second stretches, several rows of a block, long rows, saturated and odd numbers.
 
-The cheapest calls that tell kernels from their mutants (docs/mutation.md).
+The cheapest calls that distinguish kernels from their mutants (docs/mutation.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import poisoned, running_on
-from support.inference import assert_like_reference, made
+from support.inference import assert_like_reference, normal_numbers
 from support.places import at
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from rtkernels.runtime import layout
 from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP32, INF = torch.bfloat16, torch.float32, float("inf")
-normal = made(0)
+normal = normal_numbers(0)
 
 
 def in_place(x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_as_the_reference(place: str, name: str) -> None:
     "name", ["gradients of long rows", "long softmax", "long gates", "rows in registers", "smooth rows"]
 )
 def test_blocks_walk_on_where_a_grid_cannot_be_larger(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a block has several groups of rows, one after the other: what they share is used by turns."""
+    """A block has several groups of rows, one after the other, and they alternate shared scratch."""
     where, call, args, options = CALLS[name]
     few = tuple(a[:9] if a.dim() == 2 else a for a in args)
     monkeypatch.setattr(layout, "GRID_LIMIT", 2)
@@ -127,7 +127,7 @@ def test_blocks_walk_on_where_a_grid_cannot_be_larger(place: str, name: str, mon
 
 @at("sm_90")
 def test_gradient_of_rows_far_from_zero(place: str) -> None:
-    """The mean is a thousand times the deviation: nothing may cancel that the mean has not left."""
+    """The mean is a thousand times the deviation: only the subtraction of the mean may cancel."""
     x = (4096 + torch.randn(5, 72)).requires_grad_()
     scale, g = torch.randn(5, 72), torch.randn(5, 72)
     want = torch.autograd.grad(

@@ -26,7 +26,7 @@ def test_group_sizes(granularity: str, place: str) -> None:
     amax = x.float().view(64 // down, down, 6, 32).abs().amax((1, 3))
     torch.testing.assert_close(scale, amax / 448)
     wanted = (x.float() / scale.repeat_interleave(down, 0).repeat_interleave(32, 1)).to(torch.float8_e4m3fn).float()
-    assert (q.float() - wanted).abs().max() <= 32  # a code beside where the quotient is between two
+    assert (q.float() - wanted).abs().max() <= 32  # the neighbouring code where the quotient is between two
     torch.testing.assert_close(back, x.float(), rtol=2**-3.9, atol=1e-3)
     with pytest.raises(ArgumentError, match="group_size is 100; expected a divisor"):
         rtkernels.quantize_fp8(x, granularity=granularity, group_size=100)

@@ -27,13 +27,13 @@ OPTIONS = (
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Parameter]:
     g = torch.Generator().manual_seed(3)
-    made = [Parameter(torch.randn(shape, generator=g).to(device, dtype)) for shape in SHAPES]
-    made[4] = Parameter(made[4].detach().t().contiguous().t())  # dense, but not contiguous
+    leaves = [Parameter(torch.randn(shape, generator=g).to(device, dtype)) for shape in SHAPES]
+    leaves[4] = Parameter(leaves[4].detach().t().contiguous().t())  # dense, but not contiguous
     flat = torch.zeros(100, device=device, dtype=dtype)
-    made.append(Parameter(flat[1:70]))  # unaligned
+    leaves.append(Parameter(flat[1:70]))  # unaligned
     with torch.no_grad():
-        made[-1].copy_(torch.randn(69, generator=g))
-    return made
+        leaves[-1].copy_(torch.randn(69, generator=g))
+    return leaves
 
 
 def set_grads(params: list[Parameter], step: int) -> None:
@@ -44,13 +44,13 @@ def set_grads(params: list[Parameter], step: int) -> None:
 
 
 def same(ours: Tensor, theirs: Tensor, what: str, scale: Tensor | float = 0.0, c: float = 8.0) -> None:
-    """Compare fp32 results that may differ by a few roundings of the value, or of the terms it was made of."""
+    """Compare fp32 results that may differ by a few roundings of the value, or of its terms."""
     exact = theirs.detach().double()
     assert_close(ours.detach(), exact, scale=exact.abs() + scale, c=c, what=what)
 
 
 class Largest:
-    """The largest gradient each element has had: what the roundings of its moments are relative to."""
+    """The largest gradient of each element so far: roundings of its moments are relative to it."""
 
     def __init__(self, params: list[Parameter]) -> None:
         self.seen = [torch.zeros(p.shape, device=p.device) for p in params]
@@ -90,7 +90,7 @@ def test_fp32_step_by_step(place: str, options: dict) -> None:
 @at()
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 def test_master_weights_step_by_step(place: str, dtype: torch.dtype) -> None:
-    """As torch on fp32 copies of the parameters with gradients cast to fp32; the parameters are those, rounded."""
+    """As torch on fp32 copies of the parameters with gradients cast to fp32; the parameters are the rounded copies."""
     options = OPTIONS[1]
     with running_on(place) as device:
         ours = parameters(device, dtype)
@@ -177,7 +177,7 @@ def test_same_bits_in_every_order(order: str | int) -> None:
 
 @at()
 def test_scaled_gradients_and_skipped_steps(place: str) -> None:
-    """What torch.amp.GradScaler hands over: the scale, and whether an infinity was found."""
+    """What torch.amp.GradScaler passes: the scale, and whether an infinity was found."""
     with running_on(place) as device:
         p, q = (Parameter(torch.ones(5000, device=device).bfloat16()) for _ in range(2))
         mine, plain = AdamW([p]), AdamW([q])

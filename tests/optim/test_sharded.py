@@ -97,14 +97,14 @@ def _clip_worker(rank: int, mesh: Any) -> None:
     whole = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2), torch.randn(3)]
 
     def parameters() -> list[Any]:
-        made = [distribute_tensor(torch.zeros_like(t), mesh, [Replicate()]) for t in whole[:3]]
-        made = [torch.nn.Parameter(p) for p in (*made, torch.zeros(3))]
-        made[0] = torch.nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)]))
-        made[0].grad = distribute_tensor(whole[0], mesh, [Shard(0)])
-        made[1].grad = distribute_tensor(whole[1], mesh, [Replicate()])
-        made[2].grad = DTensor.from_local(whole[2] / WORLD, mesh, [Partial()])
-        made[3].grad = whole[3].clone()
-        return made
+        shards = [distribute_tensor(torch.zeros_like(t), mesh, [Replicate()]) for t in whole[:3]]
+        shards = [torch.nn.Parameter(p) for p in (*shards, torch.zeros(3))]
+        shards[0] = torch.nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)]))
+        shards[0].grad = distribute_tensor(whole[0], mesh, [Shard(0)])
+        shards[1].grad = distribute_tensor(whole[1], mesh, [Replicate()])
+        shards[2].grad = DTensor.from_local(whole[2] / WORLD, mesh, [Partial()])
+        shards[3].grad = whole[3].clone()
+        return shards
 
     for kind in (2.0, 1.0, math.inf):
         for max_norm in (0.5, 100.0):
@@ -112,18 +112,18 @@ def _clip_worker(rank: int, mesh: Any) -> None:
             for p, grad in zip(plain, whole, strict=True):
                 p.grad = grad.clone()
             wanted = torch.nn.utils.clip_grad_norm_(plain, max_norm, kind)
-            made = parameters()
-            norm = clip_grad_norm_(made, max_norm, kind, error_if_nonfinite=True)
+            shards = parameters()
+            norm = clip_grad_norm_(shards, max_norm, kind, error_if_nonfinite=True)
             assert type(norm) is Tensor
             torch.testing.assert_close(norm, wanted)
-            for p, other in zip(made, plain, strict=True):
+            for p, other in zip(shards, plain, strict=True):
                 torch.testing.assert_close(_whole(p.grad), other.grad)
-    made = parameters()
+    shards = parameters()
     if rank == 1:
-        made[0].grad.to_local()[0] = math.nan  # which the other process hears of
-    assert clip_grad_norm_(made, 1.0, math.inf).isnan()
+        shards[0].grad.to_local()[0] = math.nan  # which the other process learns of
+    assert clip_grad_norm_(shards, 1.0, math.inf).isnan()
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradients is nan"):
-        clip_grad_norm_(made, 1.0, error_if_nonfinite=True)
+        clip_grad_norm_(shards, 1.0, error_if_nonfinite=True)
 
 
 def test_norm_of_shards_is_that_of_the_whole(tmp_path: Any) -> None:

@@ -123,7 +123,7 @@ print(json.dumps([entry.source, len(entry.image), build_cache.stats.compiles, st
 
 
 def test_cache_unlocked_race_keeps_one_sound_entry(work, start):
-    """Without working locks every process compiles; the rename alone must keep the entry whole."""
+    """Without working locks every process compiles; the rename alone must keep the entry consistent."""
     code = """
 import json
 from rtkernels.runtime.build import locks

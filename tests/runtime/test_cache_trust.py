@@ -53,7 +53,7 @@ def give(path: Path, user: int = STRANGER) -> None:
 
 
 def planted(directory: Path) -> None:
-    """Fill a cache with an entry whose image, ``planted``, is not what the compiler makes; its checksums hold."""
+    """Fill a cache with an entry whose image, ``planted``, does not come from the compiler; its checksums are valid."""
     entry = load(directory=directory)
     entry.path.write_bytes(b"planted")
     edit_meta(entry.path.parent, sha256=hashlib.sha256(b"planted").hexdigest())
@@ -84,13 +84,13 @@ def test_cache_default_place_without_xdg(compiler, tmp_path, monkeypatch):
     assert cache.path() == tmp_path / ".cache" / "rtkernels"
 
 
-@pytest.mark.parametrize(("mode", "made"), [(0o755, 0o755), (0o750, 0o750), (0o700, 0o700)])
-def test_cache_named_place_is_readable_as_it_is(compiler, cache_dir, caplog, mode, made):
+@pytest.mark.parametrize(("mode", "expected_mode"), [(0o755, 0o755), (0o750, 0o750), (0o700, 0o700)])
+def test_cache_named_place_is_readable_as_it_is(compiler, cache_dir, caplog, mode, expected_mode):
     cache_dir.mkdir()
     cache_dir.chmod(mode)
     entry = load()
-    assert stat.S_IMODE(entry.path.parent.stat().st_mode) == made
-    assert stat.S_IMODE(entry.path.stat().st_mode) == made & 0o666
+    assert stat.S_IMODE(entry.path.parent.stat().st_mode) == expected_mode
+    assert stat.S_IMODE(entry.path.stat().st_mode) == expected_mode & 0o666
     assert caplog.records == []
 
 
@@ -158,7 +158,7 @@ def test_cache_directory_that_an_attacker_made_first(compiler, cache_dir, tmp_pa
 
 
 def test_cache_below_a_sticky_directory_is_used(compiler, tmp_path, monkeypatch, caplog):
-    """Others can add names to it, but not replace what is ours."""
+    """Others can add files to it, but not replace ours."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -237,7 +237,7 @@ def test_cache_symlinked_root_is_resolved_before_it_is_judged(compiler, tmp_path
 
 
 def test_cache_directory_that_appears_after_the_check(compiler, cache_dir, monkeypatch, caplog):
-    """Somebody else makes the directory between our look and our mkdir."""
+    """Somebody else creates the directory between our check and our mkdir."""
     make = os.mkdir
 
     def attacked(path, mode=0o777):
@@ -335,7 +335,7 @@ def test_cache_extra_open_to_others(compiler, tmp_path, monkeypatch, caplog):
 @needs_root
 def test_cache_extra_of_another_user_is_used_if_the_user_names_them(compiler, shared, monkeypatch, caplog):
     extra = shared / "extra"
-    made = load(directory=extra)
+    entry_of_extra = load(directory=extra)
     give(extra)
     monkeypatch.setenv("RTKERNELS_CACHE_EXTRA", str(extra))
     monkeypatch.setenv("RTKERNELS_NO_COMPILE", "1")
@@ -344,7 +344,7 @@ def test_cache_extra_of_another_user_is_used_if_the_user_names_them(compiler, sh
     assert "name the user in RTKERNELS_CACHE_OWNERS" in caplog.text
     monkeypatch.setenv("RTKERNELS_CACHE_OWNERS", f"nobody,{STRANGER}")
     entry = load_anew()
-    assert (entry.source, entry.image) == ("extra", made.image)
+    assert (entry.source, entry.image) == ("extra", entry_of_extra.image)
     assert cache.info()["refused"] == {}
     give(extra / "v2" / "sm_90a", OTHER)
     with pytest.raises(NotWarmError, match="belongs to user 54322"):
@@ -403,8 +403,8 @@ def test_published_cache_serves_another_user(shared, builder):
     if not others_can_reach(ROOT / "cuda_src") or not others_can_reach(Path(cupy.__file__).parent):
         pytest.skip("other users cannot read the sources or NVRTC here")
     os.chown(shared, builder, builder)
-    made = run(BECOME + BUILD, shared, builder, HOME="/", CUPY_CACHE_DIR=str(shared / "cupy"))
-    assert made.returncode == 0, made.stderr
+    done = run(BECOME + BUILD, shared, builder, HOME="/", CUPY_CACHE_DIR=str(shared / "cupy"))
+    assert done.returncode == 0, done.stderr
     use = {"RTKERNELS_CACHE_EXTRA": "kernels", "RTKERNELS_NO_COMPILE": "1", "CUPY_CACHE_DIR": str(shared / "cupy")}
     used = run(BECOME + USE, shared, STRANGER, **use)
     if builder:

@@ -67,7 +67,7 @@ def temporary(tmp_path, monkeypatch):
 @needs_root
 @pytest.mark.parametrize("where", ["temporary", "cache"])
 def test_planted_headers_are_not_compiled(temporary, tmp_path, monkeypatch, where):
-    """A folder that can be guessed, made by another user before us, with a header of the name of one of ours in it."""
+    """A guessable folder that another user created first, with a header that has the name of one of ours."""
     marker, own = tmp_path / "owned", os.environ["RTKERNELS_CACHE_DIR"]
     if where == "temporary":
         (tmp_path / "file").touch()
@@ -207,7 +207,7 @@ def test_scratch_is_private_and_goes(temporary):
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_scratch_is_not_where_others_can_exchange_it(tmp_path, monkeypatch, mode):
-    """Without the sticky bit whoever can write to a directory can rename what is in it."""
+    """Without the sticky bit anybody who can write to a directory can rename its files."""
     monkeypatch.setattr(trust, "_is_private_group", lambda path, status: False)
     open_folder, good = tmp_path / "open", tmp_path / "good"
     for folder in (open_folder, good):
@@ -235,7 +235,7 @@ def test_scratch_is_not_in_directories_of_others(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["directory", "link", "file"])
 def test_scratch_takes_no_name_that_is_there(temporary, tmp_path, monkeypatch, kind):
-    """Somebody guesses the name, or sees it and is faster."""
+    """Somebody guesses the name, or sees it and acts first."""
     monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
     taken = temporary / f"rtkernels-test-{'00' * 12}"
     if kind == "link":

@@ -309,13 +309,13 @@ class _Driver:
 @pytest.fixture
 def on_a_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], _Driver]:
     def start(kinds: str, maps: int = 0) -> _Driver:
-        made = _Driver(kinds, maps)
-        monkeypatch.setattr(driver, "_driver", lambda: made)
-        monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: made.launch_kernel_ex)
+        fake = _Driver(kinds, maps)
+        monkeypatch.setattr(driver, "_driver", lambda: fake)
+        monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: fake.launch_kernel_ex)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: made.stream, raising=False)
-        return made
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: fake.stream, raising=False)
+        return fake
 
     return start
 
@@ -327,17 +327,20 @@ def test_the_driver_gets_fixed_and_other_arguments_in_their_places(on_a_driver, 
     for count in (1, 3, 12, 40):
         for share in (0.0, 0.3, 0.8, 1.0):
             kinds = "".join(g.choice("Qqd") for _ in range(count))
-            made = on_a_driver(kinds, maps)
+            fake = on_a_driver(kinds, maps)
             fixed = {i: g.randrange(1000) for i in range(count) if g.random() < share}
             arguments = driver.Arguments(maps, kinds, fixed)
             launch = driver.launcher(7, arguments, 0, (5, 2, 1), 64, 128, overlap=overlap, cluster=1)
             tensor_maps = [TensorMap() for _ in range(maps)]
             for nth in range(3):  # the second launch has the slot of the first, the third another stream
-                made.stream = 11 * (nth == 2)
+                fake.stream = 11 * (nth == 2)
                 given = {i: g.randrange(1 << 40) for i in range(count) if i not in fixed}
                 launch(*tensor_maps, *given.values())
                 wanted = [(fixed | given)[i] for i in range(count)]
-                assert made.seen[-1] == ((5, 2, 1, 64, 128, made.stream), [*(m.address for m in tensor_maps), *wanted])
+                assert fake.seen[-1] == (
+                    (5, 2, 1, 64, 128, fake.stream),
+                    [*(m.address for m in tensor_maps), *wanted],
+                )
 
 
 def test_a_plan_packs_what_it_knows_one_time(on_a_driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +348,7 @@ def test_a_plan_packs_what_it_knows_one_time(on_a_driver, monkeypatch: pytest.Mo
         "x.cu", "x", template="T", max_registers=1, variants=[],
         args="x:ptr up:ptr out:ptr rows:i64 eps:f64 weight:ptr more:ptr scale:f64 last:i64",
     )  # fmt: skip
-    made = on_a_driver("QQQqdQQdq")
+    fake = on_a_driver("QQQqdQQdq")
     monkeypatch.setattr(Kernel, "_load", lambda self, variant, device: 7)
     monkeypatch.setattr(kernel_module, "device_info", lambda device: SimpleNamespace(target=targets.parse("sm_90a")))
     monkeypatch.setattr(plan_module, "allocator", lambda device: lambda shape, strides, dtype: torch.empty(shape))
@@ -357,4 +360,4 @@ def test_a_plan_packs_what_it_knows_one_time(on_a_driver, monkeypatch: pytest.Mo
         plan = plan_module.StepPlan("x", names, ["scale"], outputs, "single", plan_module.Steps(step), 0, ["up"])
         for x in (1 << 35, 1 << 36):
             out = plan.run(x, 0, 77, 2.5)
-            assert made.seen[-1][1] == [x, 0, out.data_ptr(), 6, 0.5, 77, x + 16, 2.5, 9]
+            assert fake.seen[-1][1] == [x, 0, out.data_ptr(), 6, 0.5, 77, x + 16, 2.5, 9]

@@ -10,7 +10,7 @@ from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 
 def test_zeros_of_many_sizes_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made for every number of tokens that comes; what is left of their zeros is not given back."""
+    """Plans are built for every number of tokens; the rest of their zeros is not released."""
     zeros = torch.zeros
     monkeypatch.setattr(memory, "_zero_words", {})
     monkeypatch.setattr(memory, "current_stream", lambda device: 0)
@@ -19,7 +19,7 @@ def test_zeros_of_many_sizes_take_little_memory(monkeypatch: pytest.MonkeyPatch)
     for n in range(1, 1 << 15, 61):
         StepPlan("order", [], (), {}, "tuple", Steps(zeros={"order": n}), 0).run()
         assert memory.zero_words_for(0, n) >= n == memory.zero_words_for(-1, n)
-    kept = {id(made): made.nbytes for pairs in memory._zero_words.values() for made, _ in pairs}
+    kept = {id(result): result.nbytes for pairs in memory._zero_words.values() for result, _ in pairs}
     assert sum(kept.values()) <= 64 << 20
 
 

@@ -65,7 +65,7 @@ def nvrtc(tree):
 
 @pytest.fixture
 def unbound():
-    """Run with an NVRTC binding that is looked up anew, before and after."""
+    """Run with an NVRTC binding that is looked up again, before and after."""
     nvrtc_module._binding.cache_clear()
     yield
     nvrtc_module._binding.cache_clear()

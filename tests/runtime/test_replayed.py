@@ -46,11 +46,11 @@ def noted(function, *args, **kwargs) -> None:
 @at("sm_80", "cuda")
 def test_the_third_call_is_replayed_with_its_own_tensors(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_on(place) as device:
-        made = [[t.to(device) for t in tensors((3, COLS), (COLS,))] for _ in range(4)]
-        noted(channel_mul, *made[0])
+        pairs = [[t.to(device) for t in tensors((3, COLS), (COLS,))] for _ in range(4)]
+        noted(channel_mul, *pairs[0])
         monkeypatch.setitem(channel_mul.recent._scope, "_call", None)  # which nothing comes to any more
         monkeypatch.setitem(channel_mul.recent._scope, "_function", None)
-        for x, s in made[1:]:
+        for x, s in pairs[1:]:
             assert_equal_bits(channel_mul(x, s), x * s)
 
 
@@ -164,17 +164,17 @@ def test_views_and_results_of_torch_are_made_anew() -> None:
     def mixed(x: Tensor, parts: list[Tensor], flat: bool = False) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         half = x[:, ::2]
         total = (half + parts[0]).bfloat16()
-        made = torch.empty(x.shape[0], 4, dtype=x.dtype)
-        made.view(-1).copy_(half.reshape(-1))
-        return half, total.view(torch.int16).view(-1), [made.t(), None, parts[1]]
+        result = torch.empty(x.shape[0], 4, dtype=x.dtype)
+        result.view(-1).copy_(half.reshape(-1))
+        return half, total.view(torch.int16).view(-1), [result.t(), None, parts[1]]
 
     with rtkernels.emulate():
         for _ in range(4):
             x, y, z = tensors((2, 8), (2, 4), (3,))
-            half, total, (made, nothing, third) = mixed(x, [y, z])
+            half, total, (result, nothing, third) = mixed(x, [y, z])
             assert half.data_ptr() == x.data_ptr() and half.stride() == (8, 2)
             assert_equal_bits(total.view(torch.bfloat16), (x[:, ::2] + y).bfloat16().view(-1))
-            assert_equal_bits(made.t(), x[:, ::2].contiguous())
+            assert_equal_bits(result.t(), x[:, ::2].contiguous())
             assert nothing is None and third is z
         assert len(replays(mixed)) == 1
 

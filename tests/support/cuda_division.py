@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class CudaDivision(TorchDispatchMode):
     """While it is active, ``x / 7`` is ``x * (1 / 7)`` in the dtype of x, as on a CUDA device.
 
-    A divisor that is a tensor of the same device divides on both, so code that is the same on all devices uses one.
+    A tensor as divisor divides exactly on both, so device-independent code uses one.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ def launch(
 ) -> None:
     """Run one variant on a GPU, or in the emulator that is active.
 
-    Tensors become pointers; what is called without arguments gives its result, so that a tensor map is made there.
+    Tensors become pointers; callables are replaced by their result, so that tensor maps are encoded there.
     """
 
     def value(argument: Any) -> Any:

@@ -1,6 +1,6 @@
 """Rows so far apart that their distance needs more than 32 bits, without the memory in between.
 
-A tensor of two rows, 2^32 elements apart, of which the emulator is told the first only. A kernel that finds the second
+A tensor of two rows, 2^32 elements apart; the emulator only knows about the first. A kernel that finds the second
 row with 64-bit numbers is reported, out of bounds; one that multiplies in 32 bits reads the first row twice, unnoticed.
 """
 
@@ -49,7 +49,7 @@ def _first_rows_only() -> Iterator[None]:
 
 
 def assert_finds_far_rows(call, *args: object) -> None:
-    """Check that a launch goes to the second of two far rows, all 64 bits of the way."""
+    """Check that a launch reaches the second of two far rows with a 64-bit offset."""
     with _first_rows_only(), rtkernels.emulate():
         try:
             call(*args)

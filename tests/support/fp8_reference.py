@@ -1,4 +1,4 @@
-"""The fp8 recipe once more, sharing nothing with the library: numpy, tables of values, one set of values at a time."""
+"""The fp8 recipe, independent of the library: numpy, tables of values, one set of values at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fresh memory holds in the emulator, chosen by a test."""
+"""Chooses the contents of uninitialised memory in the emulator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rtkernels import emulator
 
 @contextmanager
 def fresh_memory(byte: int) -> Iterator[None]:
-    """Fill what launchers allocate in the emulator with this byte.
+    """Fill memory that launchers allocate in the emulator with this byte.
 
-    The emulator's own poison is no number that a kernel takes for an index. A kernel that leaves a place unwritten and
-    reads it later as "none" goes unnoticed then; with zeros, the place names the first of whatever is counted there.
+    The emulator's own poison is never a valid index. A kernel that leaves an index unwritten and later reads it as
+    "none" would go unnoticed; with zeros, it becomes the index of the first item.
     """
     recording = type(emulator.recording())
     makers, before = sys.modules[recording.__module__]._EMPTY, recording.__torch_function__

@@ -75,7 +75,7 @@ def operand(
         rows: Along the result.
         k: Summed.
         generator: Of random numbers.
-        groups: So many of them, one behind the other; 0 for a plain matrix.
+        groups: So many of them, consecutive; 0 for a plain matrix.
         across: Rows of memory are those of k.
         aligned: Address and pitch are multiples of 16 bytes; else neither is.
         padding: Elements between rows of memory that are not part of the matrix, more than `aligned` asks for.
@@ -159,7 +159,7 @@ def swizzle(stored: Tensor) -> Tensor:
 
 
 def run(backend: Any, product: Product, tensors: Mapping[str, Tensor]) -> None:
-    """Make a product with a backend on the tensors it names, on their GPU or, of CPU tensors, in the emulator."""
+    """Run a product with a backend on the tensors it names, on their GPU or, for CPU tensors, in the emulator."""
     device = tensors["a"].get_device()
 
     def launch() -> None:
@@ -205,7 +205,7 @@ def result_memory(token: str, *shape: int, padding: int = 0, aligned: bool = Tru
 
 
 def check(got: Tensor, wanted: Tensor, magnitude: Tensor, token: str, sums: str = "fp32") -> None:
-    """Compare with the exact result, where `magnitude` is that of what was added up."""
+    """Compare with the exact result; `magnitude` is the sum of magnitudes of its terms."""
     got = got.double()
     assert torch.equal(got.isnan(), wanted.isnan()), "NaN"
     wanted, got = wanted.nan_to_num(0.0, posinf=1e300, neginf=-1e300), got.nan_to_num(0.0, posinf=1e300, neginf=-1e300)
@@ -221,7 +221,7 @@ def plain(
     scale_b: dict | None = None, sums: str = "fp32", seed: int = 0, operand_a: dict | None = None,
     operand_b: dict | None = None, device: str = "cpu", **rest,
 ) -> None:  # fmt: skip
-    """Make a product without groups and compare it; `rest` are fields of Product."""
+    """Run a product without groups and compare it; `rest` are fields of Product."""
     random = generator(seed)
     left = operand(a, m, k, random, **(operand_a or {}))
     right = operand(b, n * (2 if rest.get("gate") else 1), k, random, **(operand_b or {}))

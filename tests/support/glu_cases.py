@@ -58,7 +58,7 @@ class Inputs:
     x: Tensor
     up: Tensor | None = None
     weight: Tensor | None = None
-    dy: Tensor | None = None  # made from the shape of the result if None
+    dy: Tensor | None = None  # drawn in the shape of the result if None
 
     def leaves(self, dtype: torch.dtype | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return x, up and weight as leaves that want gradients; with a dtype, copies of it."""

@@ -99,7 +99,7 @@ def same_strides(t: Tensor, device: str) -> Tensor:
 def judge_rows(
     y: np.ndarray, error: np.ndarray, q: np.ndarray, scale: np.ndarray, pow2: bool, what: str, group: int = 128
 ) -> None:
-    """Hold codes of `y` [rows, cols], `group` in a row sharing a scale, to what y's relative errors allow."""
+    """Check codes of `y` [rows, cols], `group` in a row sharing a scale, within y's relative errors."""
     rows, cols = y.shape
     groups = -(-cols // group)
     assert q.shape == y.shape and scale.shape == (rows, groups), what
@@ -164,7 +164,7 @@ def judge(
 
 
 def check(inputs: Inputs, act: str = "silu", *, layout: str = "both", pow2: bool = False, scales: str = "row") -> tuple:
-    """Run the op and judge everything it gives."""
+    """Run the op and check all results."""
     got = inputs.call(act=act, layout=layout, pow2_scale=pow2, scale_layout=scales)
     for t in got:
         assert t is None or (t.is_contiguous() and not t.requires_grad)
@@ -224,7 +224,7 @@ def check_backward(
     keep: str = "both",
     dy: Tensor | None = None,
 ) -> tuple:
-    """Run the backward and judge everything it gives."""
+    """Run the backward and check all results."""
     shape = inputs.x.shape if inputs.up is not None else (*inputs.x.shape[:-1], inputs.x.shape[-1] // 2)
     if dy is None:
         dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(inputs.x.dtype).to(inputs.x.device)

@@ -24,7 +24,7 @@ PLACES = [
 EVERYWHERE = pytest.mark.parametrize("where", PLACES)  # not "place": of those, conftest drops sm_90 for sm_80
 
 
-def made(seed: int) -> Callable[..., Tensor]:
+def normal_numbers(seed: int) -> Callable[..., Tensor]:
     """Return a function that gives normal numbers: ``normal(*shape, dtype=torch.bfloat16)``."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -45,7 +45,7 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def results(call: Callable[..., Any], place: str, *args: Any, **options: Any) -> list[Any]:
-    """Return what a call gives in a place, as a list on the CPU."""
+    """Return the results of a call at a place, as a list on the CPU."""
     if place == "cuda":
         args = _moved(args, "cuda")
         options = {name: _moved(value, "cuda") for name, value in options.items()}
@@ -89,7 +89,7 @@ def _in_interval(magnitude: Tensor, codes: Tensor, values: list[float], slack: f
 
 
 def assert_nvfp4_of(y: Tensor, packed: Tensor, scales: Tensor, g: float, slack: float = 2.0**-20) -> None:
-    """Codes and scales by rows are those of the float64 rows `y`, but for numbers within `slack` of a tie.
+    """Codes and scales by rows are those of the float64 rows `y`, except for numbers within `slack` of a tie.
 
     A scale of the tensor that comes from the data makes real ties common: the factor of a row cancels, and what is
     left are quotients of 16-bit numbers. There, the last bit of a sum of squares decides.

@@ -1,7 +1,7 @@
 """Python programs of tests, each in a process of its own that is forked from one that has imported torch.
 
-Importing torch is most of what a short program costs, and no test is about it. The server imports torch and nothing
-else, so that a program finds what an interpreter has after ``import torch``.
+Importing torch is most of the cost of a short program, and no test is about that. The server imports torch and nothing
+else, so a program starts in the state of an interpreter after ``import torch``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _require_server() -> None:
 
 
 class Program:
-    """A Python program that was started; of ``subprocess.Popen`` it has what tests need."""
+    """A running Python program, with the part of ``subprocess.Popen`` that tests need."""
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: object = None) -> None:
         """Start ``python -c code ...`` or ``python -m module ...``."""

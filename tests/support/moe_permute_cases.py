@@ -10,7 +10,7 @@ from support.compare import ROUNDOFF, assert_close
 
 
 def routed(tokens: int, experts: int, top_k: int, pad: int = 1, rows: int | None = None, seed: int = 0) -> MoeIndex:
-    """An index of random choices, some of them not made or of experts that do not exist."""
+    """An index of random choices, some of them absent or of experts that do not exist."""
     g = torch.Generator().manual_seed(seed)
     choices = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k]
     choices = torch.where(torch.rand(tokens, top_k, generator=g) < 0.1, -1, choices)

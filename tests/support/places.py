@@ -51,7 +51,7 @@ def allowed_spills() -> int:
 
 
 def meta_on(device: int, t: torch.Tensor) -> Meta:
-    """Return what the checks of an operator would see of a tensor if it were on this device."""
+    """Return a tensor as the checks of an operator would see it on this device."""
     return Meta(t.dtype, t.shape, t.stride(), device, 0)
 
 

@@ -1,4 +1,4 @@
-"""Tests in two processes on gloo. Starting them is what costs: a test file starts them one time for all its checks."""
+"""Tests in two processes on gloo. Starting them is expensive, so a test file starts them once for all its checks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def spawn(function: Callable[..., None], *args: Any) -> None:
 
 
 def run_in_processes(checks: Sequence[Check], path: Any) -> None:
-    """Run checks, one behind the other, in two processes; each gets its rank and a mesh of both."""
+    """Run checks, one after the other, in two processes; each gets its rank and a mesh of both."""
     spawn(_joined, tuple(checks), str(path))
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
-    """Return all of a DTensor, or a plain tensor as it is."""
+    """Return all of a DTensor; a plain tensor is returned unchanged."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t

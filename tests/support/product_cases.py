@@ -1,4 +1,4 @@
-"""Operands of matrix products with what they stand for in fp64, made apart from the library's own descriptions."""
+"""Operands of matrix products with their fp64 values, built independently of the library's own descriptions."""
 
 from __future__ import annotations
 

@@ -120,61 +120,61 @@ def dense(
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay as they were.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged.
     """
     b = b or a
     left = operand(a, m, k, across=across[0], device=device)
     b_rows = 2 * n if gate else n
     right = operand(b, b_rows, k, across=across[1], device=device)
-    made = {"a": left, "b": right}
+    tensors = {"a": left, "b": right}
 
     def scales(name: str, covers: tuple[int, int] | None, rows: int) -> Tensor | None:
         if covers is None:
             return None
         shape = (-(-rows // covers[0]) if covers[0] else 1, -(-k // covers[1]) if covers[1] else 1)
-        made[name] = torch.rand(*shape, device=device) + 0.5
+        tensors[name] = torch.rand(*shape, device=device) + 0.5
         if contiguous == "depth":
-            made[name] = made[name].contiguous()
+            tensors[name] = tensors[name].contiguous()
         else:
             padded = torch.full((shape[1], -(-shape[0] // 4) * 4), 3.0, device=device)
-            padded[:, : shape[0]] = made[name].t()
-            made[name] = padded[:, : shape[0]].t()
-        return made[name]
+            padded[:, : shape[0]] = tensors[name].t()
+            tensors[name] = padded[:, : shape[0]].t()
+        return tensors[name]
 
     sa, sb = scales("scale_a", scale_a, m), scales("scale_b", scale_b, b_rows)
     memory = torch.randn(m, n + narrow, device=device).mul(3).to(DTYPES[out])
     before = memory.clone()
-    made["out"] = memory[:, :n]
+    tensors["out"] = memory[:, :n]
     if quantized:
         blocks, padded = -(-n // 128), -(-m // 4) * 4
-        made["out_scale"] = torch.full((blocks, padded), -1.0, device=device)[:, :m].t()
+        tensors["out_scale"] = torch.full((blocks, padded), -1.0, device=device)[:, :m].t()
     if bias:
-        made["bias"] = torch.randn(b_rows, device=device).to(DTYPES[bias])
+        tensors["bias"] = torch.randn(b_rows, device=device).to(DTYPES[bias])
     if add:
-        made["add"] = torch.randn(m, n, device=device).to(DTYPES[add])
+        tensors["add"] = torch.randn(m, n, device=device).to(DTYPES[add])
     product = Product(
-        m, n, k, matrix(left, across=across[0]), matrix(right, across=across[1]), matrix(made["out"]),
+        m, n, k, matrix(left, across=across[0]), matrix(right, across=across[1]), matrix(tensors["out"]),
         scales_of(sa, *(scale_a or (0, 0))), scales_of(sb, *(scale_b or (0, 0))), sums, bias, add, n if add else 0, act,
         accumulate, gate, quantized,
     )  # fmt: skip
-    launch(backend, product, made, memory.device, **options)
+    launch(backend, product, tensors, memory.device, **options)
     x = left.double() * expanded(sa, *(scale_a or (0, 0)), m, k)
     y = right.double() * expanded(sb, *(scale_b or (0, 0)), b_rows, k)
     expected, magnitude = x @ y.T, x.abs() @ y.abs().T
     for name in ("bias", "add"):
-        if name in made:
-            expected, magnitude = expected + made[name].double(), magnitude + made[name].double().abs()
+        if name in tensors:
+            expected, magnitude = expected + tensors[name].double(), magnitude + tensors[name].double().abs()
     expected = ACTS[act](expected)
     if gate:
         first, second = expected[:, :n], expected[:, n:]
         magnitude = magnitude[:, :n] * (second.abs() + 1) + (first.abs() + 1) * magnitude[:, n:]
         expected = ACTS[gate](first) * second
     if quantized:
-        quantized_close(made["out"], made["out_scale"], expected, magnitude * slack)
+        quantized_close(tensors["out"], tensors["out_scale"], expected, magnitude * slack)
         return
     if accumulate:
         expected, magnitude = expected + before[:, :n].double(), magnitude + before[:, :n].double().abs()
-    close(made["out"], expected, magnitude, out, slack=slack)
+    close(tensors["out"], expected, magnitude, out, slack=slack)
     assert torch.equal(memory[:, n:], before[:, n:])
 
 
@@ -198,39 +198,40 @@ def grouped(
         left = operand(a, rows, k, groups=count if kind == "masked" else 0, device=device)
         right = operand(a, n, k, groups=count, device=device)
     shape = (count, rows, n) if kind in ("masked", "depth") else (rows, n)
-    made = {"a": left, "b": right, "out": torch.randn(*shape, device=device).to(DTYPES[out])}
-    before = made["out"].clone()
+    tensors = {"a": left, "b": right, "out": torch.randn(*shape, device=device).to(DTYPES[out])}
+    before = tensors["out"].clone()
 
     def scales(name: str, covers: tuple[int, int] | None, length: int, many: bool) -> None:
         if covers is not None:
             size = (-(-length // covers[0]) if covers[0] else 1, -(-depth // covers[1]) if covers[1] else 1)
-            made[name] = torch.rand(*([count] if many else []), *size, device=device) + 0.5
+            tensors[name] = torch.rand(*([count] if many else []), *size, device=device) + 0.5
 
     scales("scale_a", scale_a, rows, kind == "masked")
     scales("scale_b", scale_b, n, kind != "depth")
     ends = [starts[g] + sizes[g] for g in range(count)]
     if kind in ("rows", "depth"):
         if align == 1:
-            made["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
-        else:  # groups begin where the one before ends: padding belongs to it, but for the last
+            tensors["ends"] = torch.tensor(ends, dtype=torch.int32, device=device)
+        else:  # groups begin where the previous one ends, so padding belongs to it, except for the last
             padded = [*starts[1:], ends[-1]]
-            made["ends"] = torch.tensor(padded, dtype=torch.int32, device=device)
+            tensors["ends"] = torch.tensor(padded, dtype=torch.int32, device=device)
             ends = padded
     elif kind == "masked":
-        made["sizes"] = torch.tensor(sizes, dtype=torch.int32, device=device)
+        tensors["sizes"] = torch.tensor(sizes, dtype=torch.int32, device=device)
     else:
         labels = torch.full((rows,), -1, dtype=torch.int32)
         for g in range(count):
             labels[starts[g] : ends[g]] = g
-        made["row_groups"] = labels.to(device)
+        tensors["row_groups"] = labels.to(device)
     product = Product(
-        rows, n, depth, matrix(left, across=across), matrix(right, across=across), matrix(made["out"]),
-        scales_of(made.get("scale_a"), *(scale_a or (0, 0))), scales_of(made.get("scale_b"), *(scale_b or (0, 0))),
+        rows, n, depth, matrix(left, across=across), matrix(right, across=across), matrix(tensors["out"]),
+        scales_of(tensors.get("scale_a"), *(scale_a or (0, 0))),
+        scales_of(tensors.get("scale_b"), *(scale_b or (0, 0))),
         sums, accumulate=accumulate, groups=Groups(kind, count, align),
     )  # fmt: skip
-    launch(backend, product, made, made["out"].device, **options)
-    x = left.double() * expanded(made.get("scale_a"), *(scale_a or (0, 0)), rows, depth)
-    y = right.double() * expanded(made.get("scale_b"), *(scale_b or (0, 0)), n, depth)
+    launch(backend, product, tensors, tensors["out"].device, **options)
+    x = left.double() * expanded(tensors.get("scale_a"), *(scale_a or (0, 0)), rows, depth)
+    y = right.double() * expanded(tensors.get("scale_b"), *(scale_b or (0, 0)), n, depth)
     expected, magnitude = before.double(), torch.zeros_like(before, dtype=torch.float64)
     for g in range(count):
         if kind == "depth":
@@ -243,4 +244,4 @@ def grouped(
         sums_here = parts[0] @ parts[1].T
         magnitude[place] = parts[0].abs() @ parts[1].abs().T + before[place].double().abs() * accumulate
         expected[place] = sums_here + before[place].double() * accumulate
-    close(made["out"], expected, magnitude, out, slack=slack)
+    close(tensors["out"], expected, magnitude, out, slack=slack)

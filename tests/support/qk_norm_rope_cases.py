@@ -14,7 +14,7 @@ from support.compare import ROUNDOFF, assert_close, assert_same_bits
 
 qk_norm_rope = rtkernels.qk_norm_rope
 
-# What a case says; the rest is made from it. `length` tokens of `batch` sequences ([length, batch, columns]).
+# Fields of a case; the rest follows from them. `length` tokens of `batch` sequences ([length, batch, columns]).
 DEFAULTS: dict[str, Any] = {
     "length": 5, "batch": 2, "q_heads": 4, "kv_heads": 2, "dim": 64, "rotary": None, "full": False, "rows": 24,
     "weights": "same", "narrow": False, "packed": False,

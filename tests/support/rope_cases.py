@@ -197,14 +197,14 @@ def check_mla(case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     m = Maker(str(case), dtype, device)
     length, batch = 4, 2
 
-    def made(count: int, size: int) -> Tensor:
+    def heads_of(count: int, size: int) -> Tensor:
         if packed:
             return m.normal(7, count, size)
         order = {"sbhd": (length, batch, count), "bshd": (batch, length, count), "bhsd": (batch, count, length)}
         return m.normal(*order[layout], size)
 
-    q, kv = made(heads, nope + rotary), made(heads, nope + value)
-    pos = made(1, rotary + 8)[..., 8:] if strided else made(1, rotary)
+    q, kv = heads_of(heads, nope + rotary), heads_of(heads, nope + value)
+    pos = heads_of(1, rotary + 8)[..., 8:] if strided else heads_of(1, rotary)
     if flat:
         pos = pos.squeeze(1 if packed or layout == "bhsd" else 2)
     tables = m.angles(16, rotary if full else rotary // 2)

@@ -60,7 +60,7 @@ def run_cases(cases: Sequence[str], timeout: float = 600) -> dict[str, dict[str,
 
 
 def _fixed_addresses() -> None:
-    """Older sanitizers end at once where a kernel puts libraries into their shadow memory, by chance.
+    """Older sanitizers abort if the kernel happens to map libraries into their shadow memory.
 
     Where addresses cannot be fixed (in some containers), trying again helps.
     """
@@ -155,7 +155,7 @@ def _many_arguments() -> None:
 
 
 def _after_a_report() -> None:
-    """Fibers that a report left in the middle of functions; the next launch has their stacks."""
+    """Fibers that a report abandoned inside functions; the next launch reuses their stacks."""
     import pytest
     import torch
 
@@ -169,7 +169,7 @@ def _after_a_report() -> None:
 
 
 def _runtime_overflow() -> None:
-    """The runtime as it was: room for 64 arguments, however many there are."""
+    """An earlier runtime: room for 64 arguments, however many there are."""
     from rtkernels.emulator import _build
 
     folder = Path("runtime").absolute()  # in the folder of this case
@@ -205,7 +205,7 @@ def _run(case: str) -> list[str]:
 
 
 def main(cases: list[str]) -> None:
-    """Run each case in a fork, whose end a sanitizer may be; say how each ended."""
+    """Run each case in a fork, which a sanitizer may abort; print how each ended."""
     os.environ.pop("LD_PRELOAD")  # not for the compiler
     import torch
 

@@ -26,7 +26,7 @@ TOOLS = ("memcheck", "racecheck")
 BEGIN, END = "begin of samples: ", "end of tests: "
 ATEN = "aten:"  # before a family of torch's operators, in the place of an op
 
-# What compute-sanitizer reports though it is in order: tool, kernel -> kinds of report, and why. All others are errors.
+# False reports of compute-sanitizer: tool, kernel -> kinds of report, and why. All others are errors.
 _BY_BARRIER = (
     "Sums of the groups of threads go to shared memory, then comes __syncthreads, then all threads add them up: writer "
     "and reader are on its two sides. The emulator, which orders accesses by that barrier, reports nothing."
@@ -81,7 +81,7 @@ def files(op: str, ops: list[str]) -> list[str]:
 
 
 def command(tool: str, *arguments: str) -> list[str]:
-    """Return the command that runs this script under a tool. Of all kernels ours alone are looked at."""
+    """Return the command that runs this script under a tool, restricted to our kernels."""
     more = ["--racecheck-report", "all"] if tool == "racecheck" else []
     limits = ["--kernel-regex", "kns=rtk", "--print-limit", "200"]
     script = str(TESTS / "support" / "sanitizer.py")
@@ -89,7 +89,7 @@ def command(tool: str, *arguments: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Without torch's cache of memory, so that what is behind a tensor is nobody's."""
+    """Without torch's caching allocator, so that memory past a tensor is unallocated."""
     return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -108,7 +108,7 @@ def check(tool: str, op: str, timeout: float) -> tuple[list[Report], str]:
 
 @dataclass
 class Samples:
-    """What the sample inputs of an op gave under a tool: how it ended, and reports."""
+    """The result of an op's sample inputs under a tool: how it ended, and reports."""
 
     end: str = "not begun"
     found: list[Report] = field(default_factory=list)
@@ -126,7 +126,7 @@ def sampled() -> list[str]:
 def check_samples(names: list[str], timeout: float, processes: int) -> dict[tuple[str, str], Samples]:
     """Run sample inputs under all tools, in so many processes for each; return what (tool, name) gave.
 
-    A process takes the next name that nobody has; if it dies, another one takes its place.
+    A process takes the next unclaimed name; if it dies, another one replaces it.
     """
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -279,7 +279,7 @@ def main_samples(claims: Path, names: list[str]) -> int:
             torch.cuda.synchronize()
         except Exception as error:
             print(f"{END}failed: {type(error).__name__}: {error}"[:400].replace("\n", " "), flush=True)
-            if "CUDA" in str(error):  # this process can do nothing on the GPU any more
+            if "CUDA" in str(error):  # the GPU is unusable for this process
                 return 1
             continue
         print(f"{END}passed", flush=True)

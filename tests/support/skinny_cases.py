@@ -22,7 +22,7 @@ NAMES = ("a", "b", "scale_a", "scale_b", "global_scale", "bias", "add", "out")
 
 
 class Operand(NamedTuple):
-    """Codes as they lie in memory ``[rows, pitch]``, how, and what they stand for, fp64 ``[rows, k]``."""
+    """Codes in memory ``[rows, pitch]``, their layout, and their values, fp64 ``[rows, k]``."""
 
     codes: Tensor
     matrix: Matrix
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Scales as they lie in memory, how, and the factor of every element, fp64 ``[rows, k]``."""
+    """Scales in memory, their layout, and the factor of every element, fp64 ``[rows, k]``."""
 
     tensor: Tensor
     scales: Scales
@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
 
 
 def operand(token: str, rows: int, k: int, seed: int = 0, pad: int = 0) -> Operand:
-    """Return random codes; `pad`: bytes behind each row, which hold what must not be read as numbers."""
+    """Return random codes; `pad`: bytes after each row, filled with values that must not be read."""
     generator = torch.Generator().manual_seed(seed)
     if BYTES[token] < 1:
         nibbles = torch.randint(0, 16, (rows, k + k % 2), generator=generator)
@@ -117,7 +117,7 @@ def run(product: Product, device: torch.device, **tensors: Tensor) -> None:
             launch()
 
 
-class Made(NamedTuple):
+class SkinnyCase(NamedTuple):
     """A product with its tensors (without out) and the exact result, fp64 ``[m, n]``, with the sum of magnitudes."""
 
     product: Product
@@ -130,7 +130,7 @@ def make(
     m: int, n: int, k: int, a: str, b: str, *, scale_a: tuple | None = None, scale_b: tuple | None = None,
     out: str = "bf16", bias: str | None = None, add: str | None = None, act: str | None = None, gate: str | None = None,
     global_scale: int = 0, pad_a: int = 0, pad_b: int = 0, seed: int = 0, device: str = "cpu", **options: Any,
-) -> Made:  # fmt: skip
+) -> SkinnyCase:  # fmt: skip
     """Return a product of random operands; scales as ``(token, rows, depth)`` with options of ``scaling`` behind."""
     rows_b = 2 * n if gate else n
     left, right = operand(a, m, k, seed, pad_a), operand(b, rows_b, k, seed + 1, pad_b)
@@ -140,12 +140,12 @@ def make(
     for name, given, rows in (("scale_a", scale_a, m), ("scale_b", scale_b, rows_b)):
         if given is not None:
             token, per_rows, depth, *more = given
-            made = scaling(token, per_rows, depth, rows, k, seed=seed + len(name), **(more[0] if more else {}))
-            tensors[name], described[name] = made.tensor, made.scales
+            scale = scaling(token, per_rows, depth, rows, k, seed=seed + len(name), **(more[0] if more else {}))
+            tensors[name], described[name] = scale.tensor, scale.scales
             if name == "scale_a":
-                values_a = values_a * made.factors
+                values_a = values_a * scale.factors
             else:
-                values_b = values_b * made.factors
+                values_b = values_b * scale.factors
     sums, magnitude = values_a @ values_b.T, values_a.abs() @ values_b.abs().T
     generator = torch.Generator().manual_seed(seed + 9)
     if global_scale:
@@ -170,7 +170,7 @@ def make(
     )  # fmt: skip
     if global_scale:
         product = product._replace(global_scale=global_scale)
-    return Made(product, {name: _moved(tensor, device) for name, tensor in tensors.items()}, exact, magnitude)
+    return SkinnyCase(product, {name: _moved(tensor, device) for name, tensor in tensors.items()}, exact, magnitude)
 
 
 def _moved(tensor: Tensor, device: str) -> Tensor:
@@ -178,15 +178,15 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
-def check(made: Made, got: Tensor) -> float:
-    """Raise if a result is not exact but for fp32 sums and one rounding; return the largest error by its bound."""
-    got, exact = got.double().cpu(), made.exact
-    if made.product.out.token == "int32":
+def check(case: SkinnyCase, got: Tensor) -> float:
+    """Raise if a result has more error than fp32 sums and one rounding; return the largest error by its bound."""
+    got, exact = got.double().cpu(), case.exact
+    if case.product.out.token == "int32":
         assert torch.equal(got, exact)
         return 0.0
-    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-22}[made.product.out.token]
-    bound = exact.abs() * rounding + made.magnitude * 2.0**-19 + 1e-30
-    if made.product.out.token == "fp16":
+    rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-22}[case.product.out.token]
+    bound = exact.abs() * rounding + case.magnitude * 2.0**-19 + 1e-30
+    if case.product.out.token == "fp16":
         exact = exact.to(torch.float16).double()  # beyond its range
         bound = bound + 2.0**-24
     error = torch.where(got == exact, 0.0, (got - exact).abs())
@@ -197,6 +197,6 @@ def check(made: Made, got: Tensor) -> float:
 
 
 def poisoned(m: int, n: int, token: str, device: str = "cpu") -> Tensor:
-    """Return memory for a result, with numbers in it that a result cannot have."""
+    """Return memory for a result, filled with numbers that a result cannot have."""
     out = torch.full((m, n), -77, dtype=DTYPES[token], device=device)
     return out if token == "int32" else out.fill_(float("nan"))

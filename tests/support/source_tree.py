@@ -1,4 +1,4 @@
-"""The device sources with some files changed or added, for tests that compile what is not in the repository."""
+"""The device sources with some files changed or added, for tests that compile modified sources."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def largest_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the largest relative error (Frobenius norm) of all gradients.
 
     Small gradients are compared with 1e-6 of the largest one instead; those below 1e-9 of it, before and now, are zero
-    but for rounding and count as equal.
+    except for rounding and count as equal.
     """
     if got.keys() != wanted.keys():
         raise AssertionError(f"gradients of {got.keys() ^ wanted.keys()} are missing")

@@ -12,9 +12,9 @@ from support.compare import assert_same_bits
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture a call in a CUDA graph; return what replays it and gives its results: a tensor, or a tuple of them.
+    """Capture a call in a CUDA graph; return a function that replays it and returns its results: a tensor or a tuple.
 
-    Their memory is filled before each replay, so that those of the one before cannot pass.
+    Their memory is overwritten before each replay, so that results of an earlier one cannot pass.
     """
     run()  # a capture must not load kernels
     graph = torch.cuda.CUDAGraph()

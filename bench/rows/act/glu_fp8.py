@@ -86,11 +86,11 @@ def _both(y: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, ...]:
     """Return q, scale, q_t and scale_t as the op does; columns are a multiple of 128."""
     m, cols = y.shape
     q, scale = _recipe(y.view(m, cols // GROUP, GROUP), 2)
-    made = [(scale.t(), *_columns(y))] if counts is None else []
+    results = [(scale.t(), *_columns(y))] if counts is None else []
     if counts is not None:
         parts = zip(y.split(list(counts)), scale.split(list(counts)), strict=True)
-        made = [(s.t().flatten(), *_columns(part, flat=True)) for part, s in parts]
-    scale, q_t, scale_t = (torch.cat(same) for same in zip(*made, strict=True))
+        results = [(s.t().flatten(), *_columns(part, flat=True)) for part, s in parts]
+    scale, q_t, scale_t = (torch.cat(same) for same in zip(*results, strict=True))
     blocks = row_blocks_of(m, None if counts is None else len(counts))
     return q.view(m, cols), scale, q_t, F.pad(scale_t, (0, 0, 0, blocks - scale_t.shape[0]))
 

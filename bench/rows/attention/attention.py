@@ -44,7 +44,7 @@ def _of_head(q: torch.Tensor, k: torch.Tensor, head: int) -> slice:
 
 
 def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return `plain` of one sequence and one head of k and v after the other: scores of all are too large for a device.
+    """Return `plain` applied to one sequence and one head of k and v at a time: all scores would not fit on a device.
 
     Args:
         plain: The forward of q, k and v in plain torch.
@@ -66,23 +66,23 @@ def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def too_large(pairs: int) -> bool:
-    """Return whether so many scores are made head by head in plain torch, which has several copies of them."""
+    """Return whether plain torch computes so many scores head by head, because it holds several copies of them."""
     return pairs > 1 << 31
 
 
 def _gradients(plain: Any) -> Any:
-    """Return what makes the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
+    """Return a function for the gradients of q, k and v by autograd, one sequence and head of k and v at a time."""
 
     def run(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        made = [torch.empty_like(t) for t in (q, k, v)]
+        results = [torch.empty_like(t) for t in (q, k, v)]
         for b in range(q.shape[0]):
             for h in range(k.shape[2]):
                 at = [(slice(b, b + 1), slice(None), heads) for heads in (_of_head(q, k, h), *[slice(h, h + 1)] * 2)]
                 leaves = [t[i].detach().requires_grad_() for t, i in zip((q, k, v), at, strict=True)]
                 grads = torch.autograd.grad(plain(*leaves), leaves, dy[at[0]])
-                for to, i, grad in zip(made, at, grads, strict=True):
+                for to, i, grad in zip(results, at, grads, strict=True):
                     to[i] = grad
-        return tuple(made)
+        return tuple(results)
 
     return run
 
@@ -90,7 +90,7 @@ def _gradients(plain: Any) -> Any:
 def backward_row(
     name: str, shape: str, make: Any, plain: Any, scale: float, causal: bool, products: int, nbytes: int
 ) -> Row:
-    """Return a row of gradients, which are made from q, k, v, the result and its lse.
+    """Return a row of gradients, which are computed from q, k, v, the result and its lse.
 
     Args:
         name: Of the row.

@@ -53,11 +53,11 @@ def rows() -> Iterator[Row]:
 
     def plain_codes(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k = k - k.mean(1, keepdim=True)
-        made = []
+        results = []
         for t in (q, k):
             scale = t.abs().amax(-1, keepdim=True).float() / 127
-            made += [(t / scale).round().to(torch.int8), scale.squeeze(-1).transpose(1, 2)]
-        return tuple(made)
+            results += [(t / scale).round().to(torch.int8), scale.squeeze(-1).transpose(1, 2)]
+        return tuple(results)
 
     yield Row(
         name="quantize_qk",

@@ -1,4 +1,4 @@
-"""Benchmark rows of ``fp8_linear``: result and both gradients, quantisation included; bf16 beside it."""
+"""Benchmark rows of ``fp8_linear``: result and both gradients, quantisation included; bf16 for comparison."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from rtkernels.ops.gemm.grouped_mm import grouped_mm, grouped_mm_masked, grouped
 F8 = torch.float8_e4m3fn
 CONTIGUOUS = ((4, 8192), (8, 4096))  # groups, rows of each
 MATRICES = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))  # n, k
-MASKED = ((32, 192), (6, 1024), (32, 20), (6, 20))  # groups, rows that count, of 4096
+MASKED = ((32, 192), (6, 1024), (32, 20), (6, 20))  # groups, valid rows, of 4096
 WGRAD = ((4, 4096, 7168, 8192), (4, 7168, 2048, 8192), (8, 4096, 7168, 4096))  # groups, n, k, rows of each
 ALIGN = 128
 
@@ -99,7 +99,7 @@ def _wgrad_torch(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
 
 
 def rows() -> Iterator[Row]:
-    """bf16 and fp8 with scales of blocks, groups one behind the other; rooms; gradients of the matrices."""
+    """bf16 and fp8 with scales of blocks, consecutive groups; padded groups; gradients of the matrices."""
     for groups, each in CONTIGUOUS:
         total = sum(_counts(groups, each))
         for n, k in MATRICES:

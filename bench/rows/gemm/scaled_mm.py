@@ -1,4 +1,4 @@
-"""Benchmark rows of ``scaled_mm``: squares, layers of large models, decoding; torch's own products beside them."""
+"""Benchmark rows of ``scaled_mm``: squares, layers of large models, decoding; torch's own products for comparison."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ _SHARED_IDS = 10000  # values that the ids of the accumulating rows are drawn fr
 
 def _make(device: str, generator: torch.Generator, backward: bool) -> dict[str, Any]:
     like = {"dtype": torch.bfloat16, "device": device, "generator": generator}
-    made: dict[str, Any] = {"ids": torch.randint(0, _ROWS, (_TOKENS,), device=device, generator=generator)}
+    results: dict[str, Any] = {"ids": torch.randint(0, _ROWS, (_TOKENS,), device=device, generator=generator)}
     if backward:
-        made["dy"] = torch.randn(_TOKENS, _COLS, **like)
-    return {**made, "weight": torch.randn(_ROWS, _COLS, **like)}
+        results["dy"] = torch.randn(_TOKENS, _COLS, **like)
+    return {**results, "weight": torch.randn(_ROWS, _COLS, **like)}
 
 
 def _make_into(device: str, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _add(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Tensor:
 
 
 def _twice(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Tensor:
-    """What two calls from zero leave in main_grad: the bench looks at the result of the second one."""
+    """main_grad after two calls from zero: the bench compares the result of the second one."""
     return torch.zeros(main_grad.shape, dtype=torch.float64, device=dy.device).index_add_(0, ids, 2 * dy.double())
 
 

@@ -73,12 +73,12 @@ def make(case: Case, device: str, generator: torch.Generator, *names: str) -> di
     index = case.index(device, generator)
     like = {"dtype": torch.bfloat16, "device": device, "generator": generator}
     shapes = {"x": case.tokens, "dout": case.tokens, "y": len(index.slots), "dy": len(index.slots)}
-    made: dict[str, Any] = {n: torch.randn(shapes[n], case.cols, **like) for n in names if n in shapes}
+    result: dict[str, Any] = {n: torch.randn(shapes[n], case.cols, **like) for n in names if n in shapes}
     if "probs" in names:
-        made["probs"] = torch.rand(case.tokens, case.top_k, device=device, generator=generator)
+        result["probs"] = torch.rand(case.tokens, case.top_k, device=device, generator=generator)
     if "dprobs" in names:
-        made["dprobs"] = torch.rand(len(index.slots), device=device, generator=generator)
-    return {**made, **index._asdict()}
+        result["dprobs"] = torch.rand(len(index.slots), device=device, generator=generator)
+    return {**result, **index._asdict()}
 
 
 def padded_rows(values: Tensor, slots: Tensor, top_k: int) -> Tensor:

@@ -30,8 +30,8 @@ def _torch(x: Tensor, residual: Tensor, style: Tensor, scale: Tensor) -> tuple[T
 
 
 def _ours(x: Tensor, residual: Tensor, style: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    made = rms_norm(x, residual=residual, style=style, quant=Quant(E4M3, scale))
-    return made.out, made.residual
+    result = rms_norm(x, residual=residual, style=style, quant=Quant(E4M3, scale))
+    return result.out, result.residual
 
 
 def _torch_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +40,8 @@ def _torch_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ours_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    made = rms_norm(x, quant=Quant("nvfp4", 1.0))
-    return made.out, made.scale
+    result = rms_norm(x, quant=Quant("nvfp4", 1.0))
+    return result.out, result.scale
 
 
 def rows() -> Iterator[Row]:

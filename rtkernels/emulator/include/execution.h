@@ -1,9 +1,9 @@
 // The CUDA execution model on the host: what a kernel's translation unit sees of it. runtime.cpp implements it.
 //
 // Every thread of a block is a fiber of one OS thread. A fiber runs until it waits (barrier, warp operation) or
-// returns; the scheduler then picks the next one in the launch's thread order. `__shared__` is `thread_local`: the
-// one C++ specifier that is also valid after `extern` and makes a local static. All shared variables of a unit thus
-// lie in the TLS block of its shared object, which the runtime finds, poisons before each block and checks.
+// returns; the scheduler then picks the next one in the launch's thread order. `__shared__` is `thread_local`: the one
+// C++ specifier that is also valid after `extern` and makes a local variable static. So all shared variables of a unit
+// are in the TLS block of its shared object, which the runtime finds, poisons before each block and checks.
 //
 // Every load and store of the kernel reaches the runtime: the unit is compiled with -fsanitize=thread, whose
 // callbacks (__tsan_read4, ...) the runtime defines itself.
@@ -49,7 +49,7 @@ using u64 = unsigned long long;
 
 #pragma GCC visibility push(default)
 
-// A place in the source, for reports. Functions that wait take it as a default argument.
+// A source location, for reports. Functions that wait take it as a default argument.
 struct Site {
     const char* what;
     const char* file;
@@ -62,8 +62,8 @@ struct Site {
 // Barrier `id` for `threads` threads of the block (0: all of them). Returns how many arrived with `predicate`.
 int barrier(int id, int threads, bool predicate, Site site, bool waits = true);
 
-// Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask). `orders`: what the
-// lanes did in memory before comes before what they do afterwards, as __syncwarp says and no other warp operation.
+// Waits for the lanes of `mask`, then returns the 32 values they deposited (0 for lanes outside the mask). `orders`:
+// orders the lanes' earlier memory accesses before their later ones, as __syncwarp does and no other warp operation.
 const u64* gather(u32 mask, u64 value, Site site, bool orders = false);
 u64 shuffle(u32 mask, u64 value, u32 source, Site site);
 
@@ -76,17 +76,18 @@ void store(void* p, Word16 value, u32 bytes);
 
 void check_atomic(const void* p, u32 bytes);
 
-// Words that other blocks read and write meanwhile, 16 bytes at a time.
+// Words that other blocks read and write concurrently, 16 bytes at a time.
 Word16 load_strong(const void* p);
 void store_strong(void* p, Word16 value);
 
 // An operand of wgmma in shared memory.
 Word16 load_by_wgmma(const void* p, u32 bytes);
 
-// Fills shared memory that is read although its content does not matter; on the GPU nothing is written, so no fence is due.
+// Fills shared memory that is read although its contents do not matter; the GPU writes nothing here, so no fence is
+// needed.
 void leave_undefined(void* shared, u32 bytes);
 
-// Fences: of shared memory towards the copy engine and wgmma, and of global memory towards other blocks.
+// Fences: of shared memory towards TMA and wgmma, and of global memory towards other blocks.
 void fence_async();
 void threadfence();
 
@@ -98,8 +99,8 @@ void wait_for_previous();
 
 u32 lane();
 
-// What a thread has started and not finished (products of wgmma): records of its own, the oldest leaves first. A group is
-// what a commit closes; the thread counts those that it has closed.
+// What a thread has started and not finished (wgmma products): one record each, oldest first. A commit closes a group;
+// the thread counts the groups that it has closed.
 u64& closed_groups();
 void keep_record(const void* record, u32 bytes);
 u32 kept_records(u32 bytes);
@@ -112,8 +113,8 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global);
 void cp_async_commit();
 void cp_async_wait(u32 groups_in_flight);
 
-// mbarriers: a phase ends when all have arrived and all announced bytes have come. wait: until the one with `parity`
-// has ended; the phase before the first counts as ended, with parity 1.
+// mbarriers: a phase ends when all threads have arrived and all announced bytes have been copied. wait: until the phase
+// with `parity` has ended; the phase before the first counts as ended, with parity 1.
 void mbarrier_init(void* barrier, u32 arrivals);
 void mbarrier_fence_init();
 void mbarrier_arrive(void* barrier, u32 bytes);
@@ -132,16 +133,16 @@ void bulk_store_wait();
 void poll(Site site);
 void note();
 
-// Clusters: the blocks of one run by turns. What a thread writes to another block's memory is there after the barrier.
+// Clusters: the blocks of a cluster take turns. Writes to another block's memory become visible at the cluster barrier.
 u32 cluster_rank();
 void cluster_barrier(Site site);
 void cluster_store(void* shared, u32 rank, u32 word);
 
 // ---- launch -----------------------------------------------------------------------------------------------------
 
-// Bytes of one or more overlapping tensors. They are copied into an arena with unmapped-in-spirit gaps around them,
-// so running off one tensor never lands in another; `mask` marks (1) the bytes that belong to a tensor's elements, and gets
-// marks of what was touched (checks.h).
+// Bytes of one or more overlapping tensors. They are copied into an arena with gaps around them that count as unmapped,
+// so running off one tensor never lands in another; `mask` marks (1) the bytes that belong to a tensor's elements, and
+// collects which were touched (checks.h).
 struct Segment {
     u8* host;
     u8* mask;
@@ -150,7 +151,7 @@ struct Segment {
     u64 written;
 };
 
-// A word of a tensor that holds the address of another one: it gets the address of that one's copy.
+// A word of a tensor that holds the address of another one: it is replaced by the address of that one's copy.
 struct Relocation {
     u64 segment, at;         // where the word is
     u64 target, target_at;   // what it points to
@@ -193,8 +194,8 @@ int run(Launch* launch, Entry entry, u8* dynamic_shared, u64 dynamic_capacity, i
 
 constexpr int launch_bounds(int max_threads, ...) { return max_threads; }
 
-// Of fresh memory, by address: NaN in every float format of at least 2 bytes, and no number that a kernel would take for an
-// index or for "unused". runtime/launch/driver.py has it too.
+// The fill of uninitialised memory, by address: NaN in every float format of at least 2 bytes, and never a number that
+// a kernel would take for an index or for "unused". Mirrored in runtime/launch/driver.py.
 constexpr u8 kPoison[2] = {0xf5, 0x7f};
 
 #pragma GCC visibility pop

@@ -279,7 +279,7 @@ RTK_EMU_FN bool isinf(float x) { return __builtin_isinf(x); }
 RTK_EMU_FN bool isfinite(float x) { return __builtin_isfinite(x); }
 RTK_EMU_FN float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
-// __f*_rn are never contracted on the device, neither with what they get nor with what gets their result; the barrier
+// __f*_rn are never contracted on the device, neither with their inputs nor with the user of their result; the barrier
 // keeps the host compiler from doing it.
 RTK_EMU_FN float emu_opaque(float x) {
 #ifdef __x86_64__

@@ -1,5 +1,5 @@
-// Stores of the copy engine. They read shared memory as late as they can, when the thread that asked waits for that, and
-// write to global memory when the block has returned. Until then nobody may write what they read.
+// TMA stores. They read shared memory as late as possible, when the issuing thread waits for that, and write to global
+// memory when the block has returned. Until then nobody may overwrite what they read.
 #pragma once
 #include "mbarrier.h"
 
@@ -40,7 +40,7 @@ void begin_store(BulkStore store, void* pc) {
     for (const StoredPart& part : store.parts) {
         require_shared(part.from, 16, false, "source of a bulk store that is not in shared memory", pc);
         access(part.from, 16, false, true, false, pc);
-        check_proxy(shared_offset(part.from), 16, false, "the copy engine", pc);
+        check_proxy(shared_offset(part.from), 16, false, "TMA", pc);
         access(part.to, part.bytes, true, false, false, pc);
     }
     mark(store, true);
@@ -74,7 +74,7 @@ void tensor_store(const long long* map, const void* shared, const int* at, u32 c
     void* pc = __builtin_return_address(0);
     const Box box(map, coordinates, pc);
     BulkStore store = {current->id, current->store_group, {}};
-    for (u32 d = 0; d < box.rank; ++d)  // behind the tensor it leaves out what does not exist; this an H200 refuses
+    for (u32 d = 0; d < box.rank; ++d)  // past the tensor TMA skips elements; before it, an H200 traps
         if (at[d] < 0) report(kOutOfBounds, 16, true, -1, at[d], pc, "a box that is stored begins before the tensor");
     box.each(shared, at, [&](u32 offset, u8* to, u32 size) {
         store.parts.push_back({static_cast<const u8*>(shared) + offset, to, size, adds});
@@ -110,12 +110,12 @@ void bulk_store_wait() {
     land();
 }
 
-// Of a thread that returns. Nobody can wait for its stores any more.
+// Called when a thread returns: nobody can wait for its stores any more.
 static void end_stores() {
     for (const BulkStore& store : storing)
         if (store.thread == current->id && launch->races && !store.parts.empty())
             report(kRace, 16, false, -1, static_cast<long long>(shared_offset(store.parts[0].from)), nullptr,
-                   "the thread returns while its store of the copy engine still reads it");
+                   "the thread returns while its store by TMA still reads it");
     ++current->store_group;
     if (!storing.empty()) bulk_store_wait_read();
 }

@@ -5,7 +5,7 @@
 namespace emu {
 namespace {
 
-// The mask of a tensor's bytes holds these bits; those of `Touched` are for the kernels after this one.
+// Bits of a tensor's byte mask; those of `Touched` are for the kernels after this one.
 enum Mask : u8 { kElement = 1, kTouchedByWrite = 2, kTouchedByRead = 4, kPending = 0xf0 };
 
 template <typename W>
@@ -20,7 +20,7 @@ inline bool touch_word(u8* mask, bool write, bool& pending) {
     return true;
 }
 
-// Notes an access in the mask; false if a byte is no element. `pending`: an earlier kernel may still use one.
+// Records an access in the mask; false if a byte belongs to no element. `pending`: an earlier kernel may still use one.
 inline bool touch(u8* mask, u32 bytes, bool write, bool& pending) {
     switch (bytes) {
         case 1: return touch_word<u8>(mask, write, pending);
@@ -51,7 +51,7 @@ inline bool touch(u8* mask, u32 bytes, bool write, bool& pending) {
            "");
 }
 
-// `is_volatile`: no other block sees a part of it, and it may be what tells them of other writes.
+// `is_volatile`: no other block sees a part of it, and it may signal other writes to them.
 inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atomic, void* pc, bool is_volatile = false) {
     const u64 a = reinterpret_cast<u64>(p);
     if (stack_range.has(a)) return;
@@ -85,7 +85,7 @@ inline void access(const void* p, u32 bytes, bool write, bool aligned, bool atom
     if (write) s->written = 1;
 }
 
-// What instructions take as addresses of shared memory: the shadow has no place for others.
+// Checks addresses of shared memory that instructions take: the shadow covers no others.
 void require_shared(const void* p, u32 bytes, bool write, const char* what, void* pc) {
     const u64 a = reinterpret_cast<u64>(p);
     if (!shared_range.has(a) || a - shared_range.begin + bytes > shared_range.size)
@@ -185,7 +185,7 @@ static void finish_copies(u32 end_group) {
 
 void cp_async_wait(u32 in_flight) { finish_copies(std::max(current->copy_group, in_flight) - in_flight); }
 
-// Any number of bytes, of which the last one counts as well as the first.
+// Any number of bytes; the last one is checked as well as the first.
 static void access_range(const void* p, u64 bytes, bool write, void* pc) {
     constexpr u64 kMaxPart = 1 << 30;
     for (const u8* at = static_cast<const u8*>(p); bytes != 0;) {
@@ -239,8 +239,8 @@ RTK_EMU_COPY(__wrap_memmove, memmove)
 RTK_EMU_SET(__tsan_memset)
 RTK_EMU_SET(__wrap_memset)
 #ifdef RTK_EMU_SANITIZED
-// Kernels that are compiled with AddressSanitizer call it through these (_compiler.py). Of two accesses to one place it may
-// look at the first only, a read before a write: every tensor that is touched counts as written.
+// Kernels compiled with AddressSanitizer call it through these (_compiler.py). Of two accesses to one address it may
+// report the first only, a read before a write, so every tensor that is touched counts as written.
 #define RTK_EMU_SANITIZED_ACCESS(kind, size, write)                                        \
     void __asan_##kind##size(void* p);                                                     \
     void __wrap___asan_##kind##size(void* p) {                                             \

@@ -1,8 +1,8 @@
-// The blocks of a cluster: they run by turns, each until none of its threads can, and share nothing but what they write to
+// The blocks of a cluster: they take turns, each until none of its threads can run, and share only what they write to
 // each other's shared memory.
 //
-// Shared memory has one place for all of them (see execution.h), so that of a block that does not run is kept elsewhere.
-// What is written to another block waits for the cluster's next barrier: who looks earlier sees what was there before.
+// Shared memory has one address for all of them (see execution.h), so that of an inactive block is kept elsewhere.
+// Writes to another block wait for the cluster's next barrier: a block that reads earlier sees the previous contents.
 #pragma once
 #include "bulk_store.h"
 
@@ -15,7 +15,7 @@ struct Block {
     Barrier barriers[16];
     u32 done_threads;
     uint3 index;
-    // While another one runs:
+    // While another block is active:
     std::vector<u8> memory;
     std::vector<Written> shadow;
     std::vector<Readers> readers;
@@ -45,7 +45,7 @@ void size_shadow() {
     readers.resize(shared_range.size / 4 + 1);
 }
 
-// Makes a block the one that runs. `leave` ends that.
+// Makes a block the active one. `leave` ends that.
 void enter(u32 rank) {
     Block& b = blocks[rank];
     rank_now = rank;
@@ -67,8 +67,8 @@ void leave() {
     swap_with(b);
 }
 
-// What was written to the block that runs is there from now on. No thread of it may have touched that since the cluster
-// last met; false if one has.
+// Applies the writes to the active block. No thread of it may have touched those bytes since the last cluster barrier;
+// false if one has.
 bool receive() {
     for (const FarStore& f : far_stores) {
         if (f.to != rank_now) continue;

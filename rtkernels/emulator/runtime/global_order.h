@@ -1,5 +1,5 @@
-// Order of global accesses where several kernels or blocks meet: what the previous kernel of the stream may still do, and what
-// a block reads that another one wrote in the same launch.
+// Order of global accesses between kernels and blocks: what the previous kernel of the stream may still do, and what a
+// block reads that another one wrote in the same launch.
 #pragma once
 #include "shadow.h"
 
@@ -8,8 +8,8 @@ namespace {
 
 // ---- dependent launches -----------------------------------------------------------------------------------------
 
-// Bits of a segment's mask (_dependent.py sets them): until this kernel waits, or whatever it does, the previous kernels may
-// still write or read the byte.
+// Bits of a segment's mask (_dependent.py sets them): the previous kernels may still write or read the byte, until this
+// kernel waits or during all of it.
 enum : u8 { kWrittenUntilWait = 0x10, kReadUntilWait = 0x20, kWrittenForGood = 0x40, kReadForGood = 0x80 };
 
 struct Waited {
@@ -40,8 +40,9 @@ bool has_waited() {
 
 // ---- blocks of one launch ---------------------------------------------------------------------------------------
 
-// Writes that another block may read: by whom, and when on that thread's clock. A launch is tracked from its beginning as
-// soon as it has a strong global access (an atomic, or ptx/words.cuh), without which blocks cannot wait for each other.
+// Writes that another block may read: by which thread, and when on its clock. A launch is rerun with tracking as soon
+// as it performs a strong global access (an atomic, or ptx/words.cuh), because without one blocks cannot wait for each
+// other.
 struct Epoch {
     u32 block, cluster, time;
     u16 thread;
@@ -50,7 +51,7 @@ std::vector<Epoch> epochs;                 // 0: none
 std::vector<std::vector<u32>> stamps;      // per segment and byte, the epoch of the last plain write
 struct Published {
     std::vector<u32> seen;  // per thread: writes up to here came before a __threadfence that came before a strong access
-    bool looked, acquired;  // the block made a strong access; and a __threadfence after it
+    bool looked, acquired;  // the block has performed a strong access; and a __threadfence after it
 };
 std::vector<Published> published;  // by block
 u32 linear_block() { return (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x; }
@@ -93,14 +94,14 @@ void start_tracking() {
     }
 }
 
-// Before an access by which blocks may learn of each other.
+// Called before an access by which blocks may learn of each other.
 void strong_access() {
     if (!tracked) fail(kRestart, current, nullptr, "");
     Published& mine = published[linear_block()];
     mine.looked = true;
     if (mine.seen.empty()) mine.seen.resize(block_threads);
     for (u32 i = 0; i < block_threads; ++i) {
-        // Its own fence covers what it had seen; those of others that it has seen, what they did themselves.
+        // Its own fence covers what it had seen; fences of others that it has seen cover their own writes.
         const std::vector<u32>& own = current->published;
         const std::vector<u32>& theirs = threads[i].published;
         if (!own.empty()) mine.seen[i] = std::max(mine.seen[i], own[i]);

@@ -1,8 +1,8 @@
 // Barriers in shared memory that count arrivals and bytes, and the copies of bytes or boxes that bring the bytes.
 //
-// Copies arrive as late as they can: when no thread can run, one of them does, in the launch's order (the oldest, the
-// newest, or any). Until then nobody may read what it writes, and then only who waited for the end of the phase. bulk_store.h
-// has the other direction.
+// Copies arrive as late as possible: when no thread can run, one of them does, in the launch's order (the oldest, the
+// newest, or any). Until then nobody may read its target, and afterwards only threads that waited for the end of the
+// phase. bulk_store.h handles the other direction.
 #pragma once
 #include "checks.h"
 
@@ -13,9 +13,9 @@ namespace {
 
 struct CountingBarrier {
     u32 arrivals, pending;
-    long long bytes;  // announced and not here yet
-    u32 phase;        // the one that has not ended
-    u32 maker, made;  // the thread that made it, and when
+    long long bytes;  // announced and not yet copied
+    u32 phase;        // the current one
+    u32 maker, since;  // the thread that initialised it, and when
     std::vector<u32> arrived, seen;  // per thread, how far it was: in arrivals so far, and when the last phase ended
     std::vector<Thread*> waiting;
 };
@@ -27,7 +27,7 @@ struct BulkCopy {
     u32 bytes;
     u64 barrier;
     std::vector<u8> box;     // instead of `from`, if not empty
-    std::vector<u32> asked;  // how far the thread that asked knew the others to be, and was itself
+    std::vector<u32> asked;  // clock of the issuing thread
 };
 std::vector<BulkCopy> flying;
 
@@ -37,7 +37,7 @@ void join(std::vector<u32>& into, const std::vector<u32>& from) {
     for (u32 i = 0; i < block_threads; ++i) into[i] = std::max(into[i], from[i]);
 }
 
-// What happened before now, as the current thread sees it.
+// Everything that happened before now, as the current thread sees it.
 std::vector<u32> moment() {
     std::vector<u32> now(current->clock->seen, current->clock->seen + block_threads);
     now[current->id] = current->now++;
@@ -58,17 +58,17 @@ CountingBarrier& barrier_at(void* p, const char* what) {
         report(kUninitialisedShared, 8, false, -1, static_cast<long long>(reinterpret_cast<u64>(p) - shared_range.begin),
                nullptr, what);
     CountingBarrier& b = found->second;
-    if (launch->races && b.maker != current->id && b.made > current->clock->seen[b.maker])
-        report_race(reinterpret_cast<u64>(p) - shared_range.begin, 8, false, b.maker, "made", nullptr);
+    if (launch->races && b.maker != current->id && b.since > current->clock->seen[b.maker])
+        report_race(reinterpret_cast<u64>(p) - shared_range.begin, 8, false, b.maker, "initialised", nullptr);
     return b;
 }
 
-// The copy engine knows a barrier when its maker has fenced it.
+// TMA sees a barrier once the thread that initialised it has fenced it.
 CountingBarrier& barrier_of_copy(void* p) {
     CountingBarrier& b = barrier_at(p, "an mbarrier that is not there");
-    if (b.made > std::max(threads[b.maker].init_fenced, threads[b.maker].fenced))
+    if (b.since > std::max(threads[b.maker].init_fenced, threads[b.maker].fenced))
         report(kMissingFence, 8, false, -1, static_cast<long long>(reinterpret_cast<u64>(p) - shared_range.begin), nullptr,
-               "an mbarrier without the mbarrier_fence_init that lets the copy engine see it");
+               "an mbarrier without the mbarrier_fence_init that makes it visible to TMA");
     return b;
 }
 
@@ -81,10 +81,10 @@ void end_phase_if_complete(CountingBarrier& b) {
     b.waiting.clear();
 }
 
-// The copy engine is to write 16 bytes of shared memory here.
+// TMA is about to write 16 bytes of shared memory here.
 void overwrite(u8* shared, void* pc) {
     const u64 a = reinterpret_cast<u64>(shared);
-    check_proxy(a - shared_range.begin, 16, true, "the copy engine", pc);
+    check_proxy(a - shared_range.begin, 16, true, "TMA", pc);
     access(shared, 16, true, true, false, pc);
 }
 
@@ -172,8 +172,9 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
                       moment()});
 }
 
-// A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the first element, bytes
-// of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and sizes of the box.
+// A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the
+// first element, bytes of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and
+// sizes of the box.
 struct Box {
     static constexpr u32 kMapWords = 20;
     u8* first;
@@ -190,7 +191,7 @@ struct Box {
         for (u32 d = 1; d < rank; ++d) rows *= static_cast<u32>(box[d]);
     }
 
-    // The words of a map, which an instruction with so many coordinates may use.
+    // The words of a map; checks that an instruction with so many coordinates may use it.
     static const long long* checked(const long long* map, u32 coordinates, void* pc) {
         access(map, kMapWords * sizeof(*map), false, false, false, pc);
         if (map[3] != coordinates)
@@ -200,7 +201,7 @@ struct Box {
 
     u32 bytes() const { return rows * row_bytes; }
 
-    // Calls f(offset in shared memory, address, bytes) for the parts of the box at `at` that exist, 16 bytes at most.
+    // Calls f(offset in shared memory, address, bytes) for the valid parts of the box at `at`, 16 bytes at most.
     template <typename F>
     void each(const void* shared, const int* at, F f) const {
         for (u32 row = 0; row < rows; ++row) {

@@ -1,4 +1,4 @@
-// The memory of a launch: where its kernel's shared variables are, copies of its tensors; and the limits of launches.
+// The memory of a launch: its kernel's shared variables, copies of its tensors; and the limits of launches.
 #pragma once
 #include "state.h"
 
@@ -30,7 +30,7 @@ int find_module(dl_phdr_info* info, size_t, void* data) {
     if (m.address < begin || m.address >= end) return 0;
     m.loaded = {begin, end - begin};
     m.tls = tls;
-    // dlpi_tls_data is null for a block nobody asked for in this way yet, even if the thread has one.
+    // dlpi_tls_data is null until a thread first accesses the block this way, even if the block exists.
     const u64 block[2] = {info->dlpi_tls_modid, 0};
     if (tls.size) m.tls.begin = reinterpret_cast<u64>(__tls_get_addr(block));
     return 1;
@@ -73,7 +73,7 @@ void copy_back() {
     }
 }
 
-// Why a launch cannot start, or an empty text.
+// The reason why a launch cannot start, or an empty string.
 void check_limits(const Launch& l, u64 dynamic_capacity, char* text, size_t n) {
     const u64 shared_bytes = shared_range.size - dynamic_capacity + l.shared_bytes;
     const u64 all = static_cast<u64>(l.block[0]) * l.block[1] * l.block[2];

@@ -59,7 +59,7 @@ void describe(char* out, size_t n, const Thread& t) {
         snprintf(out, n, "thread (%u,%u,%u) waits at %s, %s:%d", i.x, i.y, i.z, t.site.what, t.site.file, t.site.line);
 }
 
-// Nothing can run: name one thread that waits and one that keeps it waiting.
+// Deadlock: names one thread that waits and one that keeps it waiting.
 void report_stuck() {
     const Thread* waiting = nullptr;
     for (u32 i = 0; i < block_threads && !waiting; ++i)
@@ -130,8 +130,8 @@ void poison(u64 begin, u64 end) {
     memset(static_cast<void*>(&readers[first / 4]), 0, (bytes + 3) / 4 * sizeof(Readers));
 }
 
-constexpr int kLooks = 8;           // of those who poll, without anything happening, before other blocks have their turn
-constexpr int kIdleRounds = 64;     // of all blocks, before they are stuck
+constexpr int kLooks = 8;           // idle rounds of polling threads before other blocks take their turn
+constexpr int kIdleRounds = 64;     // idle rounds of all blocks before they count as stuck
 
 u32 let_polling_look() {
     u32 woken = 0;
@@ -185,7 +185,7 @@ void start_block() {
     done_threads = 0;
 }
 
-// All threads of the cluster that have not returned wait for each other: they go on.
+// All threads of the cluster that have not returned wait for each other: they continue.
 void meet() {
     cluster_met = true;
     for (u32 rank = 0; rank < launch->cluster; ++rank) {
@@ -204,7 +204,7 @@ void meet() {
     far_stores.clear();
 }
 
-// Runs the blocks of a cluster by turns until all have returned or an error is found.
+// Lets the blocks of a cluster take turns until all have returned or an error is found.
 void run_blocks(std::vector<u64>& order) {
     const u32 size = launch->cluster;
     int idle = 0;
@@ -237,7 +237,7 @@ void run_blocks(std::vector<u64>& order) {
     }
 }
 
-// A cluster, which is one block if the launch has none, from block `first` on.
+// A cluster from block `first` on; a single block if the launch has no clusters.
 bool run_cluster(u64 first, std::vector<u64>& order) {
     const u32 size = launch->cluster;
     cluster_met = false;
@@ -357,7 +357,7 @@ const u64* gather(u32 mask, u64 value, Site site, bool orders) {
         if (!(mask >> i & 1u)) continue;
         all[i] = lanes[i].value;
         members[count++] = &lanes[i];
-        // Lanes at another operation may still come here, once theirs is complete.
+        // Lanes at another operation may still arrive here, once theirs is complete.
         complete = lanes[i].mask == mask && strcmp(lanes[i].site.what, site.what) == 0;
     }
     if (!complete) {

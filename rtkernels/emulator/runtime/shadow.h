@@ -1,4 +1,4 @@
-// Accesses to shared memory: by whom each byte was written and read, and whether something orders the accesses.
+// Accesses to shared memory: which threads wrote and read each byte, and whether something orders the accesses.
 #pragma once
 #include "state.h"
 
@@ -17,7 +17,7 @@ void drop(Clock* clock) {
     if (--clock->users == 0) free_clocks.push_back(clock);
 }
 
-// Everything these threads did so far happens before anything they do from now on.
+// Everything these threads have done happens before anything they do from now on.
 template <typename F>
 void synchronise(u32 count, F thread_at) {
     if (!launch->races) return;
@@ -70,7 +70,7 @@ u32 new_node() {
     return static_cast<u32>(reader_nodes.size() - 1);
 }
 
-// Drops the nodes of a list that `unneeded` names.
+// Removes the nodes of a list for which `unneeded` is true.
 template <typename F>
 void sweep(Readers& head, F unneeded) {
     u32 kept[2] = {0, 0}, length = 0, next;  // first and last of the new list
@@ -89,7 +89,7 @@ void sweep(Readers& head, F unneeded) {
     for (u32 n = head.more; n; n = reader_nodes[n].reader.more) reader_nodes[n].length = length--;
 }
 
-// Of several reads by one thread, only the newest of a byte counts.
+// Of several reads of a byte by one thread, only the newest is kept.
 [[gnu::noinline]] void compact(Readers& head) {
     static u16 newest[kMaxThreads];
     memset(newest, 0, block_threads * sizeof(u16));
@@ -119,7 +119,8 @@ inline void note_read(Readers& r, u16 bytes) {
     }
 }
 
-// All readers of these bytes must come before me; they are then forgotten, as the next writer has to come after me.
+// All readers of these bytes must come before me; then they can be dropped, because the next writer has to come after
+// me.
 [[gnu::noinline]] void check_readers(Readers& r, u16 bytes, u64 offset, u32 size, void* pc) {
     const auto check = [&](Readers& one) {
         if ((one.bytes & bytes) && !before_me(one)) report_race(offset, size, true, one.thread, "read", pc);
@@ -139,7 +140,7 @@ inline void note_read(Readers& r, u16 bytes) {
 
 void check_written(const Written& w, u64 offset, u32 bytes, bool write, bool atomic, void* pc) {
 #ifdef RTK_EMU_SANITIZED
-    return;  // kernels do not tell of accesses to static shared arrays then
+    return;  // kernels do not report accesses to static shared arrays then
 #endif
     const u32 state = w.state & kStates;
     if ((!write || atomic) && state == kUnwritten)
@@ -147,9 +148,9 @@ void check_written(const Written& w, u64 offset, u32 bytes, bool write, bool ato
     if (!launch->races) return;
     if (write && (w.state & kStoreReads))
         report(kRace, bytes, write, -1, static_cast<long long>(offset), pc,
-               "a store of the copy engine, which nobody has waited for, still reads it");
+               "a TMA store that nobody has waited for still reads it");
     if (w.thread == current->id || w.time <= current->clock->seen[w.thread]) return;
-    // Lanes of one warp may store to one place with one instruction: which wins is undefined, but it is legal.
+    // Lanes of one warp may store to one address with one instruction: which value wins is undefined, but it is legal.
     if ((state == kPlain || state == kCopyEngine) && (atomic || !(write && w.thread / 32 == current->id / 32)))
         report_race(offset, bytes, write, w.thread, "wrote", pc);
     if (state == kAtomic && write && !atomic) report_race(offset, bytes, write, w.thread, "changed", pc);
@@ -174,7 +175,7 @@ void shared_access(u64 a, u32 bytes, bool write, bool atomic, void* pc) {
     if (write) {
         const Written mine = {current->now, static_cast<u16>(current->id), atomic ? kAtomic : kPlain};
         for (u32 i = 0; i < bytes; ++i) {
-            // My plain write stays in sight of others until something orders it, whatever I add to it.
+            // My plain write stays visible to race checks until something orders it, whatever I add to it.
             const bool own = first[i].state == kPlain && first[i].thread == mine.thread && first[i].time == mine.time;
             if (!(atomic && own)) first[i] = mine;
         }
@@ -193,8 +194,8 @@ void shared_access(u64 a, u32 bytes, bool write, bool atomic, void* pc) {
     }
 }
 
-// What threads wrote reaches the copy engine and wgmma by a proxy fence only: of the thread that wrote, or of the one that
-// asks, after it learned of the write.
+// Writes of threads become visible to TMA and wgmma by a proxy fence only: of the thread that wrote, or of the issuing
+// thread after it learned of the write.
 void check_proxy(u64 offset, u32 bytes, bool write, const char* reader, void* pc) {
     for (const Written *w = &shadow[offset], *end = w + bytes; w != end; ++w) {
         const u32 state = w->state & kStates;

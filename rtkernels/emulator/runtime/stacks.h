@@ -1,4 +1,4 @@
-// The stacks of fibers, and what AddressSanitizer has to be told of them where the runtime is compiled with it
+// The stacks of fibers, and what AddressSanitizer must be told about them where the runtime is compiled with it
 // (tests/emulator/test_sanitized.py).
 #pragma once
 #include "switch.h"
@@ -29,7 +29,7 @@ namespace {
 constexpr u32 kMaxThreads = 1024, kMaxCluster = 8;
 constexpr u64 kGuardBytes = 64 << 10;  // a whole page on every machine
 #ifdef RTK_EMU_SANITIZED
-constexpr u64 kStackBytes = 1 << 20;  // frames have gaps between their variables
+constexpr u64 kStackBytes = 1 << 20;  // frames have red zones between their variables
 #else
 constexpr u64 kStackBytes = 256 << 10;
 #endif
@@ -60,8 +60,8 @@ bool map_stacks(u32 blocks) {
 const void* host_stack;
 size_t host_stack_bytes;
 
-// Before a switch to a fiber's stack, or to that of the scheduler; and after one. A fiber that has ended leaves these functions in
-// the middle, so they have no gaps in their frames.
+// Called before a switch to a fiber's stack, or to that of the scheduler; and after one. A fiber that has ended never
+// returns from these functions, so their frames must have no red zones.
 RTK_EMU_UNCHECKED void leave_for(const u8* stack) {
     void* nothing;  // without detect_stack_use_after_return
     __sanitizer_start_switch_fiber(&nothing, stack, kStackBytes);
@@ -73,7 +73,7 @@ RTK_EMU_UNCHECKED void leave_for_scheduler() {
 void arrive_in_fiber() { __sanitizer_finish_switch_fiber(nullptr, &host_stack, &host_stack_bytes); }
 void arrive_in_scheduler() { __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr); }
 
-// Fibers that were left in the middle of a function keep the gaps of its frame; the next ones start with clean stacks.
+// Fibers that were abandoned inside a function keep the red zones of its frame; the next ones start with clean stacks.
 void clean_stacks() {
     for (u64 i = 0; i < stacks_in_use; ++i)
         __asan_unpoison_memory_region(stack_of(0, static_cast<u32>(i)), kStackBytes);

@@ -1,4 +1,4 @@
-// What the runtime knows of the launch, its threads and its memory. One launch runs at a time.
+// The runtime's state: the launch, its threads and its memory. One launch runs at a time.
 #pragma once
 #include "execution.h"
 
@@ -19,7 +19,7 @@
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
-// A report about a running thread passes here, on its stack: the place for a breakpoint.
+// A report about a running thread passes through here, on its stack: set breakpoints here.
 extern "C" __attribute__((noinline, visibility("default"))) void rtk_emu_error() { __asm__ volatile(""); }
 
 namespace emu {
@@ -66,10 +66,10 @@ struct Thread {
     std::vector<u8> records;  // of keep_record, in order
     std::vector<Copy> copies;
     u32 fenced;          // `now` at its last proxy fence, 0: none
-    Clock* fence_clock;  // what it had seen of the others then, or null
+    Clock* fence_clock;  // its clock at that time, or null
     u32 init_fenced;     // `now` at its last fence of new mbarriers
-    u32 store_group;     // of stores by the copy engine
-    bool waited;         // for the previous kernel, or knows of somebody who has
+    u32 store_group;     // of TMA stores
+    bool waited;         // for the previous kernel, or knows of a thread that has
     u32 epoch;           // of its global writes (global_order.h)
     u32 epoch_time;      // `now` in that epoch, 0: none yet
     std::vector<u32> published;  // what it had seen at its last __threadfence
@@ -95,7 +95,7 @@ enum : u16 { kUnwritten = 0, kPlain = 1, kAtomic = 2, kCopyEngine = 3, kStates =
 struct Written {
     u32 time;
     u16 thread;
-    u16 state;  // and kStoreReads while a store by the copy engine has not read it
+    u16 state;  // and kStoreReads while a TMA store has not read it
 };
 
 // Four bytes of shared memory: who read which of them since they were last written. The newest reader is here, those that
@@ -111,7 +111,7 @@ struct ReaderNode {
     u32 length;  // of the list from here
 };
 
-Thread* threads;  // these, the shadow memory and blockIdx are those of the block that runs (cluster.h)
+Thread* threads;  // these, the shadow memory and blockIdx are those of the active block (cluster.h)
 Warp* warps;
 Barrier* barriers;
 u32 done_threads;
@@ -127,7 +127,7 @@ Launch* launch;
 Entry entry;
 u32 block_threads;
 u64 random_state;
-u64 events;  // things that somebody who polls may look for
+u64 events;  // events that a polling thread may look for
 bool tracked;  // the order of global accesses between blocks, in this launch
 
 struct Range {
@@ -143,7 +143,7 @@ RTK_EMU_UNCHECKED void suspend() {
     arrive_in_fiber();
 }
 
-// Records the first error and leaves the block for good.
+// Records the first error and abandons the block.
 [[noreturn]] void fail(int kind, const Thread* thread, void* pc, const char* format, ...) {
     Error& e = launch->error;
     e.kind = kind;

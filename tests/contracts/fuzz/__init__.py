@@ -1,4 +1,4 @@
-"""A fuzzer made from the declarations: every operator, public function and aten overload, with tensors in every layout.
+"""A fuzzer from the declarations: every operator, public function and aten overload, with tensors in every layout.
 
 A varied call must give what the same call gives on contiguous clones in fresh memory, or raise an ``ArgumentError``; it
 must leave its inputs and all memory around tensors alone. ``memory.py`` has layouts and guard zones, ``calls.py`` what

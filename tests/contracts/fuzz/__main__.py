@@ -1,7 +1,7 @@
 """Runs the fuzzer: ``python -m tests.contracts.fuzz --device cuda --seconds 120 --seed 1``.
 
-Processes share the calls among themselves. One that ends (a lost CUDA context ends it) is a failure of the case that it
-was at, and the next process goes on behind that.
+Processes share the calls among themselves. If a process dies (for example of a lost CUDA context), its current case has
+failed, and the next process continues after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Run one part and print a line for every case that begins, and for every failure."""
+    """Run one part and print a line for every started case and every failure."""
     import torch
     from support.compare import poisoned
 
@@ -64,7 +64,7 @@ class Part(threading.Thread):
         self.failures: list[list[str]] = []
 
     def run(self) -> None:
-        """Start processes until one has come to its end."""
+        """Start processes until one finishes."""
         end, start = time.monotonic() + self.given.seconds, 0
         while time.monotonic() < end and self.crashes < 50:
             left = f"{max(end - time.monotonic(), 1):.0f}"

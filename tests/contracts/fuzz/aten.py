@@ -1,8 +1,8 @@
-"""The fuzzer for aten overloads that ``rtkernels.enable`` takes: samples of torch's OpInfos, varied as calls of ours.
+"""The fuzzer for aten overloads that ``rtkernels.enable`` takes: samples of torch's OpInfos, varied like our own calls.
 
 A varied call is compared with the same call on contiguous clones, both on our kernels; where one of them raises, and
-where memory is shared, torch's own kernel says whether that is right. Other values than torch's are not looked for here
-(``tests/conformance`` does).
+where memory is shared, torch's own kernel says whether that is right. ``tests/conformance`` compares values with
+torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contracts.fuzz.variations import SHIFTS, Variation, is_index, resized
 from rtkernels.aten import table
 from rtkernels.emulator import EmulatorError
 
-# Sizes of OpInfos (5, 10, 3) are no multiples of anything: these have 16-byte accesses.
+# OpInfo sizes (5, 10, 3) are not aligned; these allow 16-byte accesses.
 GROWN = (None, (5, 16), (3, 8), (10, 24))
 _RANDOM = ("rng",)  # results depend on the layout
 _NEIGHBOURS = ("win",)  # results depend on neighbours, although shapes may be the same
@@ -134,14 +134,14 @@ class AtenFuzzer:
         """Return results and what was overwritten, or the exception that torch raises."""
         try:
             with self._ours() if ours else contextlib.nullcontext(), torch.no_grad():
-                made = call.run(tensors, **more)
+                result = call.run(tensors, **more)
         except EmulatorError:
             raise
         except Exception as error:
             if "CUDA error" in str(error) or "misaligned" in str(error):
                 raise
             return error
-        found = [t for _, t in leaves(made, "") if isinstance(t, Tensor)]
+        found = [t for _, t in leaves(result, "") if isinstance(t, Tensor)]
         return [*found, *(tensors[i] for i in call.written)]
 
     def _varied(self, call: Call, variation: Variation) -> bool:
@@ -237,7 +237,7 @@ class AtenFuzzer:
 
 
 def _is_elementwise(call: Call, target: str, name: str, shift: int, like: Tensor) -> bool:
-    """Return whether every element that is written lies over the one it is computed from.
+    """Return whether every written element overlaps exactly the element it is computed from.
 
     All else torch refuses or leaves undefined: where its operators do not look (``avg_pool2d``, ``masked_select`` of
     an expanded tensor), a thread of its kernels reads what another one has overwritten, or has not yet.

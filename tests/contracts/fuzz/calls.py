@@ -87,7 +87,7 @@ def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def results_of(result: Any) -> list[Tensor | None]:
-    """Return the tensors of a result; None for what is none."""
+    """Return the tensors of a result, and None for everything else."""
     return [value if isinstance(value, Tensor) else None for _, value in leaves(result, "")]
 
 
@@ -174,7 +174,7 @@ def _captured(name: str, call: Callable[..., Any]) -> tuple[Any, Any]:
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         copies = iter([t.detach().clone() for _, t in leaves((args, kwargs), "") if isinstance(t, Tensor)])
-        seen.append((rebuilt(args, copies), rebuilt(kwargs, copies)))  # as they are before the call writes to them
+        seen.append((rebuilt(args, copies), rebuilt(kwargs, copies)))  # their values before the call writes to them
         return function(*args, **kwargs)
 
     counts = test_dynamic_rows.COUNTS
@@ -198,7 +198,7 @@ def _function(label: str, name: str, family: str, args: Any, kwargs: Any) -> Cal
     versions = [t._version for t in tensors]
     with torch.no_grad():
         call.run(tensors)
-    # By versions, too: what is written may have been there before.
+    # Compares versions, too: a write may leave the same values.
     changed = [not torch.equal(_bits(a), _bits(b)) for a, b in zip(tensors, call.tensors, strict=True)]
     call.written = {i for i, t in enumerate(tensors) if changed[i] or t._version != versions[i]}
     return call

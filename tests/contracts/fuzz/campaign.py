@@ -25,9 +25,9 @@ def _all_calls() -> tuple[calls.Call, ...]:
 
 def cases(found: list[calls.Call], seed: int) -> list[tuple[calls.Call, Variation]]:
     """Return all variations of calls, in an order that the seed decides: any part of it has something of everything."""
-    made = [(call, variation) for call in found for variation in variations(call, rng_of(seed, call))]
-    random.Random(seed).shuffle(made)
-    return made
+    pairs = [(call, variation) for call in found for variation in variations(call, rng_of(seed, call))]
+    random.Random(seed).shuffle(pairs)
+    return pairs
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
         only: Calls whose name has this in it.
         variation: Those with this name.
         part_of_variation: Those whose name has this in it.
-        repeat: How often each call is made.
+        repeat: How often each call is repeated.
         kinds: ``own``, ``aten`` or both.
         begun: Is told the number and the name of each case before it runs.
     """

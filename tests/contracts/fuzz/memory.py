@@ -1,4 +1,4 @@
-"""Tensors of a layout of one's choice, in the middle of memory that is watched.
+"""Tensors of a chosen layout, inside guarded memory.
 
 Every tensor lies in memory of its own, between guard zones. All bytes that belong to no element are 0xFF: NaN in every
 float format, -1 in integers, so that a read outside of the tensor shows in the results and a write in ``Arena.damage``.
@@ -17,13 +17,13 @@ GUARD = 1024  # bytes on both sides, a multiple of every alignment that kernels 
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor lie.
+    """The layout of a tensor.
 
     Attributes:
         name: As variations and reports call it.
         strides: In elements.
-        offset: First element, in elements behind a multiple of 16 bytes.
-        shared: Several elements lie at one address, so that values are others than those asked for.
+        offset: First element, in elements after a multiple of 16 bytes.
+        shared: Several elements share an address, so that values differ from the requested ones.
         negated: Memory holds the opposite values (a lazy negative).
     """
 
@@ -83,7 +83,7 @@ def layouts(t: Tensor, *, shared: bool = True) -> Iterator[Layout]:
 
 
 def permuted(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dimensions lie in memory in this order."""
+    """Return the strides of a tensor with its dimensions in this order in memory."""
     steps = dense([shape[i] for i in order])
     strides = [0] * len(shape)
     for place, i in enumerate(order):
@@ -92,7 +92,7 @@ def permuted(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie between the first and the last, both included."""
+    """Return the extent from the first to the last element, both included."""
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
@@ -105,13 +105,13 @@ class Arena:
         self._may_change = torch.zeros(0)
 
     def at(self, start: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the tensor that begins `start` bytes behind the first guard zone."""
+        """Return the tensor that begins `start` bytes after the first guard zone."""
         typed = self.bytes[GUARD + start :]
         typed = typed[: typed.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return typed.as_strided(tuple(shape), tuple(strides), typed.storage_offset())
 
     def watch(self, *written: Tensor) -> None:
-        """Remember what there is, and that all but the elements of some tensors must stay."""
+        """Save the contents; everything except the elements of some tensors must stay unchanged."""
         self._before = self.bytes.clone()
         self._may_change = torch.zeros_like(self.bytes, dtype=torch.bool)
         for t in written:
@@ -121,7 +121,7 @@ class Arena:
                 self._may_change.as_strided((*t.shape, t.itemsize), strides, first).fill_(True)
 
     def damage(self) -> int:
-        """Return how many bytes changed that must not."""
+        """Return how many bytes changed that must not change."""
         return int(((self.bytes != self._before) & ~self._may_change).sum())
 
 

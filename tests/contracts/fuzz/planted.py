@@ -102,7 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.defect = defect
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return how to load the edited module; None for others."""
+        """Return the loader of the edited module; None for others."""
         if name != self.module:
             return None
         file = str(ROOT / self.defect.file)

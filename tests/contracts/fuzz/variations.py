@@ -1,6 +1,6 @@
-"""What is changed in a call: layouts of tensors, sizes, who shares memory with whom, who requires a gradient.
+"""Variations of a call: layouts of tensors, sizes, aliases, and which tensors require a gradient.
 
-A variation has a name, from which it can be made again: ``x:expand0 w:off``, ``64->65 x:pitch1``, ``out[0]=x+16``,
+A variation has a name that reproduces it: ``x:expand0 w:off``, ``64->65 x:pitch1``, ``out[0]=x+16``,
 ``x=y``, ``grad x,w dy:expand``.
 """
 
@@ -22,7 +22,7 @@ SIZES = (0, 1, 7, 13, 17, 24, 40, 65, 72, 129)
 
 
 class Variation(NamedTuple):
-    """One of them.
+    """One variation.
 
     Attributes:
         layouts: Names of layouts by place of the tensor.

@@ -34,7 +34,7 @@ __global__ void ring_of_rows(const float* x, float* y, i64 rows, i64 fault) {
             const int s = row % 2, lane = threadIdx.x % kWarp;
             if (fault != kNoWait) ptx::mbarrier_wait(full + 8 * s, row / 2 % 2);
             for (int i = lane; i < 128; i += kWarp) y[128 * row + i] = 2.0f * stages[s][i];
-            if (fault >= kWritesStages)  // and the copy engine writes there next
+            if (fault >= kWritesStages)  // and TMA writes there next
                 for (int i = lane; i < 128; i += kWarp) stages[s][i] = 0.0f;
             if (fault == kFencesWrites) ptx::fence_async_shared();
             __syncwarp();

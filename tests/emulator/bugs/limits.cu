@@ -22,7 +22,7 @@ __global__ void product_after_commits(float* y, i64 commits) {
     y[threadIdx.x] = sums[0];
 }
 
-// Products that are not made yet while the blocks of a cluster wait for each other: each block has its own.
+// Products that are pending while the blocks of a cluster wait for each other: each block has its own.
 __global__ void products_of_a_cluster(float* y) {
     __shared__ __align__(1024) u16 a[64 * 64];
     const u16 value = ptx::cluster_rank() == 0 ? 0x3f80 : 0x4000;  // 1 and 2

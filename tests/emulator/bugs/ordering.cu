@@ -62,7 +62,7 @@ __global__ void count_before_zero(int* y, i64 fault) {
     if (threadIdx.x == 0) y[0] = count;
 }
 
-// One warp doubles rows of 128 numbers, which the copy engine stores.
+// One warp doubles rows of 128 numbers, which TMA stores.
 __global__ void store_rows(const float* x, float* y, i64 rows, i64 fault) {
     __shared__ __align__(16) float row[128];
     const int lane = threadIdx.x;

@@ -15,7 +15,8 @@ class Bug:
         old: Text in it.
         new: What it becomes.
         check: Name of a function in ``checks.py`` or ``checks_routing.py``.
-        kind: What the emulator must call it (``EmulatorError.kind``); "" if results are wrong, or any report will do.
+        kind: The kind that the emulator must report (``EmulatorError.kind``); "" if results are wrong, or any report
+            will do.
         nth: Which occurrence of the text, from 0; None where it is the only one.
         fast: Runs with every test run, the others with those marked slow.
     """

@@ -1,6 +1,6 @@
-"""Planted bugs of order: fences, waits for earlier kernels and for the copy engine, barriers of a warp, launch bounds.
+"""Planted bugs of order: fences, waits for earlier kernels and for TMA, barriers of a warp, launch bounds.
 
-A host orders all of this by itself; the emulator has to know what a GPU promises.
+A host orders all of this by itself; the emulator has to know what a GPU guarantees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAITS = [
     _without_wait("multi/multi_scale.cu", "clip_small_norm"),
     _without_wait("multi/multi_adamw.cu", "adamw_step", 1),
     _without_wait("common/rank.cuh", "index_of_lists", fast=True),
-    _without_wait("moe/index.cu", "index_of_maps", what="the list made of a map"),
+    _without_wait("moe/index.cu", "index_of_maps", what="the list built from a map"),
     _without_wait("moe/row_id.cu", "row_ids"),
     _without_wait("router/router_gemm_fwd.cu", "router_gemm_forward", 0, "the terms of the weight"),
     _without_wait("router/router_gemm_dx.cu", "router_gemm_many_tiles"),
@@ -55,7 +55,7 @@ FENCES = [
         "rms_norm_router", "missing_fence", 0),
     Bug("no proxy fence before a slot is filled again", "norm/bulk_rows.cuh", _ASYNC, "", "rms_norm_backward_bulk",
         "missing_fence", 0),
-    Bug("mbarrier used by the copy engine before its fence", "moe/permute_bulk.cu", "ptx::mbarrier_fence_init();", "",
+    Bug("mbarrier used by TMA before its fence", "moe/permute_bulk.cu", "ptx::mbarrier_fence_init();", "",
         "permute_bulk", "missing_fence"),
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made, results
+from support.inference import EVERYWHERE, assert_captures, assert_like_reference, normal_numbers, results
 from support.places import error_tests
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from rtkernels import Quant, act, glu
 from rtkernels.ops.act import combine
 from rtkernels.runtime.launch.plans import Plans
 
-normal = made(0)
+normal = normal_numbers(0)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TORCH = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -69,7 +69,7 @@ def test_special_values(place: str) -> None:
 
 @at()
 def test_counts_that_do_not_add_up(place: str) -> None:
-    """Rows beyond the sum belong to nobody; counts beyond the rows are cut; nothing else is touched."""
+    """Rows past the sum belong to no expert; counts past the rows are clamped; nothing else is touched."""
     with running_on(place) as device:
         for numbers, used in (([10, 20], [10, 20]), ([30, 200, 7], [30, 70, 0]), ([-4, 100], [0, 100])):
             x = torch.randn(100, 2 * 24, generator=torch.Generator().manual_seed(1)).to(device)

@@ -36,7 +36,7 @@ def test_backward_layouts(place: str, case: str) -> None:
         check_backward(inputs, pow2=True, keep="fp8")
         of_whole = ((rows[:2], whole[:2]), (columns[2:4], whole[2:4]), (dense[4:5], whole[4:5]))
         if dense.dx.shape[-1] % 256:
-            of_whole = of_whole[:1]  # a group across the halves takes another kernel, whose roundings are others
+            of_whole = of_whole[:1]  # a group across the halves takes another kernel, which rounds differently
         for part, of in of_whole:
             for a, b in zip(part, of, strict=True):
                 assert_same_bits(a, b)
@@ -49,7 +49,7 @@ def test_backward_layouts(place: str, case: str) -> None:
 @pytest.mark.parametrize("act", ("silu", "swiglu_oai", "sigmoid"))
 @at("cpu", "sm_90", "cuda")
 def test_backward_groups_across_the_halves(place: str, act: str, dtype: torch.dtype) -> None:
-    """As quantize_fp8 would group the columns of the gradient: 2 * 136 of them are two groups of 128 and one of 16."""
+    """Columns of the gradient are grouped as by quantize_fp8: 2 * 136 of them are two groups of 128 and one of 16."""
     with running_on(place) as device:
         for case in ("tail_experts", "tail_of_3"):
             check_backward(make_backward(case, dtype, device), act, scales="column")
@@ -71,10 +71,10 @@ def test_dy_of_any_strides(place: str) -> None:
             check_backward(inputs, dy=dy)
 
 
-def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, multiprocessors: int = 4) -> None:
+def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, sms: int = 4) -> None:
     """Plan for a device with so much shared memory."""
     info = plans.device_info(-1)
-    small = type(info)(info.name, info.target, multiprocessors, shared)
+    small = type(info)(info.name, info.target, sms, shared)
     monkeypatch.setattr(plans, "device_info", lambda device: small)
     Plans.forget_all()
 
@@ -82,7 +82,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch, shared: int, multiprocessors: int = 
 @emulated
 @pytest.mark.parametrize("stages", (0, 1, 2))
 def test_any_shared_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
-    """With room for that many tiles of all inputs; with none, the kernel for everything takes over."""
+    """With room for that many tiles of all inputs; without, the generic kernel takes over."""
     least = 2**16
     for inputs, run in ((2, check), (3, check_backward)):
         with monkeypatch.context() as patch, running_on("sm_90") as device:
@@ -93,12 +93,12 @@ def test_any_shared_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None
 
 @emulated
 def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the block works out the places of at a time."""
+    """More tiles than a block computes positions for at a time."""
     x, numbers = torch.randn(76, 2 * 8, generator=torch.Generator().manual_seed(0)), torch.ones(70, dtype=torch.int64)
     numbers[::11] = 2
     numbers[0] = 1
     with running_on("sm_90") as device:
-        shrunk(monkeypatch, plans._STATIC_SHARED + 4 * 2**15 + 1000, multiprocessors=1)
+        shrunk(monkeypatch, plans._STATIC_SHARED + 4 * 2**15 + 1000, sms=1)
         inputs = Inputs(x.bfloat16().to(device), counts=numbers.to(device))
         check(inputs, scales="column")
         check(inputs, "relu", layout="row")
@@ -108,7 +108,7 @@ def test_many_tiles_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @emulated
 def test_one_tile_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with so many tiles for a block that the backward has a block for each."""
+    """As on a GPU with so many tiles per block that the backward launches one block per tile."""
     with monkeypatch.context() as patch, running_on("sm_90") as device:
         patch.setattr(plans, "_MANY_TILES", 0)
         for case in ("two_tiles", "experts"):

@@ -1,4 +1,4 @@
-"""SwiGLU to fp8 with inputs by the copy engine (sm_90): the bits of the kernels that run everywhere."""
+"""SwiGLU to fp8 with inputs loaded by TMA (sm_90): the bits of the kernels that run everywhere."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_few_tiles_are_shared_out_evenly() -> None:
 @emulated
 @pytest.mark.parametrize("order", ("forward", *ORDERS))
 def test_same_bits_in_the_emulator(monkeypatch: pytest.MonkeyPatch, order: str | int) -> None:
-    """Copies that come late, warps in any order: what passes between warps is ordered by their barriers alone."""
+    """Late copies, warps in any order: barriers alone order the data that passes between warps."""
     monkeypatch.setattr(_launch, "launched", set())  # of this test alone
     for case in ("one_row", "ragged", "experts"):
         for call in calls(case, "cpu"):
@@ -106,7 +106,7 @@ def test_same_bits_in_the_emulator(monkeypatch: pytest.MonkeyPatch, order: str |
 @emulated
 @pytest.mark.parametrize("draws", (False, True))
 def test_many_turns_of_a_block_in_the_emulator(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
-    """More of them than places are kept."""
+    """More tiles than positions are kept."""
     for call in calls("many_turns", "cpu"):
         with rtkernels.emulate("sm_80"):
             wanted = call()
@@ -125,7 +125,7 @@ def test_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, draws: bool) -> N
         with kernels(monkeypatch, streams=True, draws=draws):
             for _ in range(3):
                 got = call()
-        if case == "too_few":  # the rest belongs to nobody
+        if case == "too_few":  # the rest belongs to no expert
             assert_same_bits(got.q[: sum(numbers)], wanted.q[: sum(numbers)])
             assert_same_bits(got.scale_t, wanted.scale_t)
         else:
@@ -134,7 +134,7 @@ def test_same_bits(monkeypatch: pytest.MonkeyPatch, case: str, draws: bool) -> N
 
 @pytest.mark.gpu
 def test_graphs_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls at the same time draw from different counters; a graph clears its own."""
+    """Concurrent calls use different counters; a graph clears its own."""
     forward, backward = calls("many")
     with kernels(monkeypatch, streams=True, draws=True):
         wanted = forward(), backward()

@@ -16,7 +16,7 @@ from rtkernels.errors import ArgumentError
 
 
 def _spread(line: Tensor, inputs: Inputs, rows: int) -> Tensor:
-    """What each element is multiplied with, from one number per column, or per expert and column."""
+    """The factor of each element, from one number per column, or per expert and column."""
     if inputs.counts is None:
         return line.expand(rows, -1)
     return line.repeat_interleave(inputs.counts.cpu(), 0)
@@ -27,7 +27,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def check_smooth(inputs: Inputs, act: str = "silu", *, pow2: bool = False) -> tuple:
-    """Run both directions and judge everything they give."""
+    """Run both directions and check all results."""
     shape = inputs.x.shape if inputs.up is not None else (*inputs.x.shape[:-1], inputs.x.shape[-1] // 2)
     rows, cols, device = torch.Size(shape[:-1]).numel(), shape[-1], inputs.x.device
     lead = () if inputs.counts is None else (len(inputs.counts),)

@@ -1,4 +1,4 @@
-"""append_kv_cache: where tokens go, rotation, codes."""
+"""append_kv_cache: destinations of tokens, rotation, codes."""
 
 from __future__ import annotations
 

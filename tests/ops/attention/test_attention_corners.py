@@ -1,6 +1,6 @@
 """Attention where its kernels have corners: last chunks, edges of masks, empty tiles, far caps, saturated codes.
 
-The cheapest calls that tell kernels from their mutants (docs/mutation.md).
+The cheapest calls that distinguish kernels from their mutants (docs/mutation.md).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_last_keys_of_a_causal_tile(place: str, more: int) -> None:
 
 @at("sm_90")
 def test_tiles_that_see_nothing_between_others(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tiles than blocks, heads in bands of which the last is narrower."""
+    """More tiles than blocks, with a narrower last band of heads."""
     monkeypatch.setattr(sm90_forward_plan, "_L2_BYTES", 2 * 2 * 100 * 128)
     Plans.forget_all()
     with rtkernels.emulate(place):
@@ -97,7 +97,7 @@ def test_decode_over(place: str, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @at("sm_90")
 def test_decode_waits_for_its_inputs(place: str) -> None:
-    """A kernel that may start early reads nothing that the one before has yet to write."""
+    """A kernel that may start early reads nothing that the previous one has yet to write."""
     with running_on(place):
         arguments, *_ = test_decode.make((40,), 48, 16)
         arguments["q"] = rtkernels.rms_norm(arguments["q"], torch.ones(64, dtype=BF16))
@@ -108,7 +108,7 @@ def test_decode_waits_for_its_inputs(place: str) -> None:
 
 @at("sm_90")
 def test_latents_in_several_rounds(place: str) -> None:
-    """Scores that grow from tile to tile: sums so far are scaled."""
+    """Scores grow from tile to tile, so accumulators are rescaled."""
     size = {"lengths": (900,), "capacity": 900, "page": 0, "heads": 2, "width": 72}
     with running_on(place) as device:
         arguments, _ = test_mla_decode.cached(**size, device=device)
@@ -145,7 +145,7 @@ def test_heads_of_one_vector_and_a_half(place: str) -> None:
 
 @at("sm_80")
 def test_states_that_are_almost_zero(place: str) -> None:
-    """Of magnitudes that no power of two brings into the range of fp16."""
+    """Magnitudes that no power of two brings into the range of fp16."""
     q, k, v = (torch.randn(1, 3, 1, 16).to(FP16) for _ in range(3))
     decay = torch.zeros(1)
     with running_on(place):

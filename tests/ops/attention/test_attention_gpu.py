@@ -1,4 +1,4 @@
-"""Attention on a GPU, at sizes that the emulator is too slow for: tile edges, shared heads, errors beside torch's."""
+"""Attention on a GPU, at sizes too slow for the emulator: tile edges, shared heads, errors compared with torch's."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_limit_for_each_query(width: int, backend: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_errors_are_those_of_torch(width: int, causal: bool) -> None:
-    """Root mean squares of the errors of the result and of each gradient, beside those of torch's fused kernels."""
+    """Root mean squares of the errors of the result and of each gradient, compared with torch's fused kernels."""
     leaves = leaves_of(1, 1024, 1024, 4, 4, width)
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     want = exact(*doubles, seen_keys(1024, 1024, None, 0) if causal else None)
@@ -189,7 +189,7 @@ def test_packed_latent_attention(clip: float | None) -> None:
 
 
 def test_gradients_of_sinks_of_packed_sequences_leave_scratch_out() -> None:
-    """Scratch between sequences holds whatever was there before: here numbers, not NaN."""
+    """Scratch between sequences is uninitialised: here it holds numbers, not NaN."""
     cu = torch.tensor([0, 2, 5, 130], dtype=torch.int32, device="cuda")
     q, k, v = (normal(130, 2, 64, seed=i) for i in range(3))
     sinks = torch.zeros(2, device="cuda", requires_grad=True)

@@ -124,10 +124,10 @@ def test_one_token_per_sequence(place: str) -> None:
 def test_arrangement_follows_from_shapes() -> None:
     info = DeviceInfo("an H200", targets.parse("sm_90a"), 132, 227 << 10)
     found = {blocks: arrangement(blocks, 8192, 128, 0, info) for blocks in (8, 64, 132, 133, 1024)}
-    assert {blocks: (made.warps, made.splits) for blocks, made in found.items()} == {
+    assert {blocks: (result.warps, result.splits) for blocks, result in found.items()} == {
         8: (8, 16), 64: (8, 1), 132: (8, 1), 133: (4, 1), 1024: (4, 1),
     }  # fmt: skip
-    assert all(made.shared * (8 // made.warps) <= info.shared_per_block for made in found.values())
+    assert all(result.shared * (8 // result.warps) <= info.shared_per_block for result in found.values())
     assert arrangement(8, 8192, 256, 0, info).warps == 2
     assert arrangement(8, 8192, 128, 0, DeviceInfo("an A100", targets.parse("sm_80"), 108, 163 << 10)).warps == 4
 

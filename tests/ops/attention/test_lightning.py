@@ -81,12 +81,12 @@ def test_by_wgmma(segmented: bool, place: str) -> None:
 @pytest.mark.slow
 def test_by_wgmma_in_every_order() -> None:
     q, k, v = (random(1, 130, 1, 128, seed=i) for i in range(3))
-    made = []
+    results = []
     for order in ("forward", "reverse", 7):
         with emulate("sm_90", order), poisoned():
-            made.append(lightning_attention(q, k, v, rates(1, "cpu"), return_state=True))
-    for other in made[1:]:
-        assert_equal_bits(other, made[0], "order")
+            results.append(lightning_attention(q, k, v, rates(1, "cpu"), return_state=True))
+    for other in results[1:]:
+        assert_equal_bits(other, results[0], "order")
 
 
 @at("sm_80", "cuda")
@@ -110,12 +110,12 @@ def check(name: str, place: str) -> None:
             state = given[3] if states else None
             with poisoned():
                 if function is exact:
-                    made = exact(*given[:3], decay, state, width**-0.5)
+                    result = exact(*given[:3], decay, state, width**-0.5)
                 else:
-                    made = lightning_attention(*given[:3], decay, initial_state=state, return_state=True)
-                made = made if states else made[:1]
-                grads = [random(*t.shape, seed=20 + i, device=device).to(t.dtype) for i, t in enumerate(made)]
-                results.append((*made, *torch.autograd.grad(made, given, grads)))
+                    result = lightning_attention(*given[:3], decay, initial_state=state, return_state=True)
+                result = result if states else result[:1]
+                grads = [random(*t.shape, seed=20 + i, device=device).to(t.dtype) for i, t in enumerate(result)]
+                results.append((*result, *torch.autograd.grad(result, given, grads)))
         names = ("out", "state") if states else ("out",)
         for what, got, want in zip((*names, "dq", "dk", "dv", "dstate"), *results, strict=False):
             assert_near(got, want, 2.0**-6, f"{name}, {what}")
@@ -192,14 +192,14 @@ def test_states_at_any_address(place: str) -> None:
         assert results.isfinite().all() and other.data_ptr() % 16
         rows = random(1, 65, 1, 16, device=device)
         states = random(1, 1, 16, 16, seed=4, dtype=torch.float32, device=device)
-        made = []
+        outputs = []
         with short_segments():
             for move in (lambda t: t, behind):
                 x, s = rows.clone().requires_grad_(), move(states).requires_grad_()
                 out, final = lightning_attention(x, x, x, rates(1, device), initial_state=s, return_state=True)
                 grads = torch.autograd.grad((out, final), (x, s), (out.detach(), move(final.detach())))
-                made.append((out.detach(), final.detach(), *grads))
-        assert_equal_bits(*made)
+                outputs.append((out.detach(), final.detach(), *grads))
+        assert_equal_bits(*outputs)
 
 
 @at("cpu", "sm_80", "cuda")
@@ -241,7 +241,7 @@ def test_parts_continue_each_other() -> None:
 
 
 def test_with_group_norm_and_gate() -> None:
-    """The block of linear-attention models: what ``group_rms_norm_gate`` takes is what comes out."""
+    """A block of linear-attention models: ``group_rms_norm_gate`` takes the output as it is."""
     q = random(2, 6, 4, 16).requires_grad_()
     out = lightning_attention(q, q, q, torch.full((4,), 0.1)).flatten(2)
     gate, weight = random(2, 6, 64, seed=2), torch.ones(64, dtype=BF16)
@@ -334,7 +334,7 @@ def test_fp16_has_the_error_of_fp16(case: str, place: str) -> None:
     width, heads = (128, 1) if case == "wide" else (64, 2)
     with running_on(place) as device:
         leaves = [random(1, 150, heads, width, seed=i, dtype=FP16, device=device) for i in range(3)]
-        decay = torch.tensor([0.02, 0.0])[:heads].to(device)  # what came before a chunk counts
+        decay = torch.tensor([0.02, 0.0])[:heads].to(device)  # the state before a chunk matters
         state = None
         if case == "large state":  # beyond what fp16 holds, as the sum of a long sequence may be
             state = 2e6 * random(1, heads, width, width, seed=7, dtype=torch.float32, device=device)
@@ -369,7 +369,7 @@ def test_fp16_has_the_error_of_fp16(case: str, place: str) -> None:
 
 @at("sm_80", "cuda")
 def test_fp16_state_with_infinities(place: str) -> None:
-    """An element that is not finite reaches its own column only, and does not set the scale of the others."""
+    """A non-finite element affects only its own column, and does not set the scale of the others."""
     with running_on(place) as device:
         q, k, v = (random(1, 70, 1, 64, seed=i, dtype=FP16, device=device) for i in range(3))
         state = 1e6 * random(1, 1, 64, 64, seed=7, dtype=torch.float32, device=device)

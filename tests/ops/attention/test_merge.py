@@ -100,13 +100,13 @@ def test_bad_arguments() -> None:
 
 
 def _ring(rank: int, world: int, port: int, results: str) -> None:
-    """Each process has a part of q, k and v; keys and values go round, and parts are merged as they come."""
+    """Each process has a part of q, k and v; keys and values rotate, and partial results are merged on arrival."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=300))
     q, k, v = (random(1, 8, h, 16, seed=i).to(BF16).chunk(world, 1)[rank].contiguous() for i, h in enumerate((4, 2, 2)))
     outs, lses = [], []
     for step in range(world):
-        owner = (rank - step) % world  # whose keys these are
+        owner = (rank - step) % world  # the rank that owns these keys
         if owner <= rank:  # causal: later keys are not seen
             out, lse = attention(q, k, v, causal=owner == rank, return_lse=True)
             outs.append(out)

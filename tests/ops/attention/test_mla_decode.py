@@ -28,7 +28,7 @@ def cached(
     """Return arguments, and the latents as [batch, capacity, 1, width]; unused pages are NaN."""
     batch = len(lengths)
     latents = random(batch, capacity, width, seed=1, dtype=dtype)
-    made: dict[str, Any] = {
+    results: dict[str, Any] = {
         "q": random(batch, tokens, heads, width, dtype=dtype), "kv_cache": latents,
         "seqlens": torch.tensor(lengths, dtype=torch.int32),
     }  # fmt: skip
@@ -37,8 +37,8 @@ def cached(
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(5))
         spread = torch.full((batch * pages + 1, page, width), float("nan"), dtype=dtype)
         spread[order] = latents.view(batch * pages, page, width)
-        made |= {"kv_cache": spread, "page_table": order.int().view(batch, pages)}
-    return {name: t.to(device) for name, t in made.items()}, latents.unsqueeze(2)
+        results |= {"kv_cache": spread, "page_table": order.int().view(batch, pages)}
+    return {name: t.to(device) for name, t in results.items()}, latents.unsqueeze(2)
 
 
 DECODE: dict[str, tuple[dict[str, Any], int]] = {

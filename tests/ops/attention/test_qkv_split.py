@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import running_on
-from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made
+from support.inference import EVERYWHERE, assert_captures, assert_like_reference, normal_numbers
 from support.places import at, error_tests
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from rtkernels import qkv_split, rope_table
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import rope_table as tables_module
 
-normal = made(0)
+normal = normal_numbers(0)
 COS, SIN = rope_table(32, 16)
 TABLE = torch.stack((COS, SIN), -1).flatten(-2).bfloat16()  # cos and sin in alternating columns
 POSITIONS = torch.tensor([1, 7], dtype=torch.int32)
@@ -133,18 +133,18 @@ def test_tables(place: str) -> None:
 
 def test_a_graph_has_rates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for later calls is given back when there is too much of it; a graph would still read it."""
-    device, kept, made = torch.device("cuda", 0), torch.zeros(4), torch.ones(4)
+    device, kept, result = torch.device("cuda", 0), torch.zeros(4), torch.ones(4)
     capturing = [False]
     monkeypatch.setattr(tables_module, "current_stream", lambda index: 5)
     monkeypatch.setattr(tables_module, "is_capturing", lambda: capturing[0])
-    monkeypatch.setattr(tables_module, "_made_rates", lambda *_: made)
+    monkeypatch.setattr(tables_module, "_made_rates", lambda *_: result)
     monkeypatch.setattr(tables_module, "_rates", {(8, 100.0, device, 5): kept})
     assert tables_module._rates_of(8, 100.0, device) is kept
     capturing[0] = True
-    assert tables_module._rates_of(8, 100.0, device) is made
-    assert tables_module._rates_of(16, 100.0, device) is made and len(tables_module._rates) == 1
+    assert tables_module._rates_of(8, 100.0, device) is result
+    assert tables_module._rates_of(16, 100.0, device) is result and len(tables_module._rates) == 1
     capturing[0] = False
-    assert tables_module._rates_of(16, 100.0, device) is made and len(tables_module._rates) == 2
+    assert tables_module._rates_of(16, 100.0, device) is result and len(tables_module._rates) == 2
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""attention_quantized, quantize_qk and quantize_v: against float64 attention of what the codes stand for."""
+"""attention_quantized, quantize_qk and quantize_v: against float64 attention of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decoded_values(codes: Tensor, scales: Tensor, keys: int) -> Tensor:
 
 
 def spoil_behind(used: int, k: Tensor, scale_k: Tensor, v: Tensor) -> None:
-    """Make NaN, or the largest code, of what lies behind the keys that count."""
+    """Fill everything past the valid keys with NaN, or with the largest code."""
     k[used:], scale_k[:, used:] = 127, torch.nan
     if v.dtype in (BF16, FP16):
         v[used:] = torch.nan
@@ -69,7 +69,7 @@ def check(name: str, device: str, granularity: str = "token") -> None:
         qc, qs, kc, ks, taken = quantize_qk(q, k, dtype=code, granularity=granularity, smooth_k=False)
         assert not taken.any()
         if granularity == "token":
-            qs[..., lq // 2] = 0  # as others may have it for a row of zeros
+            qs[..., lq // 2] = 0  # as other quantisers may write for a row of zeros
         values, scale_v = (v.clone(), None) if value_code is None else quantize_v(v, dtype=value_code)
         clean = kc.clone(), ks.clone(), values.clone(), None if scale_v is None else scale_v.clone()
         for i, used in enumerate(options.get("seqused_k", ())):
@@ -89,7 +89,7 @@ def check(name: str, device: str, granularity: str = "token") -> None:
     assert out.dtype == dtype
     assert_near(out, exact, 2.0**-6 if value_code is None else 3e-2, "out")
     assert_near(lse, exact_lse, 1e-4 if value_code is None else 2e-2, "lse")
-    # And not far from what is not quantised.
+    # And close to unquantised attention.
     exact, _ = exact_attention(q, k, v, **host)
     assert_near(out, exact, 0.08, "out, of 16 bits")
 
@@ -113,7 +113,7 @@ def test_a_scale_for_blocks(place: str) -> None:
 @at("sm_80", "sm_90")
 @pytest.mark.parametrize("code", [INT8, E4M3])
 def test_a_query_that_sees_one_key_gives_its_value(code: torch.dtype, place: str) -> None:
-    """Then nothing is rounded but the result: sums of weights and the scale of every column show."""
+    """Only the result is rounded, so sums of weights and the scale of every column show."""
     if place == "sm_80" and code == E4M3:
         pytest.skip("fp8 values are for sm_90")
     q, k, v = (random(1, 64, 1, 64, seed=i) for i in range(3))
@@ -128,7 +128,7 @@ def test_a_query_that_sees_one_key_gives_its_value(code: torch.dtype, place: str
 
 @at("sm_80", "sm_90")
 def test_the_next_sequence_may_be_infinite(place: str) -> None:
-    """A tile of values reaches into it; what is not seen is not multiplied."""
+    """A tile of values extends into it; masked values are not multiplied."""
     x = random(1, 40, 1, 64)
     v = random(40, 1, 64, seed=2)
     ends = torch.tensor([0, 15, 40], dtype=torch.int32)

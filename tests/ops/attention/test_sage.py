@@ -1,4 +1,4 @@
-"""sage_attention: near the attention that is not quantised, with its gradients."""
+"""sage_attention: close to unquantised attention, with its gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sdpa: what torch's function gives for the same arguments, or an error that says why not."""
+"""sdpa: the results of torch's function for the same arguments, or an error that says why not."""
 
 from __future__ import annotations
 

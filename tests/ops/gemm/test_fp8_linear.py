@@ -31,12 +31,12 @@ RECIPE_NAMES = (*RECIPES, "smooth")
 
 
 def noise(*kinds: torch.dtype) -> float:
-    """Return the relative error to accept of a product of operands of these types: 1.15 times what is expected."""
+    """Return the accepted relative error of a product of operands of these types: 1.15 times the expected one."""
     return 1.15 * sum(NOISE[kind] ** 2 for kind in kinds) ** 0.5
 
 
 class Case:
-    """Inputs of a call, in fp32 made from a seed."""
+    """Inputs of a call, drawn in fp32 from a seed."""
 
     def __init__(
         self, shape: str, dtype: torch.dtype, device: str, recipe: str, weight_dtype: torch.dtype = torch.float32
@@ -65,7 +65,7 @@ class Case:
 
 
 def restored(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> Tensor:
-    """Return what the codes of x stand for, in fp64."""
+    """Return the dequantised x, in fp64."""
     if x.numel() == 0:
         return x.double()
     q, scale = rtkernels.quantize_fp8(x, granularity=granularity, dtype=dtype)
@@ -73,7 +73,7 @@ def restored(x: Tensor, granularity: str, dtype: torch.dtype = E4M3) -> Tensor:
 
 
 def rotated(x: Tensor, transposed: bool) -> Tensor:
-    """Return what the codes of rotated rows (of x, or of its columns) stand for, in fp64."""
+    """Return the dequantised rotated rows (of x, or of its columns), in fp64."""
     if x.numel() == 0:
         return x.t().double() if transposed else x.double()
     q, scale = rtkernels.quantize_fp8_hadamard(x, 64, transposed=transposed)
@@ -147,7 +147,7 @@ def test_products_of_dequantised_operands(place: str, shape: str, recipe: str, d
 @pytest.mark.parametrize("recipe", ("block", "row"))
 @at("sm_90")
 def test_kernels_agree_with_plain_torch(place: str, recipe: str) -> None:
-    """Quantisers and products one behind the other, in the emulator: layouts of codes and scales fit."""
+    """Quantisers followed by products, in the emulator: layouts of codes and scales fit."""
     case = Case("no multiple of 16", torch.bfloat16, "cpu", recipe)
     case.x, case.dy = case.x[:21], case.dy[:21]
     wanted = case.run()
@@ -258,7 +258,7 @@ def test_nan_and_infinity_stay_in_their_rows(recipe: str) -> None:
     case.x[3, 7] = float("nan")
     y = fp8_linear(case.x, case.weight, **case.options)
     assert y[3].isnan().all()
-    if recipe != "tensor":  # whose scale is everybody's
+    if recipe != "tensor":  # one scale for all
         assert_same_bits(y[4:], wanted[4:])
 
 
@@ -267,16 +267,16 @@ def test_nan_and_infinity_stay_in_their_rows(recipe: str) -> None:
 
 @pytest.fixture
 def quantised(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Count the operands that are made: (rows of the matrix, by rows, transposed)."""
-    made: Counter = Counter()
+    """Count the quantised operands: (rows of the matrix, by rows, transposed)."""
+    result: Counter = Counter()
     operand = module.OPERAND
 
     def counting(x: Tensor, *options: Any) -> Any:
-        made[(len(x), *options[3:5])] += 1
+        result[(len(x), *options[3:5])] += 1
         return operand(x, *options)
 
     monkeypatch.setattr(module, "OPERAND", counting)
-    return made
+    return result
 
 
 def test_every_matrix_is_quantised_one_time(quantised: Counter) -> None:

@@ -1,4 +1,4 @@
-"""Products of few rows by clusters of blocks: sizes nobody tuned for, what follows the sums, launches that overlap."""
+"""Products of few rows by clusters of blocks: untuned sizes, epilogues, launches that overlap."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _multiprocessors_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulated device has 4 instead of 132, which would leave no tile to more than one block."""
+def _sms_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device has 4 instead of 132, with which no tile would be shared by blocks."""
     if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("where") != "cuda":
         monkeypatch.setattr(cluster_plan, "_ROUND", cluster_plan._ROUND * 132 / 4)
 
@@ -27,11 +27,11 @@ def _multiprocessors_of_an_h200(request: pytest.FixtureRequest, monkeypatch: pyt
 def operands(m: int, n: int, k: int, dtype: torch.dtype, where: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(m * n + k)
     a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
-    made = a.to(dtype), (b / k**0.5).to(dtype)
-    return tuple(t.cuda() for t in made) if where == "cuda" else made
+    both = a.to(dtype), (b / k**0.5).to(dtype)
+    return tuple(t.cuda() for t in both) if where == "cuda" else both
 
 
-def made(where: str, function, *args, **options) -> Tensor:
+def computed(where: str, function, *args, **options) -> Tensor:
     if where == "cuda":
         return function(*args, backend="cluster", **options).cpu()
     with rtkernels.emulate(where):
@@ -58,7 +58,7 @@ def test_blocks_share_tiles() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_sums(where: str, size: tuple[int, int, int]) -> None:
     a, b = operands(*size, torch.bfloat16, where)
-    found = made(where, rtkernels.scaled_mm, a, b, out_dtype=torch.float32)
+    found = computed(where, rtkernels.scaled_mm, a, b, out_dtype=torch.float32)
     near(found, a.double() @ b.double().t())
 
 
@@ -69,7 +69,7 @@ def test_scales_bias_add_and_activation(where: str) -> None:
     bias = torch.linspace(-1, 1, 80, device=a.device)
     add = torch.linspace(-2, 2, 12 * 96, device=a.device).view(12, 96)[:, :80]
     given = {"bias": bias, "add": add, "act": "silu", "out_dtype": torch.float32}
-    found = made(where, rtkernels.scaled_mm, a, b, scale_a, scale_b, **given)
+    found = computed(where, rtkernels.scaled_mm, a, b, scale_a, scale_b, **given)
     sums = (a.double() @ b.double().t()) * scale_a[:, None] * scale_b + bias + add
     near(found, F.silu(sums))
 
@@ -78,10 +78,10 @@ def test_scales_bias_add_and_activation(where: str) -> None:
 def test_gated(where: str) -> None:
     a, b = operands(10, 80, 1040, torch.float16, where)
     gate, up = (a.double() @ b.double().t()).chunk(2, -1)
-    found = made(where, rtkernels.gated_mm, a, b, act="gelu_tanh", out_dtype=torch.float32)
+    found = computed(where, rtkernels.gated_mm, a, b, act="gelu_tanh", out_dtype=torch.float32)
     near(found, F.gelu(gate, approximate="tanh") * up)
     both = torch.tensor([0.5, 3.0], device=a.device)
-    found = made(where, rtkernels.gated_mm, a, b, global_scale=both, act="gelu_tanh", out_dtype=torch.float32)
+    found = computed(where, rtkernels.gated_mm, a, b, global_scale=both, act="gelu_tanh", out_dtype=torch.float32)
     near(found, F.gelu(0.5 * gate, approximate="tanh") * 3.0 * up)
 
 
@@ -90,13 +90,13 @@ def test_results_that_are_added(where: str) -> None:
     a, b = operands(3, 40, 64, torch.bfloat16, where)
     out = torch.ones(3, 64, device=a.device)[:, :40]
     wanted = 1 + a.double() @ b.double().t()
-    near(made(where, rtkernels.scaled_mm, a, b, out=out, accumulate=True), wanted)
+    near(computed(where, rtkernels.scaled_mm, a, b, out=out, accumulate=True), wanted)
 
 
 def test_not_a_number_stays_in_its_row_and_column() -> None:
     a, b = operands(4, 40, 128, torch.bfloat16, "sm_90")
     a[1, 5], b[7, 3] = torch.nan, torch.inf
-    found = made("sm_90", rtkernels.scaled_mm, a, b).isfinite()
+    found = computed("sm_90", rtkernels.scaled_mm, a, b).isfinite()
     assert not found[1].any() and not found[:, 7].any() and found.sum() == 3 * 39
 
 
@@ -116,7 +116,7 @@ def test_what_it_does_not_make() -> None:
 
 
 def test_a_launch_waits_for_the_one_before_it() -> None:
-    """The emulator says what reads or writes too early."""
+    """The emulator reports premature reads and writes."""
     a, b = operands(4, 64, 64, torch.bfloat16, "sm_90")
     with rtkernels.emulate("sm_90"):
         half = rtkernels.scaled_mm(a, b, backend="cluster")

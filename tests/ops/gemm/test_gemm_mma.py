@@ -1,4 +1,4 @@
-"""Products with mma.sync: every pair of operands, every recipe of scales, every ending and kind of groups."""
+"""Products with mma.sync: every pair of operands, every scaling recipe, every epilogue and kind of groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_any_size(m: int, n: int) -> None:
     ("a", "b"), [("bf16", "bf16"), ("fp16", "fp16"), ("int8", "int8"), ("int4", "int4"), ("e4m3", "e4m3")]
 )
 def test_large_tiles(a: str, b: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 128x128 tiles, which few emulated multiprocessors get by themselves only from four tiles on."""
+    """The 128x128 tiles, which the few emulated SMs choose only from four tiles on."""
     monkeypatch.setattr(mma_plan, "_tile", large_tile)
     with rtkernels.emulate(target):
         plain(a, b, 140, 133, 200, out="fp32")

@@ -1,4 +1,4 @@
-"""The skinny product: every format of weights and activations, sizes nobody tuned for, all that follows the sums."""
+"""The skinny product: every format of weights and activations, untuned sizes, all epilogues."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _case(name: str, m: int, n: int, k: int, **options):
     return make(m, n, k, a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
-def _checked(made, out=None, target: str = "sm_90") -> torch.Tensor:
-    p = made.product
+def _checked(case, out=None, target: str = "sm_90") -> torch.Tensor:
+    p = case.product
     assert skinny_plan.unsupported(p, targets.parse(target)) is None
     out = poisoned(p.m, p.n, p.out.token) if out is None else out
     with rtkernels.emulate(target):
-        run(p, CPU, out=out, **made.tensors)
-    check(made, out)
+        run(p, CPU, out=out, **case.tensors)
+    check(case, out)
     return out
 
 
@@ -93,15 +93,15 @@ def test_depths(name: str, k: int) -> None:
 
 @pytest.mark.parametrize("name", ("bf16", "e4m3", "int4_128", "w4a8", "nvfp4"))
 def test_rows_in_any_place(name: str) -> None:
-    """Rows whose addresses are multiples of nothing."""
+    """Unaligned rows."""
     pad = 2 if name == "bf16" else 3
-    made = _case(name, 3, 17, 290, pad_a=2, pad_b=pad)
-    assert not made.product.b.aligned and not made.product.a.aligned
-    _checked(made)
+    case = _case(name, 3, 17, 290, pad_a=2, pad_b=pad)
+    assert not case.product.b.aligned and not case.product.a.aligned
+    _checked(case)
 
 
 def test_small_shared_memory() -> None:
-    """Where it holds no 64 tokens of a stage, they come in two launches."""
+    """If it cannot hold 64 tokens of a stage, there are two launches."""
     _checked(_case("int4_128", 61, 40, 300, bias="fp32", add="bf16"), target="sm_89")
 
 
@@ -118,10 +118,10 @@ def test_gated(name: str, act: str) -> None:
 
 @pytest.mark.parametrize("token", ("bf16", "fp32"))
 def test_accumulates(token: str) -> None:
-    made = _case("e4m3_fp16", 4, 140, 1000, out=token, accumulate=True)
+    case = _case("e4m3_fp16", 4, 140, 1000, out=token, accumulate=True)
     out = torch.randn(4, 140).to(torch.bfloat16 if token == "bf16" else torch.float32)
-    made = made._replace(exact=made.exact + out.double())
-    _checked(made, out)
+    case = case._replace(exact=case.exact + out.double())
+    _checked(case, out)
 
 
 @pytest.mark.parametrize("names", (("int8", "int8"), ("int4", "int4"), ("int8", "uint4")))
@@ -130,12 +130,12 @@ def test_integer_results_are_exact(names: tuple[str, str]) -> None:
 
 
 def test_result_does_not_depend_on_the_order_of_blocks() -> None:
-    made = _case("int4_128", 5, 260, 1300, out="fp32")
+    case = _case("int4_128", 5, 260, 1300, out="fp32")
     results = []
     for order in ("forward", "reverse", 3):
         out = poisoned(5, 260, "fp32")
         with rtkernels.emulate("sm_90", order=order):
-            run(made.product, CPU, out=out, **made.tensors)
+            run(case.product, CPU, out=out, **case.tensors)
         results.append(out)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -143,8 +143,8 @@ def test_result_does_not_depend_on_the_order_of_blocks() -> None:
 @pytest.mark.parametrize("name", ("e4m3", "e4m3_fp16", "e5m2", "e5m2_fp16", "bf16"))
 def test_not_numbers_of_weights(name: str) -> None:
     """NaN and infinity reach their column, for every token, and no other one."""
-    made = _case(name, 10, 140, 300, out="fp32")
-    codes = made.tensors["b"]
+    case = _case(name, 10, 140, 300, out="fp32")
+    codes = case.tensors["b"]
     if name.startswith("e4m3"):
         codes[3, 7], codes[12, 299], codes[130, 0] = 0x7F, 0xFF, 0x7F
     elif name.startswith("e5m2"):
@@ -155,52 +155,52 @@ def test_not_numbers_of_weights(name: str) -> None:
     out = poisoned(10, 140, "fp32")
     out.zero_()
     with rtkernels.emulate("sm_80"):
-        run(made.product, CPU, out=out, **made.tensors)
+        run(case.product, CPU, out=out, **case.tensors)
     assert out[:, [3, 130]].isnan().all() and not out[:, 12].isfinite().any()
     rest = [i for i in range(140) if i not in (3, 12, 130)]
-    check(made._replace(exact=made.exact[:, rest], magnitude=made.magnitude[:, rest]), out[:, rest])
+    check(case._replace(exact=case.exact[:, rest], magnitude=case.magnitude[:, rest]), out[:, rest])
 
 
 @pytest.mark.parametrize("name", ("int4_128", "fp8_tensor"))
 def test_not_numbers_of_activations(name: str) -> None:
-    made = _case(name, 10, 40, 200, out="fp32")
-    codes = made.tensors["a"]
+    case = _case(name, 10, 40, 200, out="fp32")
+    codes = case.tensors["a"]
     if name == "fp8_tensor":
         codes[4, 9] = 0x7F
     else:
         codes.view(torch.bfloat16)[4, 9] = float("nan")
     out = torch.zeros(10, 40)
     with rtkernels.emulate("sm_90"):
-        run(made.product, CPU, out=out, **made.tensors)
+        run(case.product, CPU, out=out, **case.tensors)
     assert out[4].isnan().all()
     rest = [i for i in range(10) if i != 4]
-    check(made._replace(exact=made.exact[rest], magnitude=made.magnitude[rest]), out[rest])
+    check(case._replace(exact=case.exact[rest], magnitude=case.magnitude[rest]), out[rest])
 
 
 def test_every_code_has_its_value() -> None:
-    """All codes of a byte or of a nibble, one at a time: a has a single 1."""
+    """All codes of a byte or nibble, one at a time: a has a single 1."""
     for token, k in (("e4m3", 256), ("e5m2", 256), ("int8", 256), ("int4", 16), ("uint4", 16), ("e2m1", 16)):
         for math in ("bf16", "fp16"):
-            made = make(8, 8, k, math, token, out="fp32")
+            case = make(8, 8, k, math, token, out="fp32")
             codes = (
                 torch.arange(256, dtype=torch.uint8)
                 if k == 256
                 else torch.tensor([0x10 * (2 * i + 1) + 2 * i for i in range(8)], dtype=torch.uint8)
             )
-            made.tensors["b"][:, : codes.numel()] = codes
+            case.tensors["b"][:, : codes.numel()] = codes
             for first in range(0, k, 8):
-                a = made.tensors["a"].view(torch.bfloat16 if math == "bf16" else torch.float16)
+                a = case.tensors["a"].view(torch.bfloat16 if math == "bf16" else torch.float16)
                 a.zero_()
                 for i in range(8):
                     a[i, first + i] = 1.0
-                clean = made.tensors["b"].clone()
+                clean = case.tensors["b"].clone()
                 if token == "e4m3":
                     clean[(clean & 0x7F) == 0x7F] = 0
                 if token == "e5m2":
                     clean[(clean & 0x7C) == 0x7C] = 0
                 out = poisoned(8, 8, "fp32")
                 with rtkernels.emulate("sm_80"):
-                    run(made.product, CPU, out=out, **{**made.tensors, "b": clean})
+                    run(case.product, CPU, out=out, **{**case.tensors, "b": clean})
                 if k == 256:
                     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}[token]
                     wanted = clean.view(dtype)[0, first : first + 8].float()

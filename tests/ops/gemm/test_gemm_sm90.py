@@ -1,4 +1,4 @@
-"""Products by wgmma and the copy engine: types, tiles, scales, epilogues and groups, against fp64."""
+"""Products with wgmma and TMA: types, tiles, scales, epilogues and groups, against fp64."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _slack(place: str, options: dict[str, Any]) -> dict[str, float]:
     return {"slack": FP8_SUMS} if place == "cuda" and options.get("a") == "e4m3" else {}
 
 
-# Those whose variant no other case has, as compiling it takes longest, and whose code others try too.
+# Cases with a variant of their own, which takes longest to compile; other cases cover the same code.
 SLOW = (
     "1d1d_two_rounds_shared",
     "1d1d_broad",
@@ -207,14 +207,14 @@ def test_not_finite(place: str, out: str) -> None:
     with running_on(place) as device:
         a, b = torch.ones(70, 64, device=device), torch.ones(40, 64, device=device)
         a[3, 5], a[7, 1], a[9, 0], a[9, 1] = float("nan"), float("inf"), float("inf"), -float("inf")
-        made = {
+        operands = {
             "a": a.bfloat16(),
             "b": b.bfloat16(),
             "out": torch.zeros(70, 40, device=device).to(products.DTYPES[out]),
         }
-        product = Product(70, 40, 64, *(products.matrix(made[name]) for name in ("a", "b", "out")))
-        products.launch(sm90_plan, product, made, made["out"].device, tile=SMALL)
-        got = made["out"].float().cpu()
+        product = Product(70, 40, 64, *(products.matrix(operands[name]) for name in ("a", "b", "out")))
+        products.launch(sm90_plan, product, operands, operands["out"].device, tile=SMALL)
+        got = operands["out"].float().cpu()
     expected = torch.full((70, 40), 64.0)
     expected[3], expected[7], expected[9] = float("nan"), float("inf"), float("nan")
     assert torch.equal(got.nan_to_num(nan=-1), expected.nan_to_num(nan=-1))

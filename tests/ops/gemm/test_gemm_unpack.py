@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, str, int, int, int, dict[str, Any]]] = {
     "int8_int4": ("int8", "int4", 515, 24, 160, {"out": "int32"}),
     "bf16_fp8_squares": ("bf16", "e4m3", 130, 136, 272, {"scale_b": {"per_rows": 128, "depth": 128}}),
 }  # fmt: skip
-QUICK = ("nvfp4", "bf16_int4_groups", "int4")  # the others differ in what is unpacked only
+QUICK = ("nvfp4", "bf16_int4_groups", "int4")  # the others differ only in what is unpacked
 
 
 @at("sm_90", "cuda")

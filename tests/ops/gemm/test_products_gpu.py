@@ -108,7 +108,7 @@ def test_more_than_2_to_the_31_elements(which: str) -> None:
 
 
 def test_host_time_of_a_repeated_call() -> None:
-    """A repeated call costs no more host time than torch.mm and what a launch of ours costs beyond it."""
+    """A repeated call costs no more host time than torch.mm plus the extra cost of our launch."""
     import time
 
     a, b = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""``scaled_mm``: every operand and recipe against fp64, layouts, what follows a product, gradients, errors."""
+"""``scaled_mm``: every operand and recipe against fp64, layouts, epilogues, gradients, errors."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _recipe(name: str, m: int, n: int, k: int, device: str) -> tuple[Codes, Code
     qm, qn, qk = blocks
     sa = scale(-(-m // qm), -(-k // qk), **wide_k)
     sb = scale(-(-n // qn), -(-k // qk), seed=2, **wide_k)
-    if recipe == "block_1x128_128x128":  # contiguous along m, as the kernels like them
+    if recipe == "block_1x128_128x128":  # contiguous along m, as the kernels prefer
         sa = F.pad(sa.t().contiguous(), (0, -m % 4))[:, :m].t()
         assert groups == sa.shape[1]
     return a, b, sa, sb, spread(sa, qm, qk, (m, k)), spread(sb, qn, qk, (n, k)), {"recipe": recipe}
@@ -125,7 +125,7 @@ def test_recipes(name: str, size: tuple[int, int, int], place: str) -> None:
         blocks = (products.swizzled(sa), products.swizzled(sb))
         assert torch.equal(got, _run(place, a.codes, b.codes, *blocks, **options))
         assert torch.equal(got, _run(place, a.codes, b.codes, sa.view(torch.uint8), sb.view(torch.uint8), **options))
-    if options["recipe"] in ("row", "block_1x128_128x128"):  # as torch._scaled_mm has them
+    if options["recipe"] in ("row", "block_1x128_128x128"):  # as torch._scaled_mm takes them
         assert torch.equal(got, _run(place, a.codes, b.codes.t(), sa, sb if sb.shape[0] == 1 else sb.t(), **options))
 
 

@@ -25,7 +25,7 @@ Ids = Callable[..., Tensor]
 
 
 def _heavy(ids: Ids) -> Tensor:
-    """Few ids with thousands of tokens in between many with one."""
+    """A few ids with thousands of tokens among many with one."""
     values = ids(1700, high=500)
     return torch.where(values < 220, torch.full_like(values, 7), torch.where(values < 330, 11, values))
 
@@ -143,7 +143,7 @@ def test_every_pair_of_types(place: str, dtype: torch.dtype, main_dtype: torch.d
 
 
 def ordered(ids: Tensor, counters: Tensor, fill: Tensor | None, rows: int, start: int, padding: int) -> Tensor:
-    """Return the list that the passes make, however few tokens there are."""
+    """Return the list that the passes produce, however few tokens there are."""
     meta = Meta(ids.dtype, ids.shape, ids.stride(), -1, 0)
     target, size = (0, 0) if fill is None else ("fill", fill.nbytes)
     steps, scratch, name = order.order_steps(meta, "ids", target, rows, start, padding, counters.numel(), size, -1)

@@ -1,4 +1,4 @@
-"""Rows selected, scattered, and chunks of them put into another order, at every place they can run."""
+"""Rows selected and scattered, and chunks of them reordered, at every place they can run."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ CHUNKS: dict[str, tuple[int, list[int], list[int]]] = {  # rows, counts, order
 
 
 def moved_by_hand(rows: int, counts: list[int], order: list[int]) -> list[int]:
-    """Which row comes from where."""
+    """The source of each row."""
     edges = [0]
     for count in counts:
         edges.append(min(edges[-1] + max(count, 0), rows))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made
+from support.inference import EVERYWHERE, assert_captures, assert_like_reference, normal_numbers
 from support.places import error_tests
 from torch import Tensor
 
 import rtkernels
 from rtkernels import patchify, repeat_heads
 
-normal = made(0)
+normal = normal_numbers(0)
 
 
 def gradient(x: Tensor, dy: Tensor) -> Tensor:

@@ -270,11 +270,13 @@ def test_matrices_of_a_list_in_one_launch(place: str, dtype: torch.dtype) -> Non
 
 @at("cpu", "sm_90", "cuda")
 def test_conjugates_in_a_list(place: str) -> None:
-    """Their memory holds other values than they have."""
+    """Their memory holds the conjugate values."""
     x = torch.view_as_complex(torch.randn(2, 5, 6, 2).half())
     with running_on(place) as device:
         found = transpose([t.conj() for t in x.to(device).clone().unbind()])
         also = transpose([t.clone().conj() for t in x.to(device)])
     for y, z, t in zip(found, also, x, strict=True):
-        for made in (y, z):
-            assert torch.equal(torch.view_as_real(made.cpu().resolve_conj()), torch.view_as_real(t.conj_physical().t()))
+        for result in (y, z):
+            assert torch.equal(
+                torch.view_as_real(result.cpu().resolve_conj()), torch.view_as_real(t.conj_physical().t())
+            )

@@ -1,4 +1,4 @@
-"""Losses of which no row counts: 0, with gradients of 0 (docs/numerics.md), where torch's mean is NaN."""
+"""Losses without a valid row: 0, with gradients of 0 (docs/numerics.md), where torch's mean is NaN."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def test_linear_cross_entropy(place: str) -> None:
 
 
 def test_torch_gives_nan() -> None:
-    """What the table of differences says of torch."""
+    """What the table of differences says about torch."""
     assert torch.nn.functional.cross_entropy(torch.randn(5, 40), LABELS).isnan()

@@ -64,7 +64,7 @@ def rows_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("rows_as")
 @at("cpu", "sm_90", "cuda")
 def test_special_values(place: str, cols: int) -> None:
-    """NaN and infinities as torch has them, in fp64 from the same logits."""
+    """NaN and infinities as in torch, in fp64 from the same logits."""
     with running_on(place) as device:
         x = torch.randn(8, cols).bfloat16()
         x[0, 5] = torch.nan
@@ -95,7 +95,7 @@ def test_special_values(place: str, cols: int) -> None:
 
 @at("cpu", "sm_90", "cuda")
 def test_rows_that_do_not_count(place: str) -> None:
-    """Their logits are not looked at; a mean over nothing is 0."""
+    """Their logits are ignored; a mean over no rows is 0."""
     with running_on(place) as device:
         for cols, mode in itertools.product((40, 17003), MODES):
             leaf = torch.full((4, cols), torch.nan, device=device, dtype=torch.bfloat16).requires_grad_()

@@ -40,7 +40,7 @@ def test_bad_labels_on_the_cpu(place: str, label: int) -> None:
             labels = torch.tensor([1, 2, label, 4])
             with pytest.raises(ArgumentError, match=f"labels has {label} in row 2"):
                 cross_entropy(torch.randn(4, cols, dtype=torch.bfloat16, requires_grad=True), labels, one_pass=one_pass)
-        cross_entropy(torch.randn(4, 40).bfloat16(), torch.arange(4))  # and nothing stays behind
+        cross_entropy(torch.randn(4, 40).bfloat16(), torch.arange(4))  # and nothing is left over
 
 
 @pytest.mark.gpu
@@ -158,10 +158,10 @@ LONG_ROWS = (
 
 
 @pytest.mark.parametrize(("cols", "rows", "blocks", "row_blocks"), LONG_ROWS)
-def test_long_rows_fit_the_multiprocessors(
+def test_long_rows_fit_the_sms(
     cols: int, rows: int, blocks: int, row_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The vocabularies of today's models are held whole, shorter rows by several blocks, longer ones by two."""
+    """Rows of today's vocabularies are held whole: shorter rows by several blocks, longer ones by two."""
     info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
     monkeypatch.setattr(plans, "device_info", lambda device: info)
     layout = plans.long_layout(cols // 8, rows, 0)
@@ -171,7 +171,7 @@ def test_long_rows_fit_the_multiprocessors(
     assert (layout.shared + plans._STATIC_SHARED + 1024) * blocks <= 228 * 1024
 
 
-def test_few_rows_are_for_all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_for_all_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     info = DeviceInfo("H200", targets.parse("sm_90a"), 132, 227 * 1024)
     monkeypatch.setattr(plans, "device_info", lambda device: info)
 
@@ -242,7 +242,7 @@ def test_few_rows_in_clusters(blocks: int, order: str | int, monkeypatch: pytest
 @emulated
 @pytest.mark.parametrize("order", ORDERS)
 def test_long_rows_in_clusters(order: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks hold a row, and draw the next one together."""
+    """Two blocks hold a row, and claim the next one together."""
     monkeypatch.setattr(plans, "few_rows_blocks", lambda *shape: 0)
     layout = plans.LongLayout(grid=4, threads=64, shared=10 * 64 * 16, slots=10, blocks=2, in_registers=9)
     monkeypatch.setattr(plans, "long_layout", lambda *shape: layout)
@@ -272,7 +272,7 @@ def test_bench_shapes(cols: int) -> None:
     ("rows", "cols"), ((1, 32000), (5, 50257), (3, 157184), (64, 32003), (200, 1003), (70, 128257), (133, 151937))
 )
 def test_rows_shared_by_several_blocks(rows: int, cols: int) -> None:
-    """Clusters of two to eight blocks, and whatever runs where there are a few more rows."""
+    """Clusters of two to eight blocks, and the kernel for a few more rows."""
     generator = torch.Generator("cuda").manual_seed(cols)
     logits = torch.randn(rows, cols, generator=generator, device="cuda").bfloat16()
     for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):

@@ -144,7 +144,7 @@ def test_nothing_counts(place: str) -> None:
 def test_chunk_rule() -> None:
     rule = linear.default_chunk_rows
     assert rule(32768, 4096, 151936) == 4096
-    assert rule(9000, 4096, 151936) == 3072  # about alike, of whole tiles
+    assert rule(9000, 4096, 151936) == 3072  # about equal, in whole tiles
     assert rule(8192, 0, 151936) == 896  # without a gradient of the weight
     assert rule(16384, 256, 32000) == 4096  # 256 MiB of logits whatever the hidden size
     assert rule(5, 4096, 32) == 5
@@ -157,7 +157,7 @@ def test_chunk_rule() -> None:
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests are about what happens to large tensors, with small ones."""
+    """These tests exercise the handling of large tensors, with small ones."""
     monkeypatch.setattr(linear, "_SMALL", 0)
     monkeypatch.setattr(slabs, "slab_columns", lambda device: 128)
 
@@ -171,7 +171,7 @@ def test_slabs_of_the_vocabulary(place: str, reduction: str, nothing_is_small: N
             check(tensors, reduction, with_bias, g=1.0 if with_bias else 0.3, **OPTIONS[name])
         check(make(torch.float16, device, 256), reduction, True, 1.0)
         assert {slab.is_kept for slab in slabs.plan(32, 300, 16, 128)} == {True, False}
-        for with_bias in (False, True):  # so some logits are made twice
+        for with_bias in (False, True):  # so some logits are computed twice
             check(make(torch.bfloat16, device, 300, (2, 16)), reduction, with_bias, 1.0, **OPTIONS[name])
         *values, wrong = make(torch.bfloat16, device, 300)
         wrong[0, 0] = 300
@@ -191,7 +191,7 @@ def widths(rows: int, vocabulary: int, columns: int, size: int = 8) -> list[int]
 
 
 def test_slabs_cover_the_vocabulary() -> None:
-    """The smaller one is first; with many rows the last that is kept may be half a slab."""
+    """The smaller slab comes first; with many rows the last kept one may be half a slab."""
     assert widths(1, 10, 4) == [2, 4, 4] and widths(1, 8, 4) == [4, 4] and widths(1, 3, 4) == [3]
     assert widths(16, 38, 4) == [2] + [4] * 4 + [4, 4, 2] + [4, 4, 2]
     assert widths(100, 38, 4) == [2] + [4] * 9  # none is kept
@@ -218,7 +218,7 @@ def test_logits_in_the_memory_of_the_gradient(rows: int, inside: int, kept: int)
 
 
 def test_memory_at_the_size_of_a_large_model() -> None:
-    """8192 rows, hidden size 4096, a vocabulary of 151936 on 132 multiprocessors: 2 GiB with the gradients."""
+    """8192 rows, hidden size 4096, a vocabulary of 151936 on 132 SMs: 2 GiB with the gradients."""
     rows, size, vocabulary = 8192, 4096, 151936
     found = slabs.plan(rows, vocabulary, size, 132 * 128)
     outside = sum(slab.end - slab.first for slab in found if slab.is_kept and slab.place is None)
@@ -231,7 +231,7 @@ def test_memory_at_the_size_of_a_large_model() -> None:
 def test_gradient_of_the_weight_is_rounded_once(
     place: str, small: int, nothing_is_small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As close to exact as torch's two steps, whatever the number of rows and the way."""
+    """As close to exact as torch's two steps, for any number of rows and any method."""
     monkeypatch.setattr(linear, "_SMALL", small)
     with running_on(place) as device:
         for rows in (30, 1000):

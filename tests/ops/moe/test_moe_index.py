@@ -35,7 +35,7 @@ class Case:
 
 
 def one_by_one(choices: list[list[int]], experts: int, multiple_of: int, rows: int, dropped: int = 0) -> list[Any]:
-    """Build the index as its description reads."""
+    """Build the index by its definition."""
     members: list[list[int]] = [[] for _ in range(experts)]
     top_k = len(choices[0]) if choices else 0
     for t, row in enumerate(choices):
@@ -104,7 +104,7 @@ def _map(tokens: int, experts: int, share: float = 0.3) -> Tensor:
 
 
 def _wild() -> Tensor:
-    """Numbers that are no expert, and some that would be if only their lower halves were looked at."""
+    """Numbers that are no expert, and some that would be if only their lower halves were read."""
     numbers = [0, 5, 6, -1, -2, 2**31, 2**32 + 1, -(2**62), 2**63 - 1, -(2**63), 2**31 - 1, -(2**31), 3, -1, 1, 4]
     return torch.tensor(numbers).repeat(9).view(-1, 4)
 
@@ -203,7 +203,7 @@ def test_thread_order_does_not_matter(order: str | int) -> None:
 @emulated
 @pytest.mark.parametrize("case", ("plain", "more_rows_than_needed", "few_rows", "none_made", "map", "map_limited"))
 def test_every_place_is_written(case: str) -> None:
-    """Pads, and what is left of a token's list: zeros there would be choices of expert 0, and rows of slot 0."""
+    """Padding, and the rest of a token's list: zeros there would be choices of expert 0, and rows of slot 0."""
     with rtkernels.emulate("sm_90"), fresh_memory(0):
         check(CASES[case](), "cpu")
 

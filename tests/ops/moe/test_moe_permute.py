@@ -153,7 +153,7 @@ def test_backward_on_the_device(case: str, place: str):
 
 
 def gradients(device: str, index: MoeIndex, x: Tensor, probs: Tensor, dense: bool) -> list[Tensor]:
-    """Results and gradients of tokens that go to the experts, are changed there, and come back weighted."""
+    """Results and gradients of tokens that go to the experts, are transformed there, and come back weighted."""
     there = on(device, index)
     a = x.to(device).clone().requires_grad_()
     p, q = (probs.to(device).clone().requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Permutation and quantisation in one pass: the bits of one after the other."""
+"""Permutation and quantisation in one pass: the bits of two passes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bits_of_permutation_then_quantisation(case: str, output: str, place: st
 
 @at(*DEVICE_CODE)
 def test_other_types_and_columns(place: str):
-    # In two kernels: what the fused one has no variant for.
+    # In two kernels, for cases without a fused variant.
     index = routed(40, 3, 2, 16)
     views = [wild(40, 136, torch.float32), wild(40, 136, torch.float16), wild(40, 131, torch.bfloat16)]
     views += [wild(40, 320, torch.bfloat16)[:, 1:137], wild(136, 40, torch.bfloat16).t()]
@@ -113,7 +113,7 @@ def test_an_index_that_is_wrong_stays_inside(place: str):
             moe_permute_fp8(wild(60, cols, torch.bfloat16).to(device), bad, output=output)
         good = on(device, index._replace(slots=slots))
         got = moe_permute_fp8(torch.ones(60, 136, dtype=torch.bfloat16, device=device), good)
-        if place != "cpu":  # where the slots are not asked
+        if place != "cpu":  # where the slots are not read
             assert not got.q[::7].float().any()
 
 

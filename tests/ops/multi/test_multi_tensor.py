@@ -251,13 +251,13 @@ def test_empty_lists_and_empty_tensors(place: str) -> None:
 def test_tensor_list(place: str) -> None:
     with running_on(place) as device:
         tensors = mixed(device)
-        made = rtkernels.tensor_list(t for t in tensors)
+        listed = rtkernels.tensor_list(t for t in tensors)
         for _ in range(2):
-            assert_same_bits(rtkernels.multi_norm(made), rtkernels.multi_norm(tensors))
-            assert rtkernels.multi_count_zeros(made) == rtkernels.multi_count_zeros(tensors)
-            rtkernels.multi_scale_(made, 0.5)
-            rtkernels.multi_copy_(made, made, 2.0)
-            rtkernels.multi_clip_norm_(made, 100.0)
+            assert_same_bits(rtkernels.multi_norm(listed), rtkernels.multi_norm(tensors))
+            assert rtkernels.multi_count_zeros(listed) == rtkernels.multi_count_zeros(tensors)
+            rtkernels.multi_scale_(listed, 0.5)
+            rtkernels.multi_copy_(listed, listed, 2.0)
+            rtkernels.multi_clip_norm_(listed, 100.0)
 
 
 @at()

@@ -38,7 +38,7 @@ def emulated_coverage() -> None:
     for case in ("both", "residual", "residual_many_rows", "odd", "rows_of_2048", "hidden_20480"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device))
-    with running_on("sm_80") as device:  # without a copy engine another kernel makes gradients
+    with running_on("sm_80") as device:  # without TMA another kernel computes gradients
         check(make("both", torch.bfloat16, device))
 
 
@@ -75,7 +75,7 @@ def test_nan_and_infinity_as_torch(place: str) -> None:
                 assert torch.equal(ours.grad.isnan(), theirs.grad.isnan())
 
 
-# Rows that each of the kernels gets, in the emulator and on a GPU of 132 multiprocessors.
+# Rows that each of the kernels gets, in the emulator and on a GPU with 132 SMs.
 SHAPES = ((3, 40), (5, 1000), (3, 1003), (23, 1536), (9, 4096), (17, 2040), (1, 20480))
 GPU_SHAPES = ((1200, 1536), (700, 2040), (400, 4096), (300, 12288))
 
@@ -83,7 +83,7 @@ GPU_SHAPES = ((1200, 1536), (700, 2040), (400, 4096), (300, 12288))
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @at()
 def test_rows_of_equal_numbers_give_the_bias(place: str, dtype: torch.dtype) -> None:
-    """To the bit, as in torch, though 1/sqrt(eps) makes 300 of every rounding of the mean."""
+    """Bit for bit, as in torch, although 1/sqrt(eps) amplifies every rounding of the mean by 300."""
     with running_on(place) as device:
         for rows, cols in SHAPES + (GPU_SHAPES if place == "cuda" else ()):
             bias = torch.randn(cols, device=device).to(dtype)
@@ -159,7 +159,7 @@ def test_rows_that_get_a_block_each() -> None:
         (128, 2049, 2, 0),  # does not fit into registers
         (128, 4096, 4, 1024),
         (264, 512, 2, 512),
-        (265, 512, 2, 0),  # more than are there at a time
+        (265, 512, 2, 0),  # more than are resident at a time
     ):
         assert plans._small_threads(info, rows, vectors, chunks) == threads, (rows, vectors)
 

@@ -35,7 +35,7 @@ from rtkernels.runtime.launch.plans import Plans
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make one launch work out statistics and tiles together, for small inputs too; `long`: as for long rows."""
+    """Make one launch compute statistics and tiles together, for small inputs too; `long`: as for long rows."""
 
     def switch(*, long: bool = False) -> None:
         monkeypatch.setattr(plans, "_TOGETHER_BYTES", 1)
@@ -94,7 +94,7 @@ def test_statistics_and_tiles_together(place: str, together: Callable[..., None]
         together(long=True)
         check(Inputs(x, weight), "transposed")
         used += list(operators.FORWARD._plans.values())
-        assert place == "cpu" or all(plan.steps[-1].arguments[-4] for plan in used), "no block made statistics"
+        assert place == "cpu" or all(plan.steps[-1].arguments[-4] for plan in used), "no block computed statistics"
 
 
 def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
@@ -127,7 +127,7 @@ def check_layer_norm(inputs: Inputs, layout: str, **options: Any) -> NormFp8:
 
 
 def assert_codes(q: Tensor, want: Tensor, scale: Tensor, want_scale: Tensor) -> None:
-    """Compare codes of values that differ in their last bits: hardly any differ, and none by more than one code."""
+    """Compare codes of values that differ in their last bits: few codes differ, and none by more than one."""
     # The largest of a column may be the small difference of a number and its row's mean.
     torch.testing.assert_close(scale.cpu(), want_scale, rtol=4e-5, atol=0)
     a, b = q.cpu().view(torch.uint8).int(), want.view(torch.uint8).int()
@@ -157,9 +157,9 @@ def test_recomputing(place: str, case: str) -> None:
             compare(again, NormFp8(q_t=first.q_t, scale_t=first.scale_t))
         again = rms_norm_fp8(inputs.x, inputs.weight, offset=inputs.offset, keep=True, rstd=first.rstd)
         compare(again, NormFp8(q=first.q, scale=first.scale, y=first.y))
-        made = layer_norm_fp8(inputs.x, inputs.weight, layout="both")
-        again = layer_norm_fp8(inputs.x, inputs.weight, layout="both", rstd=made.rstd, mean=made.mean)
-        compare(again, made._replace(rstd=None, mean=None))
+        result = layer_norm_fp8(inputs.x, inputs.weight, layout="both")
+        again = layer_norm_fp8(inputs.x, inputs.weight, layout="both", rstd=result.rstd, mean=result.mean)
+        compare(again, result._replace(rstd=None, mean=None))
 
 
 # ---- smoothing ------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_special_values(place: str) -> None:
         huge = torch.ones(256, device=device)
         huge[5] = 3e38
         beyond = x[3:].clone()
-        beyond[2:, 5] = 3.0  # times 3e38: infinite, which no scale sees
+        beyond[2:, 5] = 3.0  # times 3e38: infinite, which no scale takes into account
         for layout in LAYOUTS:
             check(Inputs(x[3:]), layout)
             check(Inputs(beyond, huge), layout)

@@ -22,7 +22,7 @@ from rtkernels.ops.norm import norm_fp8_operators as operators
 
 
 class _Multiplied(torch.autograd.Function):
-    """Stands for a product with the codes: uses them, and hands the gradient to the place of y."""
+    """Simulates a product with the codes: uses them, and returns the gradient in place of y."""
 
     @staticmethod
     def forward(ctx, q, scale, y):
@@ -83,8 +83,8 @@ def test_gradients_are_those_of_layer_norm(place: str, with_residual: bool, smoo
                 got = layer_norm_fp8(x, weight, bias, **options, **more)
                 y, total = got.y, got.sum
             else:
-                made = rtkernels.layer_norm(x, weight, bias, **options)
-                y, total = made if with_residual else (made, None)
+                result = rtkernels.layer_norm(x, weight, bias, **options)
+                y, total = result if with_residual else (result, None)
             pairs = [(y, inputs.x * 3), (total, inputs.x * 5)][: 1 + with_residual]
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             found.append([t.grad for t in own])

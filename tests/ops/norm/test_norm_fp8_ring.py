@@ -1,4 +1,4 @@
-"""Normalisation to fp8 on sm_90: tiles by the copy engine, x read one time, and what only a GPU shows."""
+"""Normalisation to fp8 on sm_90: tiles loaded by TMA, x read once, and what only a GPU shows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ RING_CASES: dict[str, Callable[[Normal], Inputs]] = {
 
 
 def _both_and_transposed(inputs: Inputs, first: NormFp8, **options: Any) -> None:
-    """Make the codes of `first` again from its 1/rms, by rows and transposed, or transposed."""
+    """Recompute the codes of `first` from its 1/rms, by rows and transposed, or transposed."""
     for layout, scale_layout in (("both", "row"), ("both", "column"), ("transposed", "row")):
         tensors = {"weight": inputs.weight, "offset": inputs.offset, "rstd": first.rstd}
         again = rms_norm_fp8(inputs.x, layout=layout, scale_layout=scale_layout, **tensors, **options)
@@ -123,7 +123,7 @@ def test_recomputing_with_the_copy_engine(case: str, dtype: torch.dtype, monkeyp
 
 
 def check_odd(inputs: Inputs, eps: float = EPS) -> None:
-    """1/rms as in fp64 where it is finite, codes to the bit for what it is."""
+    """1/rms as in fp64 where it is finite, and exact codes for that 1/rms."""
     got = rms_norm_fp8(inputs.x, inputs.weight, eps=eps, layout="both")
     exact = torch.rsqrt(inputs.x.double().square().mean(-1) + eps)
     assert_close(got.rstd, exact, c=12, what="rstd")
@@ -141,7 +141,7 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
     with rtkernels.emulate("sm_90", order=order):
         for pow2 in (False, True):  # three blocks, two pairs of tiles each
             check(Inputs(x, weight, offset=0.5), "both", pow2=pow2, column=pow2)
-        # What does not fit into a sum of whole numbers, in some rows; then the same memory for fewer rows.
+        # Some rows with sums that do not fit into integers; then the same memory for fewer rows.
         x[1], x[2, 3], x[3, 4], x[130] = x[1] * 1e12, math.inf, math.nan, 0.0
         check_odd(Inputs(x, weight))
         check_odd(Inputs(x[:128] * 1e-9, weight), eps=0.0)
@@ -152,7 +152,7 @@ def test_reading_once_emulated(order: str | int, monkeypatch: pytest.MonkeyPatch
 
 
 @emulated
-def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_sms_than_blocks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of three pairs of tiles: three blocks at least, or statistics first and then tiles."""
     monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     x = torch.randn(144, 520, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -168,7 +168,7 @@ def test_fewer_multiprocessors_than_blocks_that_wait_for_each_other(monkeypatch:
 
 @emulated
 def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver has the last word: what it refuses is not tried on that device any more."""
+    """The driver has the last word: a refused launch is not tried again on that device."""
     tried = []
 
     def refused(*args: Any) -> None:
@@ -192,7 +192,7 @@ def test_a_launch_that_is_not_resident_is_made_in_two_passes(monkeypatch: pytest
 def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2048, 4096, device="cuda").bfloat16()
     if not ring.SINGLE_READ.supports(device_info(x.get_device()).target):
-        pytest.skip("for GPUs with a bulk copy engine")
+        pytest.skip("for GPUs with TMA")
     monkeypatch.setattr(ring, "_refused", set())
     Plans.forget_all()
     first = check(Inputs(x), "both")
@@ -211,7 +211,7 @@ def test_the_driver_refuses_and_two_passes_are_made(monkeypatch: pytest.MonkeyPa
 def test_reading_once(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(case, dtype, "cuda", RING_CASES)
     if not ring.SINGLE_READ.supports(device_info(inputs.x.get_device()).target):
-        pytest.skip("for GPUs with a bulk copy engine")
+        pytest.skip("for GPUs with TMA")
     monkeypatch.setattr(ring, "_MIN_BYTES", 0)
     Plans.forget_all()
     with running_on("cuda"):

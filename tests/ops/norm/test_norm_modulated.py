@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inference import EVERYWHERE, assert_captures, assert_like_reference, assert_nvfp4_of, made, results
+from support.inference import (
+    EVERYWHERE,
+    assert_captures,
+    assert_like_reference,
+    assert_nvfp4_of,
+    normal_numbers,
+    results,
+)
 from support.places import emulated, error_tests
 from torch import Tensor
 
@@ -16,7 +23,7 @@ from rtkernels import Quant, layer_norm, rms_norm
 from rtkernels.ops.norm import norm_modulated_plan
 from rtkernels.runtime.launch.plans import Plans
 
-normal = made(0)
+normal = normal_numbers(0)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -91,22 +98,22 @@ def test_the_order_of_steps(centred: bool, shape: tuple[int, ...]) -> None:
     common = {"residual": residual, "gate": gate, "scale": scale, "shift": shift, "channel_scale": factors}
     wanted, h = exact(x, weight, bias, residual, gate, x_bias, scale, shift, factors, 1e-5, centred)
     if centred:
-        made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
+        result = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
     else:
-        made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
-    assert torch.equal(made.residual, h)
+        result = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
+    assert torch.equal(result.residual, h)
     size = (wanted.abs() + shift.double().abs()) * 2.0**-8 + 1e-6
-    assert ((made.out.double() - wanted).abs() <= size).all()
+    assert ((result.out.double() - wanted).abs() <= size).all()
 
 
 def test_the_fused_call_has_the_bits_of_its_parts() -> None:
     """Statistics are those of the rounded sum."""
     x, residual, gate = (normal(6, 96) for _ in range(3))
-    made = rms_norm(x, residual=residual, gate=gate, quant=Quant(E4M3, 0.1), keep=True)
+    result = rms_norm(x, residual=residual, gate=gate, quant=Quant(E4M3, 0.1), keep=True)
     total = rtkernels.add_residual(residual, x, gate=gate)
-    assert torch.equal(made.residual, total)
-    assert torch.equal(made.kept, rms_norm(total))
-    assert rms_norm(total, quant=Quant(E4M3, 0.1)).float().equal(made.out.float())
+    assert torch.equal(result.residual, total)
+    assert torch.equal(result.kept, rms_norm(total))
+    assert rms_norm(total, quant=Quant(E4M3, 0.1)).float().equal(result.out.float())
 
 
 def test_scales_and_codes() -> None:
@@ -136,7 +143,7 @@ def test_codes_of_nvfp4_next_to_ties(where: str) -> None:
     8200 columns end in half a block; seed 6 has real ties, for which the reference and the kernel decide differently.
     """
     for seed, cols, swizzled in ((6, 8200, False), (7, 8200, True), (0, 264, True)):
-        numbers = made(seed)
+        numbers = normal_numbers(seed)
         x, residual, weight = numbers(2, cols), numbers(2, cols), numbers(cols)
         quant = Quant("nvfp4", swizzled=swizzled)
         packed, h, *_, scales, g = results(rms_norm, where, x, weight, residual=residual, quant=quant)
@@ -150,22 +157,22 @@ def test_results() -> None:
     assert isinstance(rms_norm(x, residual=residual), tuple) and len(rms_norm(x, residual=residual)) == 2
     assert isinstance(rms_norm(x, scale=x), Tensor)
     assert isinstance(rms_norm(x, quant=Quant(E4M3, 1.0)), Tensor)
-    made = rms_norm(x, style=style)
-    assert made.gate.data_ptr() == style[:, 16:].data_ptr() and made.residual is None
+    result = rms_norm(x, style=style)
+    assert result.gate.data_ptr() == style[:, 16:].data_ptr() and result.residual is None
     assert rms_norm(x[:0], quant=E4M3).out.shape == (0, 8)
-    assert torch.equal(made.out, rms_norm(x, scale=style[:, :8], shift=style[:, 8:16]))
+    assert torch.equal(result.out, rms_norm(x, scale=style[:, :8], shift=style[:, 8:16]))
 
 
 def test_memory_that_is_given() -> None:
     x, residual = normal(3, 16), normal(3, 16)
     codes, scales = torch.empty(3, 16, dtype=torch.int8), torch.empty(3)
     wanted = rms_norm(x, residual=residual, quant=Quant(torch.int8, granularity="row"))
-    made = rms_norm(
+    result = rms_norm(
         x, residual=residual, residual_out=residual, out=codes, scale_out=scales,
         quant=Quant(torch.int8, granularity="row"),
     )  # fmt: skip
-    assert made.out is codes and made.scale is scales and made.residual is residual
-    for a, b in zip(made, wanted, strict=True):
+    assert result.out is codes and result.scale is scales and result.residual is residual
+    for a, b in zip(result, wanted, strict=True):
         assert a is b is None or torch.equal(a, b)
     y = rms_norm(x, shift=normal(16), out=x)
     assert y is x
@@ -185,12 +192,12 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
     a = F.layer_norm(h, (16,), weight, bias, 1e-5) if centred else F.rms_norm(h, (16,), weight, 1e-5)
     y = (a * (1 + scale) + shift) * factors
     if centred:
-        made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
+        result = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)
     else:
-        made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
+        result = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)
     dy, dh = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     for got, exact in zip(
-        torch.autograd.grad((made.out, made.residual), wanted, (dy, dh)),
+        torch.autograd.grad((result.out, result.residual), wanted, (dy, dh)),
         torch.autograd.grad((y, h), wanted, (dy, dh)), strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
@@ -200,7 +207,7 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("centred", (False, True))
 @pytest.mark.parametrize("cols", (18, 64))
 def test_gradients_in_one_launch(where: str, centred: bool, cols: int) -> None:
-    """Of everything but weights, with operands that have a row for each, for some and for all."""
+    """Gradients of everything except weights, with one operand row per row, per several rows, and for all."""
     shapes = ((2, 3, cols), (2, 3, cols), (2, 1, cols), (2, 3, cols), (cols,), (cols,), (2, 3, cols), (2, 3, cols))
     x, residual, gate, scale, shift, x_bias, dy, dh = (normal(*shape, dtype=torch.float32) for shape in shapes)
     weight, bias, factors = (torch.linspace(0.5, top, cols) for top in (1.5, 2.5, 2.0))
@@ -212,12 +219,12 @@ def test_gradients_in_one_launch(where: str, centred: bool, cols: int) -> None:
         if exact:
             h = residual + gate * (x + x_bias)
             a = F.layer_norm(h, (cols,), weight, bias, 1e-5) if centred else F.rms_norm(h, (cols,), weight, 1e-5)
-            made = (a * (1 + scale) + shift) * factors, h
+            result = (a * (1 + scale) + shift) * factors, h
         elif centred:
-            made = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)[:2]
+            result = layer_norm(x, weight, bias, eps=1e-5, x_bias=x_bias, **common)[:2]
         else:
-            made = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)[:2]
-        return torch.autograd.grad(made, own, (dy, dh))
+            result = rms_norm(x, weight, eps=1e-5, bias=x_bias, **common)[:2]
+        return torch.autograd.grad(result, own, (dy, dh))
 
     given = x, residual, gate, scale, shift, x_bias, weight, bias, factors, dy, dh
     wanted = gradients(True, *(t.double() for t in given))
@@ -232,8 +239,8 @@ def test_gradients_of_kernels(where: str) -> None:
 
     def run(x: Tensor, style: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         given = [t.detach().requires_grad_() for t in (x, style, residual)]
-        made = rms_norm(given[0], residual=given[2], style=given[1])
-        return torch.autograd.grad(made.out.float().square().sum() + made.gate.float().sum(), given)
+        result = rms_norm(given[0], residual=given[2], style=given[1])
+        return torch.autograd.grad(result.out.float().square().sum() + result.gate.float().sum(), given)
 
     assert_like_reference(where, run, x, style, residual)
 
@@ -273,7 +280,8 @@ BAD = {
     "out dtype": (lambda: rms_norm(X, shift=X, out=X.half()), "out has dtype float16; expected float32"),
     "out strides": (lambda: rms_norm(X, shift=X, out=X[0].clone().expand(2, 8)), "out has strides .* memory of its"),
     "out overlaps": (
-        lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]), "out shares memory with w",
+        lambda: rms_norm(X, shift=X[0], out=X.view(-1)[:16].view(2, 8), weight=X[1]),
+        "out shares memory with w",
     ),
     "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None if no scale"),
     "residual_out": (lambda: rms_norm(X, shift=X, residual_out=X), "residual_out is given; expected None without"),

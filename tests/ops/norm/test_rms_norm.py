@@ -39,7 +39,7 @@ class Inputs:
     weight: Tensor | None = None
     residual: Tensor | None = None
     offset: float = 0.0
-    dy: Tensor | None = None  # made from the shape of x if None
+    dy: Tensor | None = None  # drawn in the shape of x if None
     dsum: Tensor | None = None
 
 

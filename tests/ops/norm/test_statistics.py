@@ -1,4 +1,4 @@
-"""The normalisations with memory of the caller's (``out``) and with statistics in and out."""
+"""The normalisations with caller-provided memory (``out``) and with statistics as inputs and outputs."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def test_statistics_gradients(place: str, norm: Norm) -> None:
                 y, total = norm.call(own_x, *parameters, eps=EPS, residual=own_residual)
             elif way == "returned":
                 options = {norm.wanted: True, "residual": own_residual}
-                y, total, *made = norm.call(own_x, *parameters, eps=EPS, **options)
-                assert not any(t.requires_grad for t in made)
-                statistics = dict(zip(norm.names, made, strict=True))
+                y, total, *result = norm.call(own_x, *parameters, eps=EPS, **options)
+                assert not any(t.requires_grad for t in result)
+                statistics = dict(zip(norm.names, result, strict=True))
             else:
                 total = own_x + own_residual
                 y = norm.call(total, *parameters, eps=EPS, **statistics)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.inference import EVERYWHERE, assert_captures, assert_like_reference, made
+from support.inference import EVERYWHERE, assert_captures, assert_like_reference, normal_numbers
 from support.places import error_tests
 from torch import Tensor
 
 import rtkernels
 from rtkernels import add_bias, add_residual, cfg_combine, channel_mul, euler_step
 
-normal = made(0)
+normal = normal_numbers(0)
 
 
 @EVERYWHERE

@@ -50,7 +50,7 @@ def check(view: Callable[[Tensor], Tensor], x_dtype: torch.dtype, y_dtype: torch
         assert_close(x.cpu(), want, scale=want.abs() + slack, what=f"{alpha}, {beta}", c=1.01)
         if (alpha, beta) == (1.0, 1.0):
             assert_same_bits(x.cpu(), (old.float() + view(other).float()).to(x_dtype))
-        # What is not in the view stays.
+        # Elements outside of the view stay.
         view(moved).copy_(old.to(device))
         assert_same_bits(moved.cpu(), whole, "around")
 

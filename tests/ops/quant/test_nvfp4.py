@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import running_on
-from support.inference import EVERYWHERE, assert_captures, made, results
+from support.inference import EVERYWHERE, assert_captures, normal_numbers, results
 from support.places import at, error_tests
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from rtkernels.ops.quant import nvfp4_plan, pack
 from rtkernels.ops.shared import block_formats as formats
 from rtkernels.runtime.launch.plans import Plans
 
-normal = made(0)
+normal = normal_numbers(0)
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -35,7 +35,7 @@ def rows(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     x[-1, :16] = 0
     x[1, :16] *= 1e-6  # scales at the lower end of their range
     x = x.to(dtype)
-    x[0, 0] = torch.nan  # a conversion of many may have made it negative, and no product on a GPU keeps that
+    x[0, 0] = torch.nan  # a vectorised conversion may flip its sign, and no product on a GPU preserves it
     return x
 
 
@@ -62,7 +62,7 @@ def test_nvfp4_has_the_bits_of_the_reference(where: str, rule: str) -> None:
 
 @EVERYWHERE
 def test_quotients_next_to_ties(where: str) -> None:
-    """Small integers over small integers are ties but for the rounding of the steps."""
+    """Ratios of small integers are ties except for the rounding of the steps."""
     sixteenths = torch.arange(-56, 57).float() / 16
     x = sixteenths[torch.randint(113, (96, 64), generator=torch.Generator().manual_seed(2))].bfloat16()
     x[0, 0] = 3.5  # of which 2688 is a multiple
@@ -74,7 +74,8 @@ def test_quotients_next_to_ties(where: str) -> None:
 
 
 def _two_part_quotients_agree(steps: Tensor, bits: int) -> bool:
-    """Whether quotients by a reciprocal in two parts (common/block_formats.cuh) lie as divisions do, next to all ties.
+    """Whether quotients by a reciprocal in two parts (common/block_formats.cuh) fall on the same side of all ties as
+    divisions.
 
     Each rounding is one of fp64 to fp32: what is rounded is exact in fp64.
     """
@@ -181,7 +182,7 @@ def test_scales_follow_their_rule() -> None:
 
     assert (error("mse") <= error("rne")).all()
     codes, scale, _ = rtkernels.quantize_nvfp4(torch.full((1, 16), 1e-9), global_scale=1.0)
-    assert scale.view(torch.uint8).item() == 0 and codes.eq(0).all()  # a scale that underflows leaves nothing
+    assert scale.view(torch.uint8).item() == 0 and codes.eq(0).all()  # a scale that underflows gives zeros
     _, scale, _ = rtkernels.quantize_nvfp4(torch.full((1, 16), 1e6), global_scale=1.0)
     assert scale.view(torch.uint8).item() == 0x7E
 

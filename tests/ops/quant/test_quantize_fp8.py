@@ -112,7 +112,7 @@ def test_special_values(granularity: str, layout: str, place: str):
         assert (scale == torch.tensor(1e-30, device=device)).all()
         _, scale = quantize_fp8(torch.zeros(16, 128, device=device), pow2_scale=True, **options)
         assert (scale == 2.0**-99).all()
-        # Neither NaN nor an infinity moves the scale of its neighbours.
+        # Neither NaN nor an infinity affects the scale of its neighbours.
         x = torch.full((128, 128), 2.0, device=device)
         x[5, 7], x[6, 7], x[7, 7], x[8, 7] = math.nan, -math.nan, math.inf, -math.inf
         q, scale = quantize_fp8(x, **options)

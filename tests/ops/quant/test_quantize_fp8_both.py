@@ -1,4 +1,4 @@
-"""fp8 codes of a matrix and of its transposed from one read: the bits of the two made one after the other."""
+"""fp8 codes of a matrix and of its transposed from one read: the bits of two separate quantisations."""
 
 from __future__ import annotations
 

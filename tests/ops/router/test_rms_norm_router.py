@@ -1,4 +1,4 @@
-"""Norm, codes and logits together: the bits of the two ops apart, gradients, errors; the single kernel."""
+"""Norm, codes and logits together: the bits of two separate ops, gradients, errors; the single kernel."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
 
 def make(case: Callable[[Normal], Inputs] | str, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(5)
-    made = CASES[case] if isinstance(case, str) else case
-    inputs = made(lambda *shape: torch.randn(*shape, generator=generator, device=device))
+    chosen = CASES[case] if isinstance(case, str) else case
+    inputs = chosen(lambda *shape: torch.randn(*shape, generator=generator, device=device))
     inputs.router *= 0.05
     return inputs
 
@@ -80,11 +80,11 @@ def emulated_coverage() -> None:
 
 def gradients(function: Callable[..., module.NormRouter], inputs: Inputs, use: str) -> list[Tensor | None]:
     leaves = [t.detach().requires_grad_() for t in (inputs.x, inputs.weight, inputs.router)]
-    made = function(Inputs(*leaves, inputs.offset))
-    assert not (made.q.requires_grad or made.scale.requires_grad or made.rstd.requires_grad)
+    result = function(Inputs(*leaves, inputs.offset))
+    assert not (result.q.requires_grad or result.scale.requires_grad or result.rstd.requires_grad)
     generator = torch.Generator(inputs.x.device).manual_seed(6)
     total = 0.0
-    for name, t in (("logits", made.logits), ("y", made.y)):
+    for name, t in (("logits", result.logits), ("y", result.y)):
         if name in use:
             factors = torch.randn(t.shape, generator=generator, device=t.device)
             total = total + (t.float() * factors).sum()
@@ -114,9 +114,9 @@ def test_gradients_in_the_emulator() -> None:
 def test_only_the_wanted_gradients() -> None:
     inputs = make("plain", "cpu")
     router = inputs.router.requires_grad_()
-    made = together(inputs)
-    assert made.logits.requires_grad
-    made.logits.sum().backward()
+    result = together(inputs)
+    assert result.logits.requires_grad
+    result.logits.sum().backward()
     assert router.grad is not None and inputs.x.grad is None
 
 
@@ -171,7 +171,7 @@ def single(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 def check_single(inputs: Inputs, **options) -> module.NormRouter:
-    """Hold the kernel to: rstd within roundings, everything else the bits that follow from rstd, logits as promised."""
+    """Check the kernel: rstd within roundings, everything else exact given rstd, logits as documented."""
     with poisoned():
         got = together(inputs, **options)
     want = apart(inputs, **options)
@@ -217,7 +217,7 @@ def test_single_kernel(single: Callable[[], int], shape: tuple[int, int, int]) -
 @emulated
 @pytest.mark.parametrize("order", ORDERS[:2])
 def test_single_kernel_in_the_emulator(single: Callable[[], int], order: str | int) -> None:
-    """Eight slabs in six slots, so that two come twice; the last one and the last rows are not whole."""
+    """Eight slabs in six slots, so that two are loaded twice; the last slab and the last rows are partial."""
     with rtkernels.emulate("sm_90", order):
         check_single(make(lambda n: Inputs(n(70, 904).to(BF16), n(904), n(20, 904).to(BF16), 0.5), "cpu"))
     assert single() == 1

@@ -1,4 +1,4 @@
-"""Router GEMM: promised errors against fp64, layouts, gradients, what is not finite, errors, the GPU's own ways."""
+"""Router GEMM: documented errors against fp64, layouts, gradients, non-finite values, error messages, GPU kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def make(case: str, x_dtype: torch.dtype, w_dtype: torch.dtype, device: str) -> 
 
 
 def within(got: Tensor, exact: Tensor, most: float, what: str) -> None:
-    """Check a relative Frobenius error, beside one rounding of every element to the dtype of `got`."""
+    """Check a relative Frobenius error, in addition to one rounding of every element to the dtype of `got`."""
     assert got.shape == exact.shape
     limit = most * exact.norm() + ROUNDOFF[got.dtype] * exact.norm() * (got.dtype != FP32) + 1e-30
     error = (got.double() - exact).norm()
@@ -98,7 +98,7 @@ def within(got: Tensor, exact: Tensor, most: float, what: str) -> None:
 
 
 def check(inputs: Inputs, precision: str) -> tuple[Tensor, ...]:
-    """Run forward and backward and hold the results to what the docstring promises; return them."""
+    """Run forward and backward and check the results against the docstring's bounds; return them."""
     x, weight = (t.detach().requires_grad_() for t in (inputs.x, inputs.weight))
     bias = None if inputs.bias is None else inputs.bias.detach().requires_grad_()
     y = router_gemm(x, weight, bias=bias, precision=precision)
@@ -287,7 +287,7 @@ def test_chosen_tiles_can_be_launched(experts: int) -> None:
                 assert tile.stages >= 2 and ring + 1024 + 16 * tile.stages <= 227 * 1024
                 shares = -(-tile.columns // 8 // tile.splits) * tile.splits  # where the ring was
                 assert tile.splits == 1 or shares * 32 * tile.rows <= ring
-                assert 4 * tile.rows * tile.columns <= ring  # results on their way to the copy engine
+                assert 4 * tile.rows * tile.columns <= ring  # results staged for TMA
 
 
 def test_the_model_finds_what_was_fastest() -> None:
@@ -298,7 +298,7 @@ def test_the_model_finds_what_was_fastest() -> None:
     assert _h200(8192, 128, 7168)[:3] == (128, 64, 1)
     assert _h200(4096, 256, 7168)[:3] == (128, 128, 2)
     assert _h200(12289, 192, 4096, 2)[:3] == (192, 96, 1)
-    assert _h200(4096, 64, 7168).splits > 1  # multiprocessors would be idle
+    assert _h200(4096, 64, 7168).splits > 1  # SMs would be idle
     assert _h200(1, 8, 64).splits == 1
 
 

@@ -26,7 +26,7 @@ def far_below(x: Tensor) -> Tensor:
     return torch.where(torch.arange(x.shape[1], device=x.device) == 9, 1.5, close).to(x.dtype)
 
 
-# name: shape, k, how x is made from normal numbers
+# name: shape, k, how x is computed from normal numbers
 CASES: dict[str, tuple[tuple[int, ...], int, Callable[[Tensor], Tensor]]] = {
     "plain": ((9, 256), 8, lambda x: x),
     "one_row": ((48,), 5, lambda x: x),

@@ -96,7 +96,7 @@ def exact(x: Tensor, indices: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def chosen_by_loops(x: Tensor, bias: Tensor | None, case: Case) -> Tensor:
-    """Choices of a matrix of fp32 logits, written as the definition has them."""
+    """Choices of a matrix of fp32 logits, by the definition."""
     options = case.options
     first = options.get("score_first", True)
     groups = options.get("num_groups", 1)
@@ -326,7 +326,7 @@ def test_many_rows(name: str) -> None:
     routing = topk_router(x, case.k, bias=bias, routing_map=True, **case.options)
     assert torch.equal(routing.counts, routing.routing_map.sum(0).int())
     on_cpu = topk_router(x.cpu(), case.k, bias=None if bias is None else bias.cpu(), **case.options)
-    differ = (routing.indices.cpu() != on_cpu.indices).any(-1)  # scores a rounding apart may change places
+    differ = (routing.indices.cpu() != on_cpu.indices).any(-1)  # scores that differ by a rounding may swap
     assert differ.float().mean() < 2e-3
     torch.testing.assert_close(routing.probs.cpu()[~differ], on_cpu.probs[~differ], rtol=1e-5, atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""Geometry of the kernels whose rows the copy engine brings."""
+"""Geometry of the kernels with rows loaded by TMA."""
 
 from __future__ import annotations
 

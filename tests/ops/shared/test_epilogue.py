@@ -1,4 +1,4 @@
-"""The end of a matrix product, ``gemm/epilogue.cuh``, alone: steps in fp32, one rounding, every way out."""
+"""The epilogue of a matrix product, ``gemm/epilogue.cuh``, alone: steps in fp32, one rounding, every output."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_steps_and_outputs(place: str, way: str) -> None:
 
 
 def sent(dtype: torch.dtype, rows: int, columns: int, times: int = 1, *, fault: int = 0, device: str = "cpu") -> None:
-    """Send tiles to a matrix by the copy engine, and compare."""
+    """Store tiles to a matrix by TMA, and compare."""
     blocks, count = 2, 32 if dtype == torch.float32 else 64
     width = 2 * count
     columns = min(columns, width)
@@ -110,7 +110,7 @@ def test_by_the_copy_engine(place: str, dtype: torch.dtype) -> None:
 @emulated
 @pytest.mark.parametrize("fault", (1, 2))
 def test_stages_are_reused_only_after_they_left(fault: int) -> None:
-    """Without open() a tile is written while the one before is read; without close() the block returns meanwhile."""
+    """Without open() a tile is written while the previous one is read; without close() the block returns too early."""
     for order in ("forward", "reverse", 0):
         with rtkernels.emulate("sm_90", order=order), pytest.raises(EmulatorError) as caught:
             sent(torch.float32, 512, 128, 2, fault=fault)

@@ -23,7 +23,7 @@ FAULTS = {
 def doubled(
     stages: int, bulk: bool, rows: int, *, consumers: int = 2, grid: int = 1, fault: int = 0, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a probe made of random rows, and what it should have."""
+    """Return a probe's results for random rows, and the expected ones."""
     x = torch.randn(max(rows, 1), ROW).to(device)
     y = torch.full_like(x, float("nan"))
     block = 32 * (1 + consumers)

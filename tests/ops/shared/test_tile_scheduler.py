@@ -1,4 +1,4 @@
-"""The tile schedulers of ``common/tile_scheduler.cuh`` alone: every tile exactly once, in the order they promise."""
+"""The tile schedulers of ``common/tile_scheduler.cuh`` alone: every tile exactly once, in the documented order."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_order_in_groups() -> None:
 @emulated
 @pytest.mark.parametrize("source", (STATIC, DRAWN_BY_BLOCKS))
 def test_without_mbarriers(source: int) -> None:
-    """Warps hand numbers over by mbarriers, which need sm_90; the other ways serve older targets too."""
+    """Warps pass numbers through mbarriers, which need sm_90; the other methods serve older targets too."""
     sizes = GROUPS["empty_first_middle_last"]
     with rtkernels.emulate("sm_80"):
         assert (walk(source, 61, 77, grid=2)[0] == 1).all()
@@ -132,5 +132,5 @@ def test_in_every_order(name: str) -> None:
 def test_wrong_ends_stay_inside_the_matrix() -> None:
     for ends in ([-5, 10, 3, 2000, 7], [2**31 - 1], [-(2**31), 40, -1]):
         with rtkernels.emulate("sm_90"):
-            _, owner = walk(STATIC, 50, 8, ends=ends)  # the emulator reports what is out of bounds
+            _, owner = walk(STATIC, 50, 8, ends=ends)  # the emulator reports out-of-bounds accesses
         assert (owner < len(ends)).all()

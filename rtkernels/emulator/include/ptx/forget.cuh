@@ -1,4 +1,4 @@
-// Host version of cuda_src/ptx/forget.cuh: there is nothing to be gained here.
+// Host version of cuda_src/ptx/forget.cuh: a no-op here.
 #pragma once
 #include "ptx/ldst.cuh"
 

@@ -79,7 +79,7 @@ RTK_DEVICE void emulated_ldmatrix(u32 (&r)[N], const void* row, bool transposed,
     u64 rows[32];
     __builtin_memcpy(rows, emu::gather(0xffffffffu, reinterpret_cast<u64>(row), site), sizeof(rows));
     const int g = static_cast<int>(emu::lane()) / 4, t = static_cast<int>(emu::lane()) % 4;
-    if (static_cast<int>(emu::lane()) < 8 * N) emu::load(row, 16);  // alignment and bounds of the row this lane names
+    if (static_cast<int>(emu::lane()) < 8 * N) emu::load(row, 16);  // alignment and bounds of this lane's row
     auto element = [&](int matrix, int i, int j) {
         return static_cast<u32>(emu::load(reinterpret_cast<const u16*>(rows[8 * matrix + i]) + j, 2).lo);
     };

@@ -56,8 +56,8 @@ RTK_DEVICE u32 max_magnitudes_bf16x2(u32 a, u32 b) {
     return max_bf16x2(a & 0x7fff7fffu, b & 0x7fff7fffu) | ((a ^ b) & 0x80008000u);
 }
 
-// Products of two such numbers and their sum with a third are exact in double precision but for sums of very different
-// magnitudes, whose second rounding these operands do not show.
+// Products of two such numbers and their sum with a third are exact in double precision except for sums of very
+// different magnitudes, where double rounding does not change the result for these operands.
 RTK_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 out = 0;
     for (int i = 0; i < 32; i += 16) {

@@ -1,5 +1,5 @@
-// Host version of cuda_src/ptx/pdl.cuh: kernels run one after the other, but who does not wait may not touch what the previous
-// kernel used.
+// Host version of cuda_src/ptx/pdl.cuh: kernels run one after the other, but a thread that has not waited must not
+// touch anything that the previous kernel used.
 #pragma once
 #include "common/abi.cuh"
 

@@ -1,4 +1,4 @@
-// Host version of cuda_src/ptx/prefetch.cuh: all data is as near as it gets.
+// Host version of cuda_src/ptx/prefetch.cuh: a no-op here.
 #pragma once
 #include "common/abi.cuh"
 

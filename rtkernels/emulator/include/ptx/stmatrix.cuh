@@ -1,4 +1,4 @@
-// Host version of cuda_src/ptx/stmatrix.cuh. Each lane writes the row that it names.
+// Host version of cuda_src/ptx/stmatrix.cuh. Each lane writes the row whose address it passes.
 #pragma once
 #include "ptx/shared.cuh"
 

@@ -4,12 +4,13 @@
 
 namespace rtk::ptx {
 
-// What rtkernels/runtime/launch/tensor_map.py writes for the emulator: words that say where the tensor is and how it lies there.
+// What rtkernels/runtime/launch/tensor_map.py writes for the emulator: words that describe the tensor's address and
+// layout.
 struct TensorMap {
     const long long* words;
 };
 
-// As many coordinates as the map has dimensions, which is looked at there.
+// As many coordinates as the map has dimensions; the runtime checks that.
 template <int N>
 RTK_DEVICE void emulated_load(SharedAddress to, const TensorMap& map, SharedAddress barrier, const int (&at)[N]) {
     emu::tensor_load(to, map.words, barrier, at, N);

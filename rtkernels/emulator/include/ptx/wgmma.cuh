@@ -1,5 +1,5 @@
-// Host version of cuda_src/ptx/wgmma.cuh. A product is made as late as it can be, by each thread for its own sums: when it is
-// waited for, from what is in shared memory then. Sums are as in mma.cuh.
+// Host version of cuda_src/ptx/wgmma.cuh. Each thread computes its part of a product as late as possible: when it is
+// waited for, from the contents of shared memory at that time. Accumulation is as in mma.cuh.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/shared.cuh"
@@ -15,7 +15,7 @@ struct EmulatedMatrix {
     u64 first;
     u32 next;
 
-    // Two neighbours of a row, of which the first is at an even place.
+    // Two neighbours of a row, the first at an even position.
     RTK_DEVICE u32 pair(int row, int column) const {
         const u64 at = first + static_cast<u64>(column / 64 * static_cast<int>(next) + row * 128 + column % 64 * 2);
         return static_cast<u32>(emu::load_by_wgmma(reinterpret_cast<const void*>(at ^ (at >> 7 & 7) << 4), 4).lo);
@@ -87,7 +87,7 @@ RTK_DEVICE void wgmma_wait(RTK_EMU_CALLER) {
             emu::keep_record(&p, sizeof(p));
         }
     }
-    // The instruction is for whole warps: each lane knows that the reads for all of them are over.
+    // The instruction is for whole warps: each lane knows that all lanes have finished reading.
     emu::gather(0xffffffffu, 0, RTK_EMU_SITE("wgmma_wait"), true);
 }
 

@@ -29,7 +29,7 @@ RTK_DEVICE double emulated_element(u32 bits) {
     }
 }
 
-// Element (i, k) of an operand: i is its row of m or n. Words of 4 bytes, as they lie there.
+// Element (i, k) of an operand: i is its row of m or n. Words of 4 bytes, in memory order.
 template <typename T, bool kAcross>
 RTK_DEVICE double emulated_element(const EmulatedMatrix& matrix, int i, int k) {
     constexpr int kPerPair = 2 / sizeof(T);  // pair() counts 16-bit elements

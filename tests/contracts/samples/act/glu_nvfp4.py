@@ -13,5 +13,5 @@ def samples(device: str):
     y, factors = torch.zeros(3, 32, device=device), torch.ones(32, device=device)
     pair = (codes, scales, number)
     yield GLU, (*pair, *pair, factors, None, y, None, None, None, "silu", "none", False, 0.0, 0.0)
-    made = torch.zeros_like(codes), None, torch.zeros_like(scales), torch.zeros((), device=device)
-    yield GLU, (*pair, *pair, None, None, *made, "gelu_tanh", "nvfp4", False, 0.0, 0.0)
+    result = torch.zeros_like(codes), None, torch.zeros_like(scales), torch.zeros((), device=device)
+    yield GLU, (*pair, *pair, None, None, *result, "gelu_tanh", "nvfp4", False, 0.0, 0.0)
