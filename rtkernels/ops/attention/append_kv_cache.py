@@ -206,7 +206,7 @@ def append_kv_cache(
         seqlens: int32 [batch]: number of keys that each sequence already has; the new tokens follow them.
         page_table: int32 [batch, pages]: the pages of each sequence.
         slots: int32 [batch, tokens] instead of seqlens: ``page * page size + index in the page``; negative for tokens
-            to skip.
+            to skip. Each slot may be named once: which of two tokens for one slot is kept is undefined.
         positions: int32 [batch, tokens]: positions for the rotation. Default: those that follow from seqlens.
         cos: [positions, angles], any floating-point dtype: rotates the first ``2 * angles`` elements of each key.
         sin: Like cos.

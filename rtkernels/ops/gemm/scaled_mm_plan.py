@@ -193,6 +193,8 @@ def plan_quantized(call: ScaledMm, device: int, gated: bool = False) -> Steps:
     try:
         return plan(call, device, gated)
     except NoBackendError:
+        if not PRODUCTS.is_automatic(call.backend):  # the caller asked for one by name
+            raise
         return IN_TORCH
 
 

@@ -131,6 +131,10 @@ class Backends(Generic[P]):
             expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
             raise ArgumentError(f"backend is {wanted!r}; expected {expected}")
 
+    def is_automatic(self, wanted: str) -> bool:
+        """Return True if ``backend=`` leaves the choice to us."""
+        return wanted in self._automatic
+
     def choose(self, problem: P, info: DeviceInfo, wanted: str = AUTO) -> Choice[P]:
         """Return the backend for a problem on a device; `wanted` may name one."""
         self.check(wanted)

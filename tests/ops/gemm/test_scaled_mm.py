@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import scaled_mm
-from rtkernels.errors import ArgumentError
+from rtkernels.errors import ArgumentError, UnsupportedDeviceError
 from rtkernels.ops.quant import pack
 
 SIZES = ((1, 8, 64), (33, 40, 96), (70, 130, 320), (5, 257, 128))
@@ -375,3 +375,11 @@ def test_torch_backend() -> None:
         scaled_mm(i, j, packed="int4", backend="torch")
     with pytest.raises(ArgumentError, match="expected 'auto' for quant_out and global_scale"):
         scaled_mm(a, b, quant_out="row", backend="torch")
+
+
+def test_a_backend_by_name_does_not_fall_back_for_quantised_results() -> None:
+    a, b = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    with rtkernels.emulate("sm_80"):
+        assert scaled_mm(a, b, quant_out="row")[0].dtype == torch.float8_e4m3fn
+        with pytest.raises(UnsupportedDeviceError, match="sm90"):
+            scaled_mm(a, b, quant_out="row", backend="sm90")
