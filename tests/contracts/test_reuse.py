@@ -126,8 +126,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "up is a view of a leaf that requires grad": lambda: glu(LEAF * 1, LEAF.view(4, 16), reuse="inputs"),
     r"x has strides \(1, 16\); expected a dense tensor": lambda: layer_norm((LEAF * 1).t(), reuse="inputs"),
     "up shares memory with another input": lambda: (lambda x: glu(x, x, reuse="inputs"))(LEAF * 1),
-    "reuse cannot be combined with rstd, return_rstd": lambda: rms_norm(LEAF * 1, return_rstd=True, reuse="inputs"),
-    "reuse cannot be combined with rstd, mean": lambda: layer_norm(LEAF * 1, out=LEAF * 1, reuse="inputs"),
+    "reuse cannot be combined with rstd or return_rstd": lambda: rms_norm(LEAF * 1, return_rstd=True, reuse="inputs"),
+    "reuse cannot be combined with rstd, mean": lambda: layer_norm(LEAF * 1, return_statistics=True, reuse="inputs"),
 }
 
 

@@ -146,7 +146,7 @@ def test_coordinates_are_as_many_as_the_map_has_dimensions(stores: int) -> None:
         ({"box": (3, 8)}, "12 bytes in the first dimension"),
         ({"strides": (136,)}, "a stride of 136 bytes"),
         ({"sizes": (32, 0)}, "a size of 0"),
-        ({"offset": 4}, "no multiple of 16"),
+        ({"offset": 4}, "not a multiple of 16"),
     ],
 )
 def test_maps_that_a_driver_refuses(map_of: dict[str, Any], text: str) -> None:

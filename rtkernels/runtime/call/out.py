@@ -17,8 +17,8 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared
-from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.torch_private import is_dynamo_compiling
+from rtkernels.runtime.operator.autograd import refuse_gradients, refuse_tangents
+from rtkernels.runtime.torch_private import forward_ad, is_dynamo_compiling
 
 
 def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequence[str]) -> Any:
@@ -47,6 +47,8 @@ def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequ
             raise ArgumentError(f"{_name(outs, i)} is a {type(tensor).__name__}; expected a torch.Tensor or None")
     refuse_gradients(f"{function.__name__} with out=", [t for _, t in tensors] + [t for t in outs if t is not None])
     if not is_dynamo_compiling():
+        if forward_ad._current_level >= 0:
+            refuse_tangents(function.__name__, [t for t in outs if t is not None])
         _check_overlap(outs, tensors, over)
     return _copied(function(**given), outs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from textwrap import indent
 from typing import Any, TypeVar
 
 import torch
@@ -49,9 +50,11 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     names, by_name = ", ".join(parameters), "{" + ", ".join(f"{name!r}: {name}" for name in parameters) + "}"
     first = next(iter(parameters))
     is_array = f"not isinstance({first}, Tensor)"
-    if parameters[first].annotation != "Tensor":  # it may be other things than tensors and arrays
+    annotation = str(parameters[first].annotation)
+    if annotation.split(" | ")[0] != "Tensor":
         is_array += f" and hasattr({first}, '__dlpack__')"
-    out = f"    if out is not None:\n        return _with_out(_function, {by_name}, _over)\n"
+    elif annotation != "Tensor":
+        is_array += f" and not isinstance({first}, {'(tuple, list)' if 'Sequence' in annotation else 'tuple'})"
     # While autograd records a call, there is nothing to replay: it is not compared with other recent calls.
     required = [n for n, p in parameters.items() if p.annotation == "Tensor" and p.default is p.empty][:2]
     wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required)
@@ -63,20 +66,22 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
             if not ({wants_grad or "False"}) or not _is_grad_enabled():
                 return _find({names})
 """
+    call = [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
+    if "out" in parameters and not own_out:
+        call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
+    call.append(f"return _function({', '.join(passed)})")
+    body = "\n".join(call)
+    first_lines = replay + f"        return _call({names})" if recent else indent(body, " " * 8)
     source = f"""
 def {function.__name__}({", ".join(listed)}):
     try:
-{replay if recent else ""}\
-        return _call({names})
+{first_lines}
     except Exception as _error:
         _explain(_error, {by_name})
         raise
 
 def _call({names}):
-    if {is_array}:
-        return _with_arrays(_public, {by_name})
-{out if "out" in parameters and not own_out else ""}\
-    return _function({", ".join(passed)})
+{indent(body, " " * 4)}
 """
     scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
         "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,

@@ -119,7 +119,7 @@ class Recent:
 
     def _emulated(self, values: tuple[Any, ...]) -> Any:
         """Do the same on the CPU: in the emulator addresses are objects, and operators begin and end a recording."""
-        with emulator.lock:
+        with emulator.lock:  # plans are built while a call is recorded, too: for the target of this thread
             emulate_features(emulator.active())  # which may forget what is known
             known = self.known.get(key := self._key(values))
             if known is not None and known.replay is not None:
@@ -128,4 +128,4 @@ class Recent:
                 if result is not MISS:
                     return result
                 known.replay = None
-        return self._found(key, values)
+            return self._found(key, values)
