@@ -48,7 +48,7 @@ def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequ
     refuse_gradients(f"{function.__name__} with out=", [t for _, t in tensors] + [t for t in outs if t is not None])
     if not is_dynamo_compiling():
         if forward_ad._current_level >= 0:
-            refuse_tangents(function.__name__, [t for t in outs if t is not None])
+            refuse_tangents(f"{function.__name__} with out=", [t for t in outs if t is not None])
         _check_overlap(outs, tensors, over)
     return _copied(function(**given), outs)
 
