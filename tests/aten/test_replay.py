@@ -11,6 +11,7 @@ from support.places import at
 
 import rtkernels
 from rtkernels.aten import replay, table
+from rtkernels.runtime.call.codegen import MISS
 
 
 def x() -> torch.Tensor:
@@ -64,7 +65,7 @@ def _nothing_known():
 
 
 def known(name: str, place: str) -> list:
-    return list(replay.replays_of(name, "CUDA" if place == "cuda" else "CPU").values())
+    return [k.replay for k in replay.known_calls(name, "CUDA" if place == "cuda" else "CPU").values()]
 
 
 @at("sm_80", "cuda")
@@ -111,7 +112,7 @@ def test_memory_that_overlaps_goes_to_torch() -> None:
         torch.randn(32).add_(torch.randn(32))
         (made,) = known("add_.Tensor", "sm_80")
         out, other = buffer[4:36], buffer[0:32]
-        assert made is not None and made.replay(out, other, out.data_ptr(), other.data_ptr()) is None
+        assert made is not None and made(out, other, out.data_ptr(), other.data_ptr(), 1) is MISS
         with pytest.raises(RuntimeError, match="single memory location"):
             buffer[4:36].add_(buffer[0:32])
 
@@ -124,7 +125,7 @@ def test_sources_that_overlap_are_not_added_by_a_repeated_call(monkeypatch: pyte
         (made,) = known("index_add_", "sm_80")
         for first in (0, 7, -7):  # rows of the source in the memory of the result
             out, source = buffer[8:16], buffer[8 + first : 16 + first]
-            assert made.replay(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is None
+            assert made(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is MISS
 
 
 def test_numbers_are_told_apart() -> None:
