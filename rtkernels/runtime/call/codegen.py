@@ -374,8 +374,8 @@ class _UnguardedWriter(_Writer):
             self.scope["default_dtype"] = torch.get_default_dtype
             others.insert(0, f"default_dtype() is not {self.constant(torch.get_default_dtype())}")
         for i, number in enumerate(self.numbers):
-            self.scope[f"encode_{i}"] = number.encode
-            lines.append(f"n_{i} = encode_{i}({number.name})")
+            self.scope |= {f"encode_{i}": number.encode, f"kept_{i}": number.encode.kept.get}
+            lines.append(f"n_{i} = kept_{i}({number.name}) or encode_{i}({number.name})")
             others.append(f"n_{i} is None")
         return [*lines, f"if {' or '.join(others)}:\n        return MISS"] if others else lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rtkernels.runtime.call.trace import NotRepeatable, Number, Record, Trace, View
+from rtkernels.runtime.call.trace import Encoded, NotRepeatable, Number, Record, Trace, View
 from rtkernels.runtime.operator.declared import Declared, active_traces, own_trace
 from rtkernels.runtime.operator.plan import StepPlan
 
@@ -81,7 +81,7 @@ class LaunchTrace(Trace):
         if name is None:
             return None
         self._taken.add(name)
-        return Number(name, encode)
+        return Number(name, None if encode is None else Encoded(encode))
 
     def close(self) -> None:
         """Refuse the call if a number was lost on its way to the launches: the handler may have computed with it."""

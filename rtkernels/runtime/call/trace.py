@@ -26,6 +26,7 @@ from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 _MAX_RECORDS = 64
+_MAX_ENCODED = 64
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _UNKNOWN_RESULTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -110,11 +111,31 @@ class Number(NamedTuple):
 
     Attributes:
         name: The argument's.
-        encode: Returns what the launch takes, or None for a number that it cannot take; None: the number itself.
+        encode: What the launch takes for it; None: the number itself.
     """
 
     name: str
-    encode: Callable[[Any], Any] | None
+    encode: Encoded | None
+
+
+class Encoded:
+    """What a launch takes for numbers, remembered: most come again.
+
+    Args:
+        encode: Returns it for a number, or None for one that the launch cannot take.
+    """
+
+    def __init__(self, encode: Callable[[Any], Any]) -> None:
+        self._encode, self.kept = encode, {}
+
+    def __call__(self, number: Any) -> Any:
+        """Return it for a number that is not in ``kept``."""
+        encoded = self._encode(number)
+        if number and encoded is not None:  # zeros are equal whatever their sign
+            if len(self.kept) >= _MAX_ENCODED:
+                self.kept.clear()
+            self.kept[number] = encoded
+        return encoded
 
 
 class Trace:
