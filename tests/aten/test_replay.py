@@ -179,3 +179,66 @@ def test_a_call_with_aligned_tensors_is_not_like_one_with_others() -> None:
             buffer[1:].view(4, 64).sum(1)
         buffer[:-1].view(4, 64).sum(1)
     assert len(known("sum.dim_IntList", "sm_80")) == 2
+
+
+NUMBER_FOR_TENSOR = ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
+FLOATS = (2.5, -0.0, 0.0, 1e-3, float("nan"), -float("inf"), -3.0, 3e38, 7.25)
+
+
+def takes_float(name: str, argument: object) -> bool:
+    """Return True for an argument of an overload that replays take any float for; Python gives few Tensors as such."""
+    wanted = str(argument.type) != "Tensor" or (name in NUMBER_FOR_TENSOR and argument.name == "other")
+    return argument.name in table.table()[name].passes and wanted
+
+
+def with_float(name: str, x: torch.Tensor, number: float) -> torch.Tensor:
+    args, kwargs = [], {}
+    for argument in table.schema_of(name).arguments:
+        value = number if takes_float(name, argument) else x if "Tensor" in str(argument.type) else None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")(*args, **kwargs)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.bool else t.nan_to_num(nan=12345.0).view(torch.int32)
+
+
+@pytest.mark.parametrize("name", [
+    name for name in sorted(table.table()) if not name.startswith("bitwise") and "out" not in name and "_." not in name
+    and any(takes_float(name, argument) for argument in table.schema_of(name).arguments)
+])  # fmt: skip
+def test_numbers_that_change_are_passed_to_launches(name: str) -> None:
+    tensor = torch.tensor([[1.5, -2.0, 0.0, 3.0]] * 3)
+    with taken("sm_80", name):
+        got = [with_float(name, tensor, number) for number in FLOATS]
+        (made,) = known(name, "sm_80")
+        assert made is not None
+        fresh = []
+        for number in FLOATS:
+            replay.forget()
+            fresh.append(with_float(name, tensor, number))
+    for number, a, b in zip(FLOATS, got, fresh, strict=True):
+        assert bits(a).equal(bits(b)), number
+
+
+def test_numbers_that_are_one_object_are_told_apart() -> None:
+    a = torch.ones(8)
+    with taken("sm_80", "add"):
+        same = [torch.add(a, a, alpha=2.0), torch.ops.aten.add.Tensor(a, 2.0, alpha=2.0)]
+        others = [torch.add(a, a, alpha=3.0), torch.ops.aten.add.Tensor(a, 2.0, alpha=3.0)]
+        others.append(torch.ops.aten.add.Tensor(a, 4.0, alpha=2.0))
+    assert [t[0].item() for t in (*same, *others)] == [3.0, 5.0, 4.0, 7.0, 9.0]
+
+
+def test_a_number_that_does_not_fit_goes_to_torch() -> None:
+    half = torch.ones(8, dtype=torch.float16)
+    with taken("sm_80", "fill"):
+        for number in (2.0, 3.0):
+            assert torch.fill(half, number)[0] == number
+        with pytest.raises(RuntimeError, match="overflow"):
+            torch.fill(half, 1e30)
+        assert torch.fill(half, 4.0)[0] == 4.0
