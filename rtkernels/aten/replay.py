@@ -69,6 +69,9 @@ class OverrideCalls(Calls):
     def forget(self) -> None:
         """Forget all calls: a plan may have changed."""
         super().forget()
+        self._forget_last()
+
+    def _forget_last(self) -> None:
         self._scope["last"] = (never, *self._scope["last"][1:])
 
     def _write(self, kinds: list[str], limits: dict[str, int], measured: str) -> None:
@@ -186,7 +189,7 @@ def key_of({_listed(arguments)}):
         with LaunchTrace(tensors, numbers) as trace:
             result = handler(*args, **kwargs)
         if type(result) is table.NotHandled:
-            if result not in _BY_VALUE:
+            if known.replay is None and result not in _BY_VALUE:
                 known.replay = lambda *_: result
             return result
         trace.close()
@@ -194,8 +197,11 @@ def key_of({_listed(arguments)}):
         floating = any(t.is_floating_point() for t in returned) or float in map(type, (*args, *kwargs.values()))
         promotes = floating and not any(t.is_floating_point() for t in tensors.values())
         name = f"aten {self.row.name}"
-        known.replay = unguarded_replay_of(name, self._parameters, trace, result, promotes=promotes)
+        written = unguarded_replay_of(name, self._parameters, trace, result, promotes=promotes)
         known.why_not = trace.refused
+        if written is not None:  # else an earlier one may do for other calls with this key
+            known.replay = written
+            self._forget_last()
         return result
 
 

@@ -41,8 +41,10 @@ class LaunchTrace(Trace):
             plan = operator._find(*args) if operator._prepare is None else None
             if type(plan) is not StepPlan or plan.converted:
                 raise NotRepeatable(f"{operator.name} has no plan for these arguments as they are")
+            for i in operator._places:
+                if operator._kinds[i].written and args[i] is not None:
+                    self._allocate(args[i])
             if operator._written:
-                self._allocate(next(args[i] for i in operator._places if operator._kinds[i].written))
                 operator._refuse_shared(args)  # asks which tensors must be apart
             self._record_plan(operator, plan, args, result)
         except NotRepeatable as error:
