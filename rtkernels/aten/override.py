@@ -24,7 +24,7 @@ from rtkernels.errors import (
     UnsupportedDeviceError,
 )
 from rtkernels.runtime import env
-from rtkernels.runtime.call.codegen import MISS
+from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.torch_private import below_versions, with_numbers_as_tensors
 
 Record = Callable[[str, str | None], None]

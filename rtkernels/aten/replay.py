@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten import table
-from rtkernels.runtime.call.codegen import MISS, unguarded_replay_of
+from rtkernels.runtime.call.codegen import unguarded_replay_of
 from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
-from rtkernels.runtime.depends import alias_code, lazy_code, meta_code, number_code, same_number_code
+from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import never, same_tensors

@@ -4,7 +4,7 @@
 item                 in a key                                          in the guard of a replay
 ===================  ================================================  ============================================
 tensors              dtype, shape, strides, device, address modulo 16  one comparison in C++, then addresses
-lazy negatives       such calls are not recorded                       dispatch keys, compared in C++
+lazy negatives       such calls are not recorded; yes in aten copies   dispatch keys, compared in C++
 aliasing             which arguments are one tensor                    ``is``; pairs found apart are compared again
 other arguments      type and value, the sign of a zero                likewise
 floats for launches  type only, in aten overrides that say so          passed to the launch
@@ -33,6 +33,7 @@ import torch
 
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
+MISS = object()  # returned by a replay for a call that is not like the recorded one
 MAX_PARTS = 16  # elements of a list among the arguments
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 

@@ -11,7 +11,7 @@ from support.places import at
 
 import rtkernels
 from rtkernels.aten import replay, table
-from rtkernels.runtime.call.codegen import MISS
+from rtkernels.runtime.depends import MISS
 
 
 def x() -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rtkernels.runtime.call import memory as memory_of
 from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Number, Record, Root, Trace, View
+from rtkernels.runtime.depends import MISS as MISS
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
@@ -19,7 +20,6 @@ from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
-MISS = object()  # returned by a replay for a call that is not like the recorded one
 
 
 def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Callable[..., Any] | None:
