@@ -31,9 +31,11 @@ names and defaults: the dispatcher passes arguments that differ from their defau
   current stream and takes its memory from torch: then it is safe in CUDA graphs.
 * aten ops that a handler calls go to torch, not to other handlers.
 * With ``replays=True`` a call that is like one before does not reach it: what that launched is launched again, on the
-  tensors at hand (``replay.py``). Its launches must follow from metadata and numbers alone, and go through primitives,
-  ``elementwise.run`` or ``tape.noted``. Memory that comes from elsewhere is noticed, and the handler is called each
-  time; a value that the host reads, or a kernel of torch that changes what a launch has made, is not.
+  new tensors (``replay.py``). Its launches must follow from metadata and numbers alone, and go through primitives,
+  ``elementwise.run`` or the ``launch`` of an operator. Memory that comes from elsewhere is noticed, and the handler is
+  called each time; a value that the host reads, or a kernel of torch that changes the result of a launch, is not.
+* With ``passes=("alpha",)`` a replay takes any float for `alpha`: the handler gives it to its launches as it is, and
+  looks at its type only.
 * Composites (CompositeImplicitAutograd) lose their gradient when they get a kernel: a row for one is refused unless
   it says ``composite="no gradient"``, for results that have none (``isclose``).
 

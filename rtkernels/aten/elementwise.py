@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from torch import Tensor
 
 from rtkernels.aten.functors import ABSENT, COPY, FLOATS, KERNELS, TOKENS, Functor
 from rtkernels.aten.strides import arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import OVERLAP, NotHandled
-from rtkernels.runtime.launch.memory import allocator
+from rtkernels.aten.table import OUT_OF_RANGE, OVERLAP, NotHandled
+from rtkernels.runtime.call.launches import LaunchTrace, launch_trace
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.operator.tape import Call, tape
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.plan import Memory, Step, StepPlan, Steps
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what a copy moves
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, bytes past a multiple of 16
@@ -33,7 +33,6 @@ _SHAPES = NotHandled("shapes that do not broadcast")
 _DEVICES = NotHandled("several devices")
 _RANK = NotHandled("more than 6 dimensions")
 _OUT = NotHandled("out= of another dtype or shape")
-_RANGE = NotHandled("number out of range")
 _COMPLEX = NotHandled("complex")
 _NUMBERS_ONLY = NotHandled("numbers only")
 _LAZY = NotHandled("lazy negative or conjugate")
@@ -243,9 +242,10 @@ def run(
     plan = _PLANS[(functor, device, torch.get_default_dtype(), common, result, to, *metas)]
     if type(plan) is NotHandled:
         return plan
-    bits = _encoded(plan, numbers, scalars)
-    if bits is None:
-        return _RANGE
+    values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
+    bits = [_bits(plan, i, value) for i, value in enumerate(values)]
+    if None in bits:
+        return OUT_OF_RANGE
     made = out
     if made is None:
         made = torch.empty_strided(plan.shape, plan.stride, dtype=plan.dtype, device=like.device)
@@ -253,65 +253,56 @@ def run(
         while len(addresses) < 3:
             addresses.append(0)
         plan.launch(made.data_ptr(), *addresses, *bits)
-    if tape.calls is not None:
-        tape.calls.append(_repeatable(plan, device, operands, bits, made, out, known_as))
+    if (trace := launch_trace()) is not None:
+        _record(trace, plan, device, operands, values, bits, made, out, known_as)
     return made
 
 
-def _repeatable(
-    plan: _Plan, device: int, operands: Sequence[Tensor | Number], bits: list[int], made: Tensor, out: Tensor | None,
-    known_as: Tensor | None,
-) -> Call | None:  # fmt: skip
-    """Return this launch with its numbers packed, for a replay; None where the host read a number, or nothing ran."""
+def _record(
+    trace: LaunchTrace, plan: _Plan, device: int, operands: Sequence[Tensor | Number], values: Sequence[Number],
+    bits: Sequence[int], made: Tensor, out: Tensor | None, known_as: Tensor | None,
+) -> None:  # fmt: skip
+    """Record this launch, with the bits of its numbers but for those that may be others in the next call."""
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     if plan.launch is None or any(tensor.get_device() != device for tensor in tensors):
-        return None
-    launch, first, names = plan.launch, "made.data_ptr()", iter("abc")
-    given = [next(names) if isinstance(operand, Tensor) else "0" for operand in operands]
-    parameters = [name for name in given if name != "0"]
-    lines = ["made = allocate(*memory)"]
-    if out is not None:
-        first, lines = "out", []
-        parameters.insert(0, "out")
-    given += ["0"] * (3 - len(given))
-    if hasattr(launch, "with_ending"):
-        launch, rest = launch.with_ending(bits), ""
+        trace.refuse("the host read a number, or nothing was launched")
+        return
+    passed = {i: trace.number(value, partial(_bits, plan, i)) for i, value in enumerate(values)}
+    passed = {i: number for i, number in passed.items() if number is not None}
+    names = iter("abc")
+    places = [next(names) if isinstance(operand, Tensor) else 0 for operand in operands]
+    step = Step(
+        plan.launch, "result", *places, *[0] * (3 - len(places)),
+        *(f"n_{i}" if i in passed else value for i, value in enumerate(bits)),
+    )  # fmt: skip
+    arguments, given, memory = [place for place in places if place], tensors, {}
+    if out is None:
+        memory["result"] = Memory(tuple(plan.shape), plan.dtype, tuple(plan.stride))
     else:
-        rest = ", *bits"
-    lines.append(f"launch({first}, {', '.join(given)}{rest})")
-    if out is None:
-        lines.append("return made")
-    scope = {"launch": launch, "bits": bits, "allocate": allocator(device)}
-    scope["memory"] = tuple(plan.shape), tuple(plan.stride), plan.dtype
-    source = f"def run({', '.join(parameters)}):\n    " + "\n    ".join(lines) + "\n"
-    exec(written_code(source, "<rtkernels pointwise launch>"), scope)
-    if out is None:
-        return Call(scope["run"], tuple(tensors), (), made)
-    return Call(scope["run"], (out, *tensors), (), out if known_as is None else known_as, _shares_partly)
+        arguments, given = ["result", *arguments], [out, *tensors]
+    written = StepPlan("pointwise", arguments, [f"n_{i}" for i in passed], memory, "single", Steps(step), device)
+    trace.record(written, [*given, *passed.values()], made if out is None else None, out, known_as)
 
 
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
-def _encoded(plan: _Plan, numbers: list[Number], scalars: Sequence[Number]) -> list[int] | None:
-    """Return three numbers for operands and four scalars as the kernel wants them; None: one does not fit the dtype."""
-    values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
-    if plan.is_float:
-        if not all(fits(value, plan.common) for value in scalars):
+def _bits(plan: _Plan, place: int, value: Number) -> int | None:
+    """Return a number as the kernel takes it: the first three are operands, others scalars. None: it does not fit."""
+    if not plan.is_float:
+        low, high = plan.range
+        return None if value and (isinstance(value, float) or not low <= value <= high) else int(value)
+    if place > 2:
+        if not fits(value, plan.common):
             return None
-        if plan.rounds and any(numbers):
-            values[:3] = (rounded(value, plan.common) for value in values[:3])
-        if plan.inverts:
-            values[1] = _reciprocal(values[1])
-        try:
-            return [_INT64.unpack(_DOUBLE.pack(value))[0] for value in values]
-        except (OverflowError, struct.error):
-            return None
-    low, high = plan.range
-    for value in values:
-        if value and (isinstance(value, float) or not low <= value <= high):
-            return None
-    return [int(value) for value in values]
+    elif plan.rounds:
+        value = rounded(value, plan.common)
+    if place == 1 and plan.inverts:
+        value = _reciprocal(value)
+    try:
+        return _INT64.unpack(_DOUBLE.pack(value))[0]
+    except (OverflowError, struct.error):
+        return None
 
 
 def fits(value: Number, dtype: torch.dtype) -> bool:

@@ -131,7 +131,7 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
 
 
 def row_adder(rows: list[Overload]) -> Callable[..., None]:
-    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none."""
+    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none, and options."""
 
     def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
         rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))

@@ -24,7 +24,6 @@ from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
@@ -86,7 +85,7 @@ def _embedding(
     if _outside(indices, weight.shape[0]):
         return _INVALID
     if not indices.is_contiguous() or weight.stride(1) != 1:
-        return noted(_embedding_operators().FORWARD, weight, indices, 0)
+        return _embedding_operators().FORWARD.launch(weight, indices, 0)
     return gather(weight, indices.view(-1), 0, select=True).view(*indices.shape, weight.shape[1])
 
 
@@ -107,7 +106,7 @@ def _embedding_dense_backward(
         index, source = indices.view(-1), grad_output.view(indices.numel(), -1)
         if addable((num_weights, source.shape[1]), index, source, 0, reads=False):
             return sum_rows(index, source, num_weights, padding_idx)
-    return noted(_embedding_operators().BACKWARD, grad_output, indices, num_weights, 0, padding_idx)
+    return _embedding_operators().BACKWARD.launch(grad_output, indices, num_weights, 0, padding_idx)
 
 
 def _add_rows(

@@ -24,6 +24,7 @@ from rtkernels.errors import (
     UnsupportedDeviceError,
 )
 from rtkernels.runtime import env
+from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.torch_private import below_versions, with_numbers_as_tensors
 
 Record = Callable[[str, str | None], None]
@@ -63,8 +64,7 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
     row: Overload | None = None  # None: off
     record: Record | None = None
     torch_kernel, count = _torch_kernel(name, family, native, key), count_of(name, family)
-    handler = made_for = find = prepared = key_of = known = None
-    replays = False
+    handler = made_for = find = prepared = calls = None
 
     def switch(wanted: Overload | None, to: Record | None = None) -> None:
         nonlocal row, record, find, prepared, made_for
@@ -77,16 +77,16 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
     def override(*args: Any, **kwargs: Any) -> Any:
         if find is None and not prepare():
             return torch_kernel(*args, **kwargs)
-        result = None
+        result = MISS
         if not on_cpu:
             try:
                 result = find(*args, **kwargs)
             except (AttributeError, TypeError):  # a number in the place of a tensor, or switched off just now
                 pass
-        if result is None or type(result) is NotHandled:
+        if result is MISS or type(result) is NotHandled:
             if inside.handler:
                 return torch_kernel(*args, **kwargs)
-            return handled(args, kwargs) if result is None else given_back(result.reason, args, kwargs)
+            return handled(args, kwargs) if result is MISS else given_back(result.reason, args, kwargs)
         count.ours += 1
         if (noted := record) is not None:  # once: another thread may switch
             noted(name, None)
@@ -100,7 +100,7 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
 
     def prepare() -> bool:
         """Import the handler and make ``find``, in the first call: ``enable`` is to be quick. False: switched off."""
-        nonlocal handler, replays, find, prepared, key_of, known
+        nonlocal handler, find, prepared, calls
         wanted = row
         if wanted is None:
             return False
@@ -114,9 +114,8 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
             if row is not wanted:
                 return row is not None and handler is not None
             if prepared is None:
-                known = replay.replays_of(name, key)
-                handler, replays = actual.handler, repeats
-                prepared, key_of = replay.finder(name, family, key, limits, measured, replays=repeats)
+                calls = replay.calls_of(actual, key, limits, measured, replays=repeats)
+                handler, prepared = actual.handler, calls.find
             find = prepared
         return True
 
@@ -124,7 +123,7 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
         inside.handler = True
         try:
             with below_versions():  # the dispatcher has counted what the call writes, and results are new
-                result = emulated(args, kwargs) if on_cpu else called(args, kwargs)
+                result = emulated(args, kwargs) if on_cpu else calls.call(handler, args, kwargs)
         except _CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
@@ -142,17 +141,6 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
             inside.handler = False
         return given_back(reason, args, kwargs)
 
-    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not replays:
-            return handler(*args, **kwargs)
-        from rtkernels.aten.replay import watched
-
-        try:
-            found = key_of(*args, **kwargs)
-        except (AttributeError, TypeError):
-            return handler(*args, **kwargs)
-        return handler(*args, **kwargs) if found in known else watched(handler, name, known, found, args, kwargs)
-
     def emulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from rtkernels.runtime.launch.device import emulate_features
 
@@ -165,8 +153,8 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
                 try:
                     result = prepared(*args, **kwargs)
                 except (AttributeError, TypeError):
-                    result = None
-                return called(args, kwargs) if result is None else result
+                    result = MISS
+                return calls.call(handler, args, kwargs) if result is MISS else result
 
     return override, switch
 

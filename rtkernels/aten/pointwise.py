@@ -165,7 +165,8 @@ def _binary(name: str, made: Functor, forms: str) -> None:
         base = name + "_" * form.startswith("_")
         overload = form.removeprefix("_")
         full = f"{base}.{overload}" if overload else base
-        _add_row(full, into if form.startswith("_") else to_out if "out" in form.lower() else plain, name)
+        handler = into if form.startswith("_") else to_out if "out" in form.lower() else plain
+        _add_row(full, handler, name, passes=("self", "other"))
 
 
 _INTS = INTEGERS | {torch.bool}
@@ -220,11 +221,12 @@ def _sums(name: str, made: Functor) -> None:
     def into(self: Any, other: Any, alpha: Any = 1) -> Any:
         return plain(self, other, alpha=alpha, out=self)
 
-    _add_row(f"{name}.Tensor", plain, name)
-    _add_row(f"{name}.Scalar", scalar, name)
-    _add_row(f"{name}_.Tensor", lambda self, other, *, alpha=1: into(self, other, alpha), name)
-    _add_row(f"{name}_.Scalar", into, name)
-    _add_row(f"{name}.out", plain, name)
+    passes = ("self", "other", "alpha")
+    _add_row(f"{name}.Tensor", plain, name, passes=passes)
+    _add_row(f"{name}.Scalar", scalar, name, passes=passes)
+    _add_row(f"{name}_.Tensor", lambda self, other, *, alpha=1: into(self, other, alpha), name, passes=passes)
+    _add_row(f"{name}_.Scalar", into, name, passes=passes)
+    _add_row(f"{name}.out", plain, name, passes=passes)
 
 
 def _is_bool(operand: Any) -> bool:
@@ -251,8 +253,8 @@ def _rsub(self: Tensor, other: Any, alpha: Any = 1) -> Any:
     return run(_SUB, (other, self), (alpha,))
 
 
-_add_row("rsub.Scalar", _rsub, "rsub")
-_add_row("rsub.Tensor", lambda self, other, *, alpha=1: _rsub(self, other, alpha), "rsub")
+_add_row("rsub.Scalar", _rsub, "rsub", passes=("other", "alpha"))
+_add_row("rsub.Tensor", lambda self, other, *, alpha=1: _rsub(self, other, alpha), "rsub", passes=("other", "alpha"))
 
 _DIV = {
     None: functor("Div", 2, dtypes=FLOATS, promotion="float", by_number="Mul", reciprocal=True),

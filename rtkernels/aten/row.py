@@ -17,7 +17,6 @@ from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Rows
-from rtkernels.runtime.operator.tape import noted
 
 _DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")
@@ -68,7 +67,7 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
         if (refused := _refused(output, dim)) is not None:
             return refused
         if dim in (-1, output.dim() - 1):
-            return noted(_softmax_bwd(), grad_output, output, None, 1.0, log)
+            return _softmax_bwd().launch(grad_output, output, None, 1.0, log)
         return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler

@@ -14,7 +14,6 @@ from rtkernels.ops.scan.compact import distinct
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import LONGEST, PLACES, best_of_rows, sort_rows
-from rtkernels.runtime.operator.tape import noted
 
 _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
@@ -77,7 +76,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = noted(_router_topk(), rows, k, True)
+        made = _router_topk().launch(rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):

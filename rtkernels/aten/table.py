@@ -75,6 +75,7 @@ class NotHandled:
 
 SMALL = NotHandled("small")  # all tensors are below the threshold
 OVERLAP = NotHandled("overlapping memory")
+OUT_OF_RANGE = NotHandled("number out of range")
 SEVERAL = NotHandled("several indices")
 
 
@@ -92,6 +93,8 @@ class Overload:
         replays: What the handler launches follows from metadata and numbers alone, and torch's kernels compute nothing
             in between: calls like one before are repeated without it (``replay.py``). "cuda": there only, as it
             looks at values on the CPU.
+        passes: Names of arguments whose floats the handler gives to ``run`` or a primitive without looking at their
+            values: a replay takes others.
     """
 
     name: str
@@ -101,6 +104,7 @@ class Overload:
     opinfo: tuple[str, ...] = ()
     composite: str = ""
     replays: bool | str = False
+    passes: tuple[str, ...] = ()
 
     @property
     def operator(self) -> str:

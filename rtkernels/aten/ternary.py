@@ -73,9 +73,9 @@ def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
 
 
 for _form in ("Tensor", "Scalar"):
-    _add_row(f"lerp.{_form}", _lerp, "lerp")
-    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp")
-    _add_row(f"lerp.{_form}_out", _lerp, "lerp")
+    _add_row(f"lerp.{_form}", _lerp, "lerp", passes=("weight",))
+    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp", passes=("weight",))
+    _add_row(f"lerp.{_form}_out", _lerp, "lerp", passes=("weight",))
 
 
 def _addc(name: str, made: Functor) -> None:
@@ -84,9 +84,11 @@ def _addc(name: str, made: Functor) -> None:
             return _OPTION
         return run(made, (self, tensor1, tensor2), (value,), out=out)
 
-    _add_row(name, plain, name)
-    _add_row(f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name)
-    _add_row(f"{name}.out", plain, name)
+    _add_row(name, plain, name, passes=("value",))
+    _add_row(
+        f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name, passes=("value",)
+    )
+    _add_row(f"{name}.out", plain, name, passes=("value",))
 
 
 _addc("addcmul", functor("Addcmul", 3, dtypes=NUMBERS))
@@ -175,5 +177,5 @@ def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
 
 
 for _form in ("Scalar", "Tensor"):
-    _add_row(f"fill.{_form}", _fill, "fill")
-    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill")
+    _add_row(f"fill.{_form}", _fill, "fill", passes=("value",))
+    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill", passes=("value",))

@@ -4,9 +4,10 @@
 item                 in a key                                          in the guard of a replay
 ===================  ================================================  ============================================
 tensors              dtype, shape, strides, device, address modulo 16  one comparison in C++, then addresses
-lazy negatives       such calls are not recorded                       dispatch keys, compared in C++
+lazy negatives       such calls are not recorded; yes in aten copies   dispatch keys, compared in C++
 aliasing             which arguments are one tensor                    ``is``; pairs found apart are compared again
 other arguments      type and value, the sign of a zero                likewise
+floats for launches  type only, in aten overrides that say so          passed to the launch
 gradients            calls that record one are not recorded            ``requires_grad`` in C++; grad mode
 inference mode       yes                                               dispatch keys, compared in C++
 autocast             whether, and to which dtype                       dispatch keys in C++; the dtype
@@ -25,13 +26,14 @@ Dispatch modes and the like: functorch transforms, forward-mode differentiation,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
+MISS = object()  # returned by a replay for a call that is not like the recorded one
 MAX_PARTS = 16  # elements of a list among the arguments
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
@@ -39,6 +41,33 @@ _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device
 def meta_code(x: str, address: str | None = None) -> str:
     """Return the expression of what a key holds of a tensor, in the order of ``kinds.Meta``."""
     return f"{x}.dtype, {x}.shape, {x}.stride(), {x}.get_device(), {address or f'{x}.data_ptr()'} & 15"
+
+
+def lazy_code(x: str) -> str:
+    """Return the expression of whether the memory of a tensor holds other values: for calls that may be given such."""
+    return f"{x}.is_neg(), {x}.is_conj()"
+
+
+def number_code(x: str, *, passed: bool = False) -> str:
+    """Return the expression of what a key holds of a number: ``plain_key``, or the type of a float that is `passed`."""
+    key = f"type({x}), {x} if {x} and {x} == {x} else str({x})"
+    return f"(float,) if type({x}) is float else ({key})" if passed else key
+
+
+def same_number_code(x: str, kept: str, *, passed: bool = False) -> str:
+    """Return the comparison of a number with one of a recent call, but for zeros, whose signs are not compared."""
+    equal = f"({x} == {kept} or type({x}) is float)" if passed else f"{x} == {kept}"
+    return f"type({x}) is type({kept}) and {equal}"
+
+
+def alias_code(names: Sequence[str]) -> list[str]:
+    """Return expressions of which arguments are one tensor."""
+    return [f"{y} is {x}" for i, x in enumerate(names) for y in names[i + 1 :]]
+
+
+def plain_key(value: Any) -> tuple[Any, ...]:
+    """Return what a key holds of an argument that is not a tensor: 1 is not 1.0, 0.0 not -0.0, and all NaN are one."""
+    return type(value), value if value and value == value else str(value)
 
 
 def call_key(values: Iterable[Any]) -> tuple[Any, ...] | None:
@@ -66,7 +95,7 @@ def _add_values(key: list[Any], values: Iterable[Any], grads: bool, tensors: lis
             key.append((value.dtype, value.shape, value.stride(), device, value.data_ptr() & 15))
             tensors.append(id(value))
         elif kind in _PLAIN:
-            key.append((kind, value if value or kind is not float else str(value)))
+            key.append(plain_key(value))
         elif isinstance(value, (tuple, list)) and len(value) <= MAX_PARTS:
             key.append((kind, len(value)))
             if not _add_values(key, value, grads, tensors):

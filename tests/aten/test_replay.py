@@ -11,6 +11,7 @@ from support.places import at
 
 import rtkernels
 from rtkernels.aten import replay, table
+from rtkernels.runtime.depends import MISS
 
 
 def x() -> torch.Tensor:
@@ -64,7 +65,7 @@ def _nothing_known():
 
 
 def known(name: str, place: str) -> list:
-    return list(replay.replays_of(name, "CUDA" if place == "cuda" else "CPU").values())
+    return [k.replay for k in replay.known_calls(name, "CUDA" if place == "cuda" else "CPU").values()]
 
 
 @at("sm_80", "cuda")
@@ -111,7 +112,7 @@ def test_memory_that_overlaps_goes_to_torch() -> None:
         torch.randn(32).add_(torch.randn(32))
         (result,) = known("add_.Tensor", "sm_80")
         out, other = buffer[4:36], buffer[0:32]
-        assert result is not None and result.replay(out, other, out.data_ptr(), other.data_ptr()) is None
+        assert result is not None and result(out, other, out.data_ptr(), other.data_ptr(), 1) is MISS
         with pytest.raises(RuntimeError, match="single memory location"):
             buffer[4:36].add_(buffer[0:32])
 
@@ -124,7 +125,7 @@ def test_sources_that_overlap_are_not_added_by_a_repeated_call(monkeypatch: pyte
         (result,) = known("index_add_", "sm_80")
         for first in (0, 7, -7):  # rows of the source in the memory of the result
             out, source = buffer[8:16], buffer[8 + first : 16 + first]
-            assert result.replay(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is None
+            assert result(out, index, source, out.data_ptr(), index.data_ptr(), source.data_ptr()) is MISS
 
 
 def test_numbers_are_told_apart() -> None:
@@ -178,3 +179,66 @@ def test_a_call_with_aligned_tensors_is_not_like_one_with_others() -> None:
             buffer[1:].view(4, 64).sum(1)
         buffer[:-1].view(4, 64).sum(1)
     assert len(known("sum.dim_IntList", "sm_80")) == 2
+
+
+NUMBER_FOR_TENSOR = ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
+FLOATS = (2.5, -0.0, 0.0, 1e-3, float("nan"), -float("inf"), -3.0, 3e38, 7.25)
+
+
+def takes_float(name: str, argument: object) -> bool:
+    """Return True for an argument of an overload that replays take any float for; Python gives few Tensors as such."""
+    wanted = str(argument.type) != "Tensor" or (name in NUMBER_FOR_TENSOR and argument.name == "other")
+    return argument.name in table.table()[name].passes and wanted
+
+
+def with_float(name: str, x: torch.Tensor, number: float) -> torch.Tensor:
+    args, kwargs = [], {}
+    for argument in table.schema_of(name).arguments:
+        value = number if takes_float(name, argument) else x if "Tensor" in str(argument.type) else None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")(*args, **kwargs)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.bool else t.nan_to_num(nan=12345.0).view(torch.int32)
+
+
+@pytest.mark.parametrize("name", [
+    name for name in sorted(table.table()) if not name.startswith("bitwise") and "out" not in name and "_." not in name
+    and any(takes_float(name, argument) for argument in table.schema_of(name).arguments)
+])  # fmt: skip
+def test_numbers_that_change_are_passed_to_launches(name: str) -> None:
+    tensor = torch.tensor([[1.5, -2.0, 0.0, 3.0]] * 3)
+    with taken("sm_80", name):
+        got = [with_float(name, tensor, number) for number in FLOATS]
+        (made,) = known(name, "sm_80")
+        assert made is not None
+        fresh = []
+        for number in FLOATS:
+            replay.forget()
+            fresh.append(with_float(name, tensor, number))
+    for number, a, b in zip(FLOATS, got, fresh, strict=True):
+        assert bits(a).equal(bits(b)), number
+
+
+def test_numbers_that_are_one_object_are_told_apart() -> None:
+    a = torch.ones(8)
+    with taken("sm_80", "add"):
+        same = [torch.add(a, a, alpha=2.0), torch.ops.aten.add.Tensor(a, 2.0, alpha=2.0)]
+        others = [torch.add(a, a, alpha=3.0), torch.ops.aten.add.Tensor(a, 2.0, alpha=3.0)]
+        others.append(torch.ops.aten.add.Tensor(a, 4.0, alpha=2.0))
+    assert [t[0].item() for t in (*same, *others)] == [3.0, 5.0, 4.0, 7.0, 9.0]
+
+
+def test_a_number_that_does_not_fit_goes_to_torch() -> None:
+    half = torch.ones(8, dtype=torch.float16)
+    with taken("sm_80", "fill"):
+        for number in (2.0, 3.0):
+            assert torch.fill(half, number)[0] == number
+        with pytest.raises(RuntimeError, match="overflow"):
+            torch.fill(half, 1e30)
+        assert torch.fill(half, 4.0)[0] == 4.0

@@ -61,7 +61,7 @@ ALLOWED = {
     "compat": {"ops"},
     "calibration": {"ops", "ops.shared"},
     "jax": {"ops", "ops.shared", "runtime.operator", "runtime.launch"},
-    "aten": {"ops", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
+    "aten": {"ops", "runtime.call", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},

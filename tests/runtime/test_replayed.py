@@ -200,7 +200,7 @@ def test_a_launch_that_the_dispatcher_does_not_see_is_noted() -> None:
     x, s = tensors((3, COLS), (1, COLS))
     out = torch.empty_like(x)
     operands = x, None, None, s, None, None, None, None, None, out, None, None, None
-    with rtkernels.emulate("sm_80"), tracing.Trace({"x": x, "s": s, "out": out}) as notes:
+    with rtkernels.emulate("sm_80"), tracing.DispatchTrace({"x": x, "s": s, "out": out}) as notes:
         COMBINE.launch(*operands, "none", False, False, "plain", "", "none", False, 0.0, 0.0, 1.0)
     assert_equal_bits(out, x * s)
     (line,) = notes.records

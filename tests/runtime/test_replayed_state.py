@@ -101,7 +101,7 @@ def test_views_of_parameters_are_not_the_parameters() -> None:
 def test_what_is_copied_to_another_device_is_not_noted() -> None:
     """The host may read it there, which no dispatcher sees."""
     x = torch.randn(4)
-    with tracing.Trace({"x": x}) as notes:
+    with tracing.DispatchTrace({"x": x}) as notes:
         x.to("meta")
     assert "host" in notes.refused
 
@@ -123,7 +123,7 @@ def test_notes_do_not_miss_calls_while_other_threads_end_theirs() -> None:
         questions.remove(ending)
 
     declared.active_traces.append(Ending())
-    with tracing.Trace({"x": torch.ones(3)}) as notes:
+    with tracing.DispatchTrace({"x": torch.ones(3)}) as notes:
         assert declared.own_trace() is notes
     for questions, ask in (
         (layout.overlap_questions, lambda: layout.may_overlap(torch.ones(3), torch.ones(3))),
@@ -143,7 +143,7 @@ def test_an_operator_that_falls_back_does_so_while_it_is_noted(monkeypatch: pyte
 
     monkeypatch.setattr(COMBINE, "_planned", no_plan)
     x, s = torch.randn(3, COLS), torch.randn(COLS)
-    with tracing.Trace({"x": x, "s": s}) as notes:
+    with tracing.DispatchTrace({"x": x, "s": s}) as notes:
         made = channel_mul(x, s)
     assert_equal_bits(made, x * s)
     assert notes.refused == "CuPy is missing"

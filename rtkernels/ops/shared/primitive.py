@@ -11,7 +11,6 @@ from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.operator.declared import Argument, Internal
 from rtkernels.runtime.operator.plan import Memory as Memory
 from rtkernels.runtime.operator.plan import Steps
-from rtkernels.runtime.operator.tape import note_primitive, tape
 
 
 class _Steps(Internal):
@@ -56,7 +55,7 @@ class Primitive:
     def __call__(self, *args: Any) -> Any:
         first = args[0]
         if first.is_cuda:
-            return self._launch(*args)
+            return self._steps.launch(*args)
         from rtkernels import emulator
 
         features = emulator.active()
@@ -65,10 +64,4 @@ class Primitive:
         with emulator.lock:
             emulate_features(features)
             with emulator.recording():
-                return self._launch(*args)
-
-    def _launch(self, *args: Any) -> Any:
-        made = self._steps.launch(*args)
-        if tape.calls is not None:
-            note_primitive(self._steps, args, made)
-        return made
+                return self._steps.launch(*args)

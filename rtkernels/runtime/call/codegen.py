@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.runtime.call import memory as memory_of
-from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Record, Root, Trace, View
+from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Number, Record, Root, Trace, View
+from rtkernels.runtime.depends import MISS as MISS
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
@@ -19,7 +20,6 @@ from rtkernels.runtime.operator.written import written_code
 from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
-MISS = object()  # returned by a replay for a call that is not like the recorded one
 
 
 def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Callable[..., Any] | None:
@@ -34,16 +34,39 @@ def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Cal
     if trace.refused is not None:
         return None
     try:
-        return _Writer(name, arguments, trace).function(result)
+        return _GuardedWriter(name, arguments, trace).function(result)
+    except NotRepeatable as error:
+        trace.refuse(str(error))
+        return None
+
+
+def unguarded_replay_of(
+    name: str, parameters: Sequence[str], trace: Trace, result: Any, *, promotes: bool
+) -> Callable[..., Any] | None:
+    """Return a function that replays a recorded call of an aten override, or returns MISS; None if none can be written.
+
+    Whoever calls it has found the call by its key (``depends.py``), so only addresses and numbers may differ.
+
+    Args:
+        name: The overload's, for tracebacks.
+        parameters: What it takes: tensors and numbers by name, and ``p_<name>`` for the addresses of all tensors.
+        trace: The recorded call.
+        result: What it returned.
+        promotes: The default dtype may have decided that of the result.
+    """
+    if trace.refused is not None:
+        return None
+    try:
+        return _UnguardedWriter(name, parameters, trace, promotes).function(result)
     except NotRepeatable as error:
         trace.refuse(str(error))
         return None
 
 
 class _Writer:
-    def __init__(self, name: str, arguments: Arguments, trace: Trace) -> None:
-        self.name, self.arguments, self.trace = name, arguments, trace
-        self.device = next(iter(trace.arguments.values())).get_device()
+    def __init__(self, name: str, parameters: Sequence[str], trace: Trace) -> None:
+        self.name, self.parameters, self.trace = name, parameters, trace
+        self.device = -1 if trace.device.index is None else trace.device.index
         self.scope: dict[str, Any] = {
             "MISS": MISS, "allocate": allocator(self.device), "is_grad_enabled": torch.is_grad_enabled,
             "increment_versions": increment_versions, "fresh_zeros": fresh_zeros,
@@ -54,6 +77,7 @@ class _Writer:
         self.scratch: list[str] = []  # names of the memory of plans
         self.given_memory: dict[int, View] = {}  # where plans write results, by root
         self.packed: dict[Any, int] = {}  # offsets of roots and scratch in one allocation
+        self.numbers: list[Number] = []  # arguments that are converted for launches
 
     def constant(self, value: Any) -> str:
         """Return the expression of a value."""
@@ -85,53 +109,17 @@ class _Writer:
         self.body.append(f"return {expression()}")
         self.keep_addresses()
         self.free_memory()
-        source = f"def {self.name}({', '.join(self.arguments.names)}):\n    "
+        function = re.sub(r"\W", "_", self.name)
+        source = f"def {function}({', '.join(self.parameters)}):\n    "
         source += "\n    ".join([*self.comparison(), *self.body]) + "\n"
         exec(written_code(source, f"<rtkernels replay of {self.name}>"), self.scope)
-        return self.scope[self.name]
+        return self.scope[function]
 
     # ---- the guard ----
 
     def comparison(self) -> list[str]:
         """Return the lines that return MISS for other calls, and read the addresses of tensors (``depends.py``)."""
-        tensors, lines = self.trace.arguments, []
-        for name, (kind, parts) in self.arguments.parts.items():
-            self.scope[f"kind_of_{name}"] = kind
-            lines.append(f"if type({name}) is not kind_of_{name} or len({name}) != {len(parts)}:\n        return MISS")
-            lines += [f"{''.join(f'{part}, ' for part in parts)}= {name}"] if parts else []
-        same = [self.same(name, value) for name, value in self.arguments.values.items()]
-        distinct: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            if (first := distinct.setdefault(id(tensor), name)) != name:
-                same.append(f"{name} is {first}")
-        if any(t.requires_grad for t in tensors.values()):
-            same.append("not is_grad_enabled()")
-        if torch.is_autocast_enabled(self.trace.device.type):  # ``matches`` sees whether it is
-            self.scope["autocast_dtype"] = torch.get_autocast_dtype
-            kind = self.trace.device.type
-            same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
-        if any(record.function is not None for record in self.trace.records):
-            self.scope |= {
-                "default_dtype": torch.get_default_dtype,
-                "deterministic": torch.are_deterministic_algorithms_enabled,
-            }
-            same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
-            same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
-        if self.trace.debug:
-            self.scope["environ"] = os.environ
-            same.append("not environ.get('RTKERNELS_DEBUG')")
-        self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
-        same.append(f"matches({', '.join(distinct.values())})")
-        lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
-        others = [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
-        used = _words([*self.body, *others])
-        misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
-        others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
-        if aligned := [f"p_{name}" for name, rest in misaligned.items() if not rest]:
-            others.append(f"({' | '.join(aligned)}) & 15")
-        lines += [f"p_{name} = {name}.data_ptr()" for name in misaligned]
-        lines += [f"if {' or '.join(others)}:\n        return MISS"] if others else []
-        return lines
+        raise NotImplementedError
 
     def shares(self, a: View, b: View) -> str:
         """Return the expression of whether two views of arguments share memory."""
@@ -145,17 +133,6 @@ class _Writer:
         distance = f"p_{b.root.name} - p_{a.root.name} + {b.first - a.first}"
         return f"({low} < {distance} < {high} and {name}({distance}))"
 
-    def same(self, name: str, value: Any) -> str:
-        """Return the comparison of an argument that is not a tensor; types and signs of zeros count."""
-        if value is None or type(value) is bool or isinstance(value, (torch.dtype, torch.layout)):
-            return f"{name} is {self.constant(value)}"
-        kind = type(value)
-        self.scope[f"kind_of_{name}"], self.scope[f"given_as_{name}"] = kind, value
-        equal = f"type({name}) is kind_of_{name} and {name} == given_as_{name}"
-        if kind is float and value == 0:
-            equal += f" and str({name}) == {str(value)!r}"
-        return f"({name} is given_as_{name} or ({equal}))"
-
     # ---- the body ----
 
     def write(self, i: int, record: Record, seen: memory_of.Seen) -> None:
@@ -164,15 +141,14 @@ class _Writer:
         names = "".join(f"{root.name}, " for root in results) if results and results[0].part is not None else ""
         names = f"{names or results[0].name} = " if results else ""
         if record.plan is not None:
-            given = [
-                self.address(v) if isinstance(v, View) else self.constant(0 if v is None else v) for v in record.given
-            ]
+            given = [self.launch_argument(v) for v in record.given]
             if record.plan.is_straight:
                 self.write_plan(i, record.plan, given, results, seen)
             else:
                 self.scope[f"run_{i}"] = record.plan.run
                 self.body.append(f"{names}run_{i}({', '.join(given)})")
-            for name in dict.fromkeys(view.root.name for view in record.written if view.root.argument):
+            written = record.written if self.trace.counts_versions else ()
+            for name in dict.fromkeys(view.root.name for view in written if view.root.argument):
                 self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
         elif record.function is None:
             if id(results[0]) not in self.packed:
@@ -186,6 +162,17 @@ class _Writer:
             else:
                 self.scope[f"call_{i}"] = _fast(record.function)
                 self.body.append(f"{names}call_{i}({', '.join(given)})")
+
+    def launch_argument(self, value: Any) -> str:
+        """Return the expression of an argument of a plan."""
+        if isinstance(value, View):
+            return self.address(value)
+        if not isinstance(value, Number):
+            return self.constant(0 if value is None else value)
+        if value.encode is None:
+            return value.name
+        self.numbers.append(value)
+        return f"n_{len(self.numbers) - 1}"
 
     def write_plan(
         self, i: int, plan: StepPlan, given: Sequence[str], results: Sequence[Root], seen: memory_of.Seen
@@ -207,6 +194,8 @@ class _Writer:
                 self.allocate(variable, memory)
                 known[name] = f"{variable}.data_ptr()"
                 self.scratch += [variable] if root is None else []
+            elif id(root) in seen and not self.trace.counts_versions:  # autograd may record it
+                self.allocate(variable, memory)
             elif id(root) in seen:  # empty, and the same in all calls
                 self.scope[f"e_{variable}"] = self.scope["allocate"](*layout_of(memory))
                 self.body.append(f"{variable} = e_{variable}")
@@ -311,6 +300,84 @@ class _Writer:
                 last.setdefault(uses[-1], []).append(name)
         for i in sorted(last, reverse=True):
             self.body.insert(i + 1, f"del {', '.join(last[i])}")
+
+
+class _GuardedWriter(_Writer):
+    """Writes replays that compare all that a call depends on."""
+
+    def __init__(self, name: str, arguments: Arguments, trace: Trace) -> None:
+        super().__init__(name, arguments.names, trace)
+        self.arguments = arguments
+
+    def comparison(self) -> list[str]:
+        tensors, lines = self.trace.arguments, []
+        for name, (kind, parts) in self.arguments.parts.items():
+            self.scope[f"kind_of_{name}"] = kind
+            lines.append(f"if type({name}) is not kind_of_{name} or len({name}) != {len(parts)}:\n        return MISS")
+            lines += [f"{''.join(f'{part}, ' for part in parts)}= {name}"] if parts else []
+        same = [self.same(name, value) for name, value in self.arguments.values.items()]
+        distinct: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if (first := distinct.setdefault(id(tensor), name)) != name:
+                same.append(f"{name} is {first}")
+        if any(t.requires_grad for t in tensors.values()):
+            same.append("not is_grad_enabled()")
+        if torch.is_autocast_enabled(self.trace.device.type):  # ``matches`` sees whether it is
+            self.scope["autocast_dtype"] = torch.get_autocast_dtype
+            kind = self.trace.device.type
+            same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
+        if any(record.function is not None for record in self.trace.records):
+            self.scope |= {
+                "default_dtype": torch.get_default_dtype,
+                "deterministic": torch.are_deterministic_algorithms_enabled,
+            }
+            same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
+            same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
+        if self.trace.debug:
+            self.scope["environ"] = os.environ
+            same.append("not environ.get('RTKERNELS_DEBUG')")
+        self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
+        same.append(f"matches({', '.join(distinct.values())})")
+        lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
+        others = [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
+        used = _words([*self.body, *others])
+        misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
+        others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
+        if aligned := [f"p_{name}" for name, rest in misaligned.items() if not rest]:
+            others.append(f"({' | '.join(aligned)}) & 15")
+        lines += [f"p_{name} = {name}.data_ptr()" for name in misaligned]
+        lines += [f"if {' or '.join(others)}:\n        return MISS"] if others else []
+        return lines
+
+    def same(self, name: str, value: Any) -> str:
+        """Return the comparison of an argument that is not a tensor; types and signs of zeros count."""
+        if value is None or type(value) is bool or isinstance(value, (torch.dtype, torch.layout)):
+            return f"{name} is {self.constant(value)}"
+        kind = type(value)
+        self.scope[f"kind_of_{name}"], self.scope[f"given_as_{name}"] = kind, value
+        equal = f"type({name}) is kind_of_{name} and {name} == given_as_{name}"
+        if kind is float and value == 0:
+            equal += f" and str({name}) == {str(value)!r}"
+        return f"({name} is given_as_{name} or ({equal}))"
+
+
+class _UnguardedWriter(_Writer):
+    """Writes replays that compare only what is not in a key: where tensors lie, and whether numbers fit."""
+
+    def __init__(self, name: str, parameters: Sequence[str], trace: Trace, promotes: bool) -> None:
+        super().__init__(name, parameters, trace)
+        self.promotes = promotes
+
+    def comparison(self) -> list[str]:
+        lines, others = [], [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
+        if self.promotes:
+            self.scope["default_dtype"] = torch.get_default_dtype
+            others.insert(0, f"default_dtype() is not {self.constant(torch.get_default_dtype())}")
+        for i, number in enumerate(self.numbers):
+            self.scope |= {f"encode_{i}": number.encode, f"kept_{i}": number.encode.kept.get}
+            lines.append(f"n_{i} = kept_{i}({number.name}) or encode_{i}({number.name})")
+            others.append(f"n_{i} is None")
+        return [*lines, f"if {' or '.join(others)}:\n        return MISS"] if others else lines
 
 
 def _words(lines: Sequence[str]) -> set[str]:

@@ -1,9 +1,9 @@
-"""Recent calls of a public function: the third call of a kind costs no more host time than its launches.
+"""Recent calls of a function: the third call of a kind costs no more host time than its launches.
 
 The second call with one key (``depends.py``) is recorded (``trace.py``), and a function is written that compares
 arguments, allocates and launches (``codegen.py``). A call like one of the last few is found by a comparison in C++, any
 other by its key. Calls that need gradients, tensor subclasses, dispatch modes, transforms and compilation go to the
-function itself, and so does what cannot be recorded.
+function itself, and so does what cannot be recorded. Aten overrides keep theirs in the same table (``aten.replay``).
 """
 
 from __future__ import annotations
@@ -13,25 +13,56 @@ from typing import Any
 
 from rtkernels import emulator
 from rtkernels.runtime.call.codegen import MISS, replay_of
-from rtkernels.runtime.call.trace import Arguments, Trace
+from rtkernels.runtime.call.trace import Arguments, DispatchTrace
 from rtkernels.runtime.depends import call_key
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import functorch_transform, jit_tracing_state
 
-_LIMIT = 1024  # calls that a function remembers
+_LIMIT = 1024  # calls that a public function remembers
 _FIRST_TRIED = 4  # of them, compared one by one before a look-up: layers of different shapes alternate
-_ATTEMPTS = 4  # at recording calls of one key: the comparison in C++ sees more than a key holds
+ATTEMPTS = 4  # at recording calls of one key: the comparison in C++ and replays see more than a key holds
 
 
 class Known:
-    """What is known of calls with one key."""
+    """What is known of calls with one key.
 
-    __slots__ = ("attempts", "replay", "why_not")
+    Attributes:
+        attempts: How often such a call was recorded.
+        replay: Does it again.
+        matches: The comparison of its tensors in C++, where the replay does not make it itself.
+        why_not: Why there is no replay.
+    """
+
+    __slots__ = ("attempts", "matches", "replay", "why_not")
 
     def __init__(self) -> None:
-        self.attempts, self.replay = 0, None
+        self.attempts, self.replay, self.matches = 0, None, None
         self.why_not: str | None = None
+
+
+class Calls:
+    """What is known of the calls of one function, by key; forgotten when plans are.
+
+    Args:
+        limit: How many keys are kept. A program with ever-changing shapes starts over instead of growing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.known: dict[Any, Known] = {}
+        self._limit = limit
+        Plans.replays.append(self.forget)
+
+    def forget(self) -> None:
+        """Forget all calls: plans may have changed."""
+        self.known.clear()
+
+    def add(self, key: Any) -> Known:
+        """Return what is known of a new key: nothing."""
+        if len(self.known) >= self._limit:
+            self.known.clear()
+        known = self.known[key] = Known()
+        return known
 
 
 def miss(*_: Any) -> Any:
@@ -39,7 +70,7 @@ def miss(*_: Any) -> Any:
     return MISS
 
 
-class Recent:
+class Recent(Calls):
     """Finds the replay of a call of one function, or records one.
 
     Args:
@@ -52,13 +83,12 @@ class Recent:
 
     def __init__(self, name: str, scope: dict[str, Any], names: list[str], over: tuple[str, ...]) -> None:
         self.name, self._scope, self._names, self._over = name, scope, names, over
-        self.known: dict[Any, Known] = {}
         self._first_tried: tuple[Callable[..., Any], ...] = ()
-        Plans.replays.append(self.forget)
+        super().__init__(_LIMIT)
 
     def forget(self) -> None:
         """Forget all calls: plans may have changed."""
-        self.known.clear()
+        super().forget()
         self._first_tried = ()
         self._scope["_last"] = miss
 
@@ -82,9 +112,7 @@ class Recent:
         known = self.known.get(key)
         if known is None:  # shapes that come once are not worth a trace
             result = self._scope["_call"](*values)
-            if len(self.known) >= _LIMIT:
-                self.known.clear()
-            self.known[key] = Known()
+            self.add(key)
             return result
         if known.replay is not None:
             result = known.replay(*values)
@@ -93,7 +121,7 @@ class Recent:
                 if known.replay not in self._first_tried:
                     self._first_tried = known.replay, *self._first_tried[: _FIRST_TRIED - 1]
                 return result
-        if known.attempts >= _ATTEMPTS:
+        if known.attempts >= ATTEMPTS:
             return self._scope["_call"](*values)
         return self._recorded(known, values)
 
@@ -109,12 +137,12 @@ class Recent:
         known.attempts += 1
         if any(t.is_neg() or t.is_conj() or not t.numel() for t in arguments.tensors.values()):
             return self._scope["_call"](*values)
-        trace = Trace(arguments.tensors, over=self._over)
+        trace = DispatchTrace(arguments.tensors, over=self._over)
         with trace:
             result = self._scope["_call"](*values)
         known.replay = replay_of(self.name, arguments, trace, result)
         if known.replay is None:
-            known.attempts, known.why_not = _ATTEMPTS, trace.refused
+            known.attempts, known.why_not = ATTEMPTS, trace.refused
         return result
 
     def _emulated(self, values: tuple[Any, ...]) -> Any:

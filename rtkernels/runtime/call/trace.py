@@ -1,8 +1,10 @@
-"""What a public function does, recorded while it runs: operators, views and memory.
+"""What a call does, recorded while it runs: operators, views and memory.
 
-A dispatch mode sees everything that torch and our operators compute, whatever Python is around it. Two calls whose
-tensors have the same metadata and whose other arguments are equal differ in addresses only, unless the host reads
-values (such calls are refused) or asks whether tensors overlap (the replay asks that, too: ``codegen.py``).
+Two recorders fill a ``Trace``. For public functions a dispatch mode sees everything that torch and our operators
+compute, whatever Python is around it. Handlers of aten overrides run below the dispatcher: ``launches.py`` records what
+they launch. Two calls whose tensors have the same metadata and whose other arguments are equal differ in addresses
+only, unless the host reads values (such calls are refused) or asks whether tensors overlap (the replay asks that, too:
+``codegen.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 _MAX_RECORDS = 64
+_MAX_ENCODED = 64
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _UNKNOWN_RESULTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -103,13 +106,47 @@ class Record(NamedTuple):
     changes: bool = False
 
 
-class Trace(TorchDispatchMode):
-    """While active, records everything that is computed.
+class Number(NamedTuple):
+    """A number among the arguments that a launch takes, whatever its value is.
+
+    Attributes:
+        name: The argument's.
+        encode: What the launch takes for it; None: the number itself.
+    """
+
+    name: str
+    encode: Encoded | None
+
+
+class Encoded:
+    """What a launch takes for numbers, remembered: most come again.
+
+    Args:
+        encode: Returns it for a number, or None for one that the launch cannot take.
+    """
+
+    def __init__(self, encode: Callable[[Any], Any]) -> None:
+        self._encode, self.kept = encode, {}
+
+    def __call__(self, number: Any) -> Any:
+        """Return it for a number that is not in ``kept``."""
+        encoded = self._encode(number)
+        if number and encoded is not None:  # zeros are equal whatever their sign
+            if len(self.kept) >= _MAX_ENCODED:
+                self.kept.clear()
+            self.kept[number] = encoded
+        return encoded
+
+
+class Trace:
+    """What a call did, in terms of its arguments.
 
     Args:
         arguments: Tensors among the arguments of the call, by name.
         over: Names of those that a result may be written over.
     """
+
+    counts_versions = True  # False: the dispatcher has counted what the call overwrites
 
     def __init__(self, arguments: dict[str, Tensor], *, over: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -119,7 +156,7 @@ class Trace(TorchDispatchMode):
         self.debug = False  # True once the call has asked for RTKERNELS_DEBUG
         self.inside = False  # an operator that is recorded as a whole
         self.thread = threading.get_ident()
-        self.device = next(iter(arguments.values())).device
+        self.device = max((t.device for t in arguments.values()), key=lambda device: device.type != "cpu")
         self.apart: list[tuple[View, View]] = []  # pairs that the call found not to overlap
         self._roots: dict[int, list[Root]] = {}  # by storage
         self._views: dict[Any, View | None] = {}  # by identity; None if several roots could be meant
@@ -128,15 +165,12 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self) -> Trace:
         layout.overlap_questions.append(self._record_overlap)
-        env.questions.append(self._record_variable)
         active_traces.append(self)
-        return super().__enter__()
+        return self
 
     def __exit__(self, *exc: Any) -> Any:
         layout.overlap_questions.remove(self._record_overlap)
-        env.questions.remove(self._record_variable)
         active_traces.remove(self)
-        return super().__exit__(*exc)
 
     def refuse(self, why: str) -> None:
         """Give up: this call cannot be replayed."""
@@ -175,7 +209,7 @@ class Trace(TorchDispatchMode):
             yield from roots
 
     def _record_overlap(self, a: Tensor, b: Tensor, overlap: bool) -> None:
-        if self.thread != threading.get_ident():
+        if self.inside or self.thread != threading.get_ident():  # what is recorded as a whole asks again in a replay
             return
         try:
             views = self.view_of(a), self.view_of(b)
@@ -187,13 +221,59 @@ class Trace(TorchDispatchMode):
         elif views[0].root.argument and views[1].root.argument:
             self.apart.append(views)
 
-    def _record_variable(self, name: str) -> None:
-        if (
-            name == "RTKERNELS_DEBUG" and self.thread == threading.get_ident()
-        ):  # other variables decide how kernels are built
-            self.debug = True
-
     # ---- calls ----
+
+    def _as_a_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.inside = self.inside, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside = before
+
+    def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
+        """Launch an operator that the dispatcher did not call, and record it."""
+        raise NotImplementedError
+
+    def _number(self, value: Any) -> Any:
+        """Return what is recorded of a number that a plan takes."""
+        return value
+
+    def _record_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], result: Any) -> None:
+        given = [None if used[i] is None else self.view_of(used[i]) for i in operator._places]
+        given += [self._number(used[i]) for i in operator._number_places]
+        written = [
+            self.view_of(used[i]) for i in operator._places if operator._kinds[i].written and used[i] is not None
+        ]
+        self._add_record(Record(plan, None, given, {}, written, changes=bool(written)), result)
+
+    def _add_record(self, record: Record, result: Any) -> None:
+        if len(self.records) >= _MAX_RECORDS:
+            raise NotRepeatable(f"the call does more than {_MAX_RECORDS} things")
+        number = len(self.records)
+        self.records.append(record)
+        if isinstance(result, Tensor):
+            self._add_root(Root(f"t_{number}", result, record), result)
+        elif result is not None:
+            for part, tensor in enumerate(result):
+                self._add_root(Root(f"t_{number}_{part}", tensor, record, part), tensor)
+
+
+class DispatchTrace(Trace, TorchDispatchMode):
+    """While active, records everything that is computed; arguments as for ``Trace``."""
+
+    def __enter__(self) -> DispatchTrace:
+        Trace.__enter__(self)
+        env.questions.append(self._record_variable)
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exc: Any) -> Any:
+        Trace.__exit__(self, *exc)
+        env.questions.remove(self._record_variable)
+        return TorchDispatchMode.__exit__(self, *exc)
+
+    def _record_variable(self, name: str) -> None:
+        if name == "RTKERNELS_DEBUG" and self.thread == threading.get_ident():  # others decide how kernels are built
+            self.debug = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -209,13 +289,6 @@ class Trace(TorchDispatchMode):
             except NotRepeatable as error:
                 self.refuse(str(error))
         return result
-
-    def _as_a_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self.inside = self.inside, True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.inside = before
 
     def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
         """Launch an operator that the dispatcher did not call, and record it."""
@@ -264,14 +337,6 @@ class Trace(TorchDispatchMode):
             with emulator.recording():
                 return operator.launch(*args)
 
-    def _record_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], result: Any) -> None:
-        given = [None if used[i] is None else self.view_of(used[i]) for i in operator._places]
-        given += [used[i] for i in operator._number_places]
-        written = [
-            self.view_of(used[i]) for i in operator._places if operator._kinds[i].written and used[i] is not None
-        ]
-        self._add_record(Record(plan, None, given, {}, written, changes=bool(written)), result)
-
     def _record_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tag in func.tags for tag in _UNKNOWN_RESULTS):
             raise NotRepeatable(f"{func} reads values")
@@ -299,17 +364,6 @@ class Trace(TorchDispatchMode):
 
     def _is_plain(self, t: Tensor) -> bool:
         return t.device == self.device and t.layout == torch.strided and not t.is_pinned()
-
-    def _add_record(self, record: Record, result: Any) -> None:
-        if len(self.records) >= _MAX_RECORDS:
-            raise NotRepeatable(f"the call does more than {_MAX_RECORDS} things")
-        number = len(self.records)
-        self.records.append(record)
-        if isinstance(result, Tensor):
-            self._add_root(Root(f"t_{number}", result, record), result)
-        elif result is not None:
-            for part, tensor in enumerate(result):
-                self._add_root(Root(f"t_{number}_{part}", tensor, record, part), tensor)
 
 
 def _storage(t: Tensor) -> int:
