@@ -14,7 +14,7 @@ from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wanted
 from rtkernels.runtime.layout import check_same, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 
 
@@ -87,7 +87,7 @@ def glu_of_codes(
             raise ArgumentError(f"{name}[0] has no dimensions; expected at least one")
         number = rest[0] if rest else None
         if number is not None and not isinstance(number, Tensor):
-            number = torch.full((), float(a_number(f"{name}[2]", number)), dtype=torch.float32, device=codes.device)
+            number = torch.full((), float(check_number(f"{name}[2]", number)), dtype=torch.float32, device=codes.device)
         given += detached(codes if codes.dtype == torch.uint8 else codes.view(torch.uint8), scales, number)
     check_option("layout", layout, ("concat",))
     shape = (*given[0].shape[:-1], 2 * given[0].shape[-1])

@@ -24,7 +24,7 @@ from rtkernels.ops.attention.checks import (
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
@@ -173,11 +173,11 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
     if window is None:
         left = right = -1
     elif isinstance(window, int):
-        left, right = an_integer("window", window), -1
+        left, right = check_integer("window", window), -1
     else:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ArgumentError(f"window is {window!r}; expected an int or a pair (left, right)")
-        left, right = (-1 if side is None else an_integer("window", side) for side in window)
+        left, right = (-1 if side is None else check_integer("window", side) for side in window)
     if left < -1 or right < -1:
         raise ArgumentError(f"window is {window!r}; expected numbers from 0 on, or None or -1 for no limit")
     return left, 0 if causal and right < 0 else right if not causal else min(right, 0)
@@ -186,15 +186,15 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
 def default_scale(scale: float | None, q: Tensor) -> float:
     """Return the factor of products of q and k: 1 / sqrt(width of a head) unless one is given."""
     if scale is not None:
-        return float(a_number("scale", scale))
+        return float(check_number("scale", scale))
     if not q.shape:
         raise ArgumentError("q has no dimensions; expected those of tokens and heads, and the elements of a head")
     return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
-def a_softcap(softcap: float) -> float:
+def check_softcap(softcap: float) -> float:
     """Return a soft cap of a public function: 0 for none."""
-    if not 0.0 <= a_number("softcap", softcap) < math.inf:
+    if not 0.0 <= check_number("softcap", softcap) < math.inf:
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
     return float(softcap)
 
@@ -270,7 +270,7 @@ def attention(
             check_tensor(name, t)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
     options = (
-        default_scale(scale, q), left, right, a_softcap(softcap), 0, 0, heads_first, backend,
+        default_scale(scale, q), left, right, check_softcap(softcap), 0, 0, heads_first, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     result = result.transpose(1, 2) if heads_first else result
@@ -332,8 +332,8 @@ def attention_varlen(
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (
-        default_scale(scale, q), left, right, a_softcap(softcap),
-        an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k), False, backend,
+        default_scale(scale, q), left, right, check_softcap(softcap),
+        check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k), False, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     return (result, lse) if return_lse else result

@@ -26,7 +26,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
@@ -210,7 +210,7 @@ def mla_decode(
         places = kv_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
         check_indices("seqlens", seqlens, places + 1, "keys of the cache")
     given = (
-        q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
+        q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, check_integer("value_width", value_width),
         bool(causal), default_scale(scale, q),
     )  # fmt: skip
     refuse_gradients("mla_decode", [q, kv_cache])

@@ -17,7 +17,7 @@ from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -267,7 +267,7 @@ def qkv_split(
     if not isinstance(qkv, Tensor):
         raise ArgumentError(f"qkv is a {type(qkv).__name__}; expected a torch.Tensor")
     token("qkv", qkv.dtype)
-    heads = an_integer("num_heads", num_heads) + 2 * an_integer("num_kv_heads", num_kv_heads)
+    heads = check_integer("num_heads", num_heads) + 2 * check_integer("num_kv_heads", num_kv_heads)
     if num_heads < 1 or num_kv_heads < 1:
         raise ArgumentError(f"num_heads and num_kv_heads are {num_heads} and {num_kv_heads}; expected 1 or more")
     if qkv.dim() not in (2, 3) or qkv.shape[-1] % heads:
@@ -282,10 +282,10 @@ def qkv_split(
     cos, sin = _tables(rope, qkv.shape[-1] // heads, style == "interleaved")
     first = 0
     if pos is not None and not isinstance(pos, Tensor):
-        pos, first = None, an_integer("pos", pos)
+        pos, first = None, check_integer("pos", pos)
     elif pos is not None:
         pos = pos.reshape(-1)
-    options = num_heads, num_kv_heads, style == "interleaved", float(a_number("eps", eps)), first
+    options = num_heads, num_kv_heads, style == "interleaved", float(check_number("eps", eps)), first
     given = tuple(out or ())
     if len(given) > 3 or (k_cache is not None and any(t is not None for t in given[1:])):
         raise ArgumentError(f"out has {len(given)} tensors; expected (q, k, v), or (q,) with caches")

@@ -28,7 +28,7 @@ from rtkernels.ops.attention.quantize_heads import (
 )
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -221,8 +221,8 @@ def attention_quantized(
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     out, lse = FORWARD.call(
         q, k, v, scale_q, scale_k, scale_v, seqused_k, cu_seqlens_q, cu_seqlens_k, default_scale(scale, q),
-        left, right, an_integer("block_q", block_q), an_integer("block_k", block_k),
-        an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k),
+        left, right, check_integer("block_q", block_q), check_integer("block_k", block_k),
+        check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k),
         out_dtype == torch.float16,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -12,7 +12,7 @@ from rtkernels.runtime.checks import check_dtype, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WIDTH, block_of, divisor, group_threads, reads_evict_first
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
@@ -104,15 +104,15 @@ def check_names(reduction: str, softcap: float | None) -> None:
     """Raise an ArgumentError for options that the public functions take in other forms than the operators."""
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not a_number("softcap", softcap) > 0:
+    if softcap is not None and not check_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
 
 
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
     """Raise an ArgumentError for numbers that make no loss."""
-    if not 0.0 <= a_number("label_smoothing", label_smoothing) <= 1.0:
+    if not 0.0 <= check_number("label_smoothing", label_smoothing) <= 1.0:
         raise ArgumentError(f"label_smoothing is {label_smoothing}; expected 0 to 1")
-    if not abs(a_number("z_loss", z_loss)) < float("inf"):
+    if not abs(check_number("z_loss", z_loss)) < float("inf"):
         raise ArgumentError(f"z_loss is {z_loss}; expected a finite number")
     if not 0.0 <= softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")

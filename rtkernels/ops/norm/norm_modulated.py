@@ -15,7 +15,7 @@ from rtkernels.ops.shared.row_operands import by_rows
 from rtkernels.ops.shared.row_quant import memory_for, result_shapes, wanted
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
@@ -73,7 +73,7 @@ def normalize(
     if residual is None and residual_out is not None and gate is None and bias is None:
         raise ArgumentError("residual_out is given; expected None without residual, gate or bias: it would be x")
     shape = tuple(x.shape)
-    eps, offset = float(a_number("eps", eps)), float(a_number("offset", offset))
+    eps, offset = float(check_number("eps", eps)), float(check_number("offset", offset))
     gate, scale, shift = (by_rows(n, t, shape) for n, t in (("gate", gate), ("scale", scale), ("shift", shift)))
     operands = {
         "x": x, "residual": residual, "gate": gate, "bias": bias, "weight": weight, "norm_bias": norm_bias,

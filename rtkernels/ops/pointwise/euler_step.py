@@ -10,7 +10,7 @@ from rtkernels.ops.act.combine import combine
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
@@ -18,7 +18,7 @@ from rtkernels.runtime.operator.gradient import applied
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
     """Return a number as one element on the device and a number to multiply it with."""
     if not isinstance(value, Tensor):
-        return None, float(a_number(name, value))
+        return None, float(check_number(name, value))
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ArgumentError(f"{name} is {value.dtype} {tuple(value.shape)}; expected a number or one float32 element")
     return value.detach().reshape(1), 1.0

@@ -11,7 +11,7 @@ from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import FLOAT_DTYPES, TYPES, reads_evict_first, vector_bytes
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -141,7 +141,7 @@ def column_absmax(
         ``[n]``, float32.
     """
     amax = ABSMAX.call(*detached(x, row_factor, column_factor))
-    return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
+    return amax.clamp_(min=floor) if check_number("floor", floor) > 0 else amax
 
 
 OP = Op("column_absmax", public=("column_absmax",), kernels=(_PARTIAL, _FINISH), torch_ops=(ABSMAX,))

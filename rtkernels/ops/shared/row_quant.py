@@ -18,7 +18,7 @@ from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, s
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 
 BLOCK, NVFP4_BLOCK = 128, 16
 NVFP4_MAX = 6.0 * 448.0
@@ -82,7 +82,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
         raise ArgumentError(f"quant.granularity is {kind!r}; expected 'tensor', 'row' or 'block128'")
     if quant.swizzled and kind != "nvfp4":
         raise ArgumentError("quant.swizzled is True; expected False unless quant.dtype is 'nvfp4'")
-    floor, scale, static = float(a_number("quant.floor", quant.floor)), quant.scale, 0.0
+    floor, scale, static = float(check_number("quant.floor", quant.floor)), quant.scale, 0.0
     if not floor >= 0 or not isfinite(floor):
         raise ArgumentError(f"quant.floor is {quant.floor}; expected a number that is not negative")
     if scale is not None and kind in ("row", "block128"):
@@ -93,7 +93,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
             raise ArgumentError(f"quant.scale is {scale.dtype} {tuple(scale.shape)}; expected one float32 element")
         scale = scale.reshape(1)
     elif scale is not None:
-        static = float(a_number("quant.scale", scale))
+        static = float(check_number("quant.scale", scale))
         if not isfinite(static) or static < 0 or max(static, floor) == 0:
             raise ArgumentError(f"quant.scale is {static}; expected a number above 0")
         static, scale = max(static, floor), None

@@ -3,7 +3,7 @@
 The dispatcher asks that too, but most calls pass it by, and what it says of a wrong argument is hard to read. Plain
 calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans``, the making of a plan
 or the packing of a launch. Functions that compare or compute with an option before an operator sees it ask
-``a_number`` or ``an_integer``.
+``check_number`` or ``check_integer``.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class ArgumentTypes:
                 raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
 
 
-def a_number(name: str, value: Any) -> Any:
+def check_number(name: str, value: Any) -> Any:
     """Return an option that is a number, or raise an ArgumentError that names it."""
     if type(value) is not float and not isinstance(value, _ACCEPTED["float"][0]):
         raise ArgumentError(_message(name, value, "a number"))
     return value
 
 
-def an_integer(name: str, value: Any) -> Any:
+def check_integer(name: str, value: Any) -> Any:
     """Return an option that is an integer, or raise an ArgumentError that names it."""
     if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
         raise ArgumentError(_message(name, value, "an integer"))

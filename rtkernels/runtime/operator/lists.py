@@ -45,7 +45,7 @@ class Number:
         self.name, self.called = name, called or name
 
 
-def check_number(called: str, number: Tensor, like: Tensor) -> None:
+def check_device_number(called: str, number: Tensor, like: Tensor) -> None:
     """Raise an ArgumentError unless a kernel that works on the device of `like` can read a number."""
     if number.dtype != torch.float32 or number.numel() != 1:
         got = f"{str(number.dtype).removeprefix('torch.')} {tuple(number.shape)}"
@@ -102,7 +102,9 @@ class ListOperator(TorchOp):
     def _write_out(self, operator: str) -> dict[str, Any]:
         names, first = ", ".join(self.names), self._lists[0].name
         listed = ", ".join(f"*([{a.name}] if len({a.name}) else [])" if a.optional else a.name for a in self._lists)
-        checks = [f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0]); " for a in self._scalars]
+        checks = [
+            f"{a.name} is None or check_device_number({a.called!r}, {a.name}, {first}[0]); " for a in self._scalars
+        ]
         pointers = [f"0 if {a.name} is None else {a.name}.data_ptr()" for a in self._scalars]
         numbers = f"*derive({', '.join(self._numbers)})" if self._derive else ", ".join(self._numbers)
         counted = ", ".join(f"*{a.name}" for a in self._lists if a.counted)
@@ -134,7 +136,7 @@ def replay({names}):
 """
         scope = {
             "tables": self._tables,
-            "check_number": check_number,
+            "check_device_number": check_device_number,
             "make_plan": self._make_plan,
             "derive": self._derive,
             "increment_versions": increment_versions,
