@@ -294,8 +294,8 @@ def _reference(wanted: Combination) -> None:
     y = y.reshape(shape)
     if kept is not None:
         kept.copy_(y)
-    made = wanted.out, wanted.quant_scale, wanted.scale_out, wanted.global_out
-    quantize_reference(y, wanted.quant, *made, wanted.swizzled, wanted.static, wanted.floor)
+    memory = wanted.out, wanted.quant_scale, wanted.scale_out, wanted.global_out
+    quantize_reference(y, wanted.quant, *memory, wanted.swizzled, wanted.static, wanted.floor)
 
 
 def _written(name: str) -> InPlaceExact:

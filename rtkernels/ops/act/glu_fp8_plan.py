@@ -30,7 +30,7 @@ _FAST_STATIC_SHARED = 23104
 _STREAM_STATIC_SHARED = 36096
 _RESERVED_SHARED = 1024  # per block, by the hardware
 _IN_REGISTERS = 2  # of a thread's rows of the last input, kept in registers by the backward
-_RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
+_RESIDENT = 2  # fast blocks per SM, limited by their registers
 _MANY_TILES = 8  # tiles per resident block, from which on the backward has a block for each tile; measured on the H200
 
 

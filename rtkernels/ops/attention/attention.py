@@ -17,8 +17,8 @@ from rtkernels.ops.attention.checks import (
     Forward,
     Heads,
     heads_first_strides,
-    made,
     problem_of,
+    result_strides,
     strides,
 )
 from rtkernels.ops.attention.problem import Attention
@@ -143,7 +143,7 @@ def _backward_outputs(given: Forward, needs: Needs) -> tuple[Memory | None, ...]
 
 def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, needs: Needs, device: int) -> Steps:
     wants = "".join(letter for letter, needed in zip("qkvsb", needs, strict=True) if needed)
-    dq, dk, dv = (made(t.shape, given.heads_first) for t in (given.q, given.k, given.v))
+    dq, dk, dv = (result_strides(t.shape, given.heads_first) for t in (given.q, given.k, given.v))
     problem = problem_of(
         given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
     )

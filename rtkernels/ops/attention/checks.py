@@ -207,7 +207,7 @@ def heads_first_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (heads * length * width, width, length * width, 1)
 
 
-def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
+def result_strides(shape: tuple[int, ...], heads_first: bool) -> Strides:
     """Return the strides of a result of this shape."""
     if len(shape) == 3:
         return Strides(0, shape[1] * shape[2], shape[2])
@@ -219,7 +219,7 @@ def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
 def problem_of(given: Forward, **others: Any) -> Attention:
     """Return the call as plain data. `others`: fields that only some operators have."""
     q, k, v, sinks, bias, lengths, kv_limit, cu_q, _ = given[:9]
-    others.setdefault("out", made(given.out_shape, given.heads_first))
+    others.setdefault("out", result_strides(given.out_shape, given.heads_first))
     varlen = cu_q is not None
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     return Attention(

@@ -114,7 +114,7 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
         info: Of the device.
     """
     if not codes and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
-        # A block a multiprocessor while that is enough, and no splits from half of them on: they read as much as all.
+        # One block per SM while that is enough. No splits once half of the SMs have a block: half read as fast as all.
         if blocks <= info.sm_count:
             return Arrangement(
                 8, shared, 1 if blocks >= 0.45 * info.sm_count else split_count(blocks, lkv, info.sm_count)

@@ -20,8 +20,8 @@ MAX_WIDTH = _WIDTHS[-1]
 _ROWS = 64  # of a tile
 _COLUMNS = 64  # of a block
 _THREADS = 128
-_RESIDENT = 2  # blocks of a multiprocessor
-_SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
+_RESIDENT = 2  # blocks per SM
+_SM90_THREADS = 512  # lightning_sm90.cu, one block per SM
 _SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024
 SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 

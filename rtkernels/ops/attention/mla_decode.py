@@ -123,7 +123,7 @@ def _plan(
     else:
         splits = split_count(row_tiles * batch, lkv, info.sm_count)
     scratch = part_memory(splits, rows, value_width)
-    made = ("parts", "part_lse") if scratch else (0, 0)
+    parts = ("parts", "part_lse") if scratch else (0, 0)
     table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
     of_q = tuple(_step(q, i) for i in range(3))
     if box_rows:
@@ -133,14 +133,14 @@ def _plan(
         )
         kernel = Step(
             KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, _SM90_SHARED),
-            *(boxes, "q", "lengths", "page_table", "out", "lse", *made, heads, lq, lkv, width, value_width, splits),
+            *(boxes, "q", "lengths", "page_table", "out", "lse", *parts, heads, lq, lkv, width, value_width, splits),
             *(page_size, box_rows, table_row, *of_q, right, scale),
         )
     else:
         kernel = Step(
             KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
             *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
-            *(*made, heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size), table_row, *of_q),
+            *(*parts, heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size), table_row, *of_q),
             *(_step(cache, 0), _step(cache, 1), right, scale),
         )
     sizes, out = (batch, lq, heads, value_width), dense_strides(lq, heads, value_width)

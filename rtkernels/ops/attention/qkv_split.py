@@ -140,21 +140,21 @@ def _reference(
     heads = given.unflatten(-1, (-1, dim)).split((q_heads, kv_heads, kv_heads), -2)
     position = torch.arange(length, dtype=torch.int64, device=qkv.device) + first
     position = position.expand(batch, length) + (0 if pos is None else pos.long().reshape(-1, 1))
-    made = [_normed(heads[0], q_weight, eps), _normed(heads[1], k_weight, eps), heads[2].float()]
+    outputs = [_normed(heads[0], q_weight, eps), _normed(heads[1], k_weight, eps), heads[2].float()]
     if cos is not None:
         known = ((position >= 0) & (position < cos.shape[0]))[..., None, None]
         for i in range(2):
-            turned = rotated(made[i], cos, sin, position, interleaved)
+            turned = rotated(outputs[i], cos, sin, position, interleaved)
             part = turned[..., : 2 * cos.shape[1]].where(known, torch.nan)
-            made[i] = torch.cat([part, turned[..., 2 * cos.shape[1] :]], -1)
-    q.copy_(made[0].reshape(q.shape))
+            outputs[i] = torch.cat([part, turned[..., 2 * cos.shape[1] :]], -1)
+    q.copy_(outputs[0].reshape(q.shape))
     if not cached:
-        k.copy_(made[1].reshape(k.shape))
-        v.copy_(made[2].reshape(v.shape))
+        k.copy_(outputs[1].reshape(k.shape))
+        v.copy_(outputs[2].reshape(v.shape))
         return
     fits = (position >= 0) & (position < k.shape[-3])
     rows = torch.arange(batch, dtype=torch.int64, device=qkv.device).view(-1, 1).expand(batch, length)
-    for cache, values in ((k, made[1]), (v, made[2])):
+    for cache, values in ((k, outputs[1]), (v, outputs[2])):
         whole = cache.unsqueeze(0) if cache.dim() == 3 else cache
         whole[rows[fits], position[fits]] = values[fits].to(cache.dtype)
 

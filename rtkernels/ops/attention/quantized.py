@@ -16,7 +16,7 @@ from rtkernels.ops.attention.checks import (
     HALVES,
     Heads,
     check_factor,
-    made,
+    result_strides,
     strides,
 )
 from rtkernels.ops.attention.quantize_heads import (
@@ -131,7 +131,8 @@ def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q
         pv=plan.VALUES_16 if not codes else plan.VALUES_INT8 if v.dtype == torch.int8 else plan.VALUES_E4M3,
         batch=batch, heads_q=heads, heads_kv=heads_kv, lq=max_q if varlen else q.shape[1],
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),
-        out=made((*q.shape[:-1], d_v), False), lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
+        out=result_strides((*q.shape[:-1], d_v), False),
+        lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
         sq=(0 if varlen else heads * n_q, n_q, block_q), sk=(0 if varlen else heads_kv * n_k, n_k, block_k),
         sv=sv if codes else (0, 0, 0), left=left, right=right, scale=scale, varlen=varlen,
         rows_q=q.shape[0] if varlen else batch * q.shape[1], rows_k=k.shape[0] if varlen else batch * k.shape[1],

@@ -1,4 +1,4 @@
-"""Gradients of attention by wgmma and the bulk copy engine (sm_90a): kernels and launches."""
+"""Gradients of attention with wgmma and TMA (sm_90a): kernels and launches."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
     if not resident and p.left < 0 and p.right < 0:
         together = 1
     stats, scratch = _statistics(p, device)
-    made, unwanted = key_gradients(p)  # the kernel has no register left for a choice
+    key_grads, unwanted = key_gradients(p)  # the kernel has no register left for a choice
     products = Step(
         BACKWARD.bind(
             (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width), resident=resident,
@@ -220,7 +220,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
-        "lse_rows", "delta_rows", "dq_sums", *made, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
+        "lse_rows", "delta_rows", "dq_sums", *key_grads, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
         heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention by wgmma and the bulk copy engine (sm_90a), the forward: kernel, tiles and launch."""
+"""Forward attention with wgmma and TMA (sm_90a): kernel, tiles and launch."""
 
 from __future__ import annotations
 

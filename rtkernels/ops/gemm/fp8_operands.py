@@ -53,7 +53,7 @@ def _check(x: Any, kind: str, dtype: torch.dtype) -> None:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix, or three dimensions of kind 'block'")
 
 
-def _made(
+def _quantized(
     x: Tensor, kind: str, dtype: torch.dtype, pow2_scale: bool, by_rows: bool, transposed: bool, rotation: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
@@ -135,8 +135,8 @@ def _outputs(
 OPERAND = Operator(
     "fp8_operand", (Argument("x", None),),
     options="str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation",
-    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_made),
-    reference=_made, plans_empty=True,
+    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_quantized),
+    reference=_quantized, plans_empty=True,
 )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         if p.k >= _MAX_UNPACKED_DEPTH and choice.sum_depth == 0 and p.out.token == "int32":
             return f"k is {p.k}; int32 sums of int4 products hold fewer than {_MAX_UNPACKED_DEPTH}"
     if p.quantized and (p.accumulate or _cuts_depth(p)):
-        return "a quantised result is neither added to what is there nor made of groups of k"
+        return "a quantised result can neither be accumulated nor consist of groups of k"
     if p.quantized == "1x16" and (p.out.pitch % 2 or p.out.group_pitch % 2):
         return f"rows of {p.out.pitch} codes of 4 bits do not begin at a byte"
     if max(p.m, p.n, p.k, p.a.pitch, p.b.pitch) >= 1 << 31:
@@ -211,7 +211,7 @@ def _grid(p: Product, tile: int) -> int:
 
 
 def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout: int, sm_count: int) -> int:
-    """Return the tile: large ones if there is work for all multiprocessors, in the variants that exist."""
+    """Return the tile: a large one if that leaves work for all SMs and the variant exists."""
     available = {v[5] for v in MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(PLAIN)

@@ -12,10 +12,10 @@ NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/
 
 
 class Tile(NamedTuple):
-    """What a block makes at a time.
+    """The tile that a block computes at a time.
 
     ``consumers`` warpgroups have ``waves`` times 64 rows each of ``cols`` columns; ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results on their way out.
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int

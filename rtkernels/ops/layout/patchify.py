@@ -33,7 +33,7 @@ class _Patchify(torch.autograd.Function):
     @staticmethod
     def forward(ctx, img, ph, pw, img_layout, order):
         ctx.like, ctx.how = (img.shape, img.dtype, img.device), (ph, pw, img_layout, order)
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         view, shape = _patches(img.detach(), *ctx.how)
         out = torch.empty(shape, dtype=img.dtype, device=img.device)
         strided_copy(view, out.view(view.shape))
@@ -104,7 +104,7 @@ class _RepeatHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, n):
         ctx.n = n
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         return _repeat(x.detach(), n)
 
     @staticmethod

@@ -54,7 +54,7 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         total, dx = BOTH.call(x, target, labels, ignore, mode, beta, factor, over)
         ctx.save_for_backward(dx)
-        ctx.made_gradient = True
+        ctx.computed_gradient = True
         return total[0].clone()
 
     @staticmethod

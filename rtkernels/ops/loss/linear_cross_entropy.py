@@ -34,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.more = (*options, chunk_rows, in_fp32)
         ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.later else grads))
-        ctx.made_gradient = not ctx.later
+        ctx.computed_gradient = not ctx.later
         ctx.mark_non_differentiable(hits, sums)
         return loss, hits, sums
 

@@ -122,9 +122,9 @@ def tensor_list(tensors: Tensors) -> TensorList:
     Returns:
         A tuple of the tensors, which it keeps alive.
     """
-    made = TensorList(_listed(tensors))
-    check_one(made)
-    return made
+    result = TensorList(_listed(tensors))
+    check_one(result)
+    return result
 
 
 @public(recent=False)
@@ -156,12 +156,12 @@ def multi_norm(
     tensors = _listed(tensors)
     kind = _kind_of(ord)
     if group is None and root:
-        made = _reduce(tensors, kind, per_tensor, False)
+        norms = _reduce(tensors, kind, per_tensor, False)
     else:
         sums = _reduce(tensors, kind, per_tensor, True)
         sums = sums if group is None else _over_group(sums, kind, group)
-        made = _finished(sums, kind) if root else sums.float()
-    return (made[0], made[1:]) if per_tensor else made.reshape(())
+        norms = _finished(sums, kind) if root else sums.float()
+    return (norms[0], norms[1:]) if per_tensor else norms.reshape(())
 
 
 @public(recent=False)

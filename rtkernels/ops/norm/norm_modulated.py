@@ -91,30 +91,30 @@ def normalize(
     want = wanted(quant, x.dtype)
     operands = dict(zip(operands, detached(*operands.values()), strict=True))
     code_shape, scales = result_shapes(want, shape)
-    made_out = new_tensor(tuple(code_shape), want.dtype, x)
-    written = {"out": made_out}
+    result = new_tensor(tuple(code_shape), want.dtype, x)
+    written = {"out": result}
     changed = residual is not None or gate is not None or bias is not None
-    made_h = made_scale = made_global = None
+    h_out = quant_scale = global_out = None
     if changed:
-        made_h = memory_for("residual_out", residual_out, shape, x.dtype, x, {**operands, **written}, ("x", "residual"))
-        written["residual_out"] = made_h
+        h_out = memory_for("residual_out", residual_out, shape, x.dtype, x, {**operands, **written}, ("x", "residual"))
+        written["residual_out"] = h_out
     if scales is not None:
-        made_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
+        quant_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
     elif scale_out is not None:
         raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
-        made_global = torch.empty((), dtype=torch.float32, device=x.device)
+        global_out = torch.empty((), dtype=torch.float32, device=x.device)
     kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None
     FORWARD(
-        *operands.values(), want.scale, made_out, made_h, kept, made_scale, made_global, eps, offset, centred,
+        *operands.values(), want.scale, result, h_out, kept, quant_scale, global_out, eps, offset, centred,
         want.kind, want.swizzled, want.static, want.floor,
     )  # fmt: skip
     given = None if quant is None or not hasattr(quant, "scale") else quant.scale
-    if made_scale is None and not changed and style is None and not keep:
-        return made_out
+    if quant_scale is None and not changed and style is None and not keep:
+        return result
     if want.kind == "nvfp4":
-        return NormOut(made_out, made_h, next_gate, kept, made_scale, given if made_global is None else made_global)
-    return NormOut(made_out, made_h, next_gate, kept, given if made_scale is None else made_scale)
+        return NormOut(result, h_out, next_gate, kept, quant_scale, given if global_out is None else global_out)
+    return NormOut(result, h_out, next_gate, kept, given if quant_scale is None else quant_scale)
 
 
 def refuse_recorded(quant: Any, outputs: dict[str, Tensor | None]) -> None:

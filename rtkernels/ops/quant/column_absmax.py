@@ -72,11 +72,11 @@ def column_steps(
     each = -(-rows // splits)
     splits = -(-rows // each)
     launch = _PARTIAL.bind((x.token,), device, tiles * splits, 32 * _WARPS)
-    # With codes, what the scales are made for reads x a second time.
+    # With codes, the quantisation reads x a second time.
     evict_first = codes is None and reads_evict_first(rows * cols * size)
     single = splits == 1 and codes is None  # the only row of `partial` is the result
-    made = names[3] if single else partial
-    first = Step(launch, *names[:3], made, rows, cols, stride, each, tiles, aligned16, evict_first)
+    destination = names[3] if single else partial
+    first = Step(launch, *names[:3], destination, rows, cols, stride, each, tiles, aligned16, evict_first)
     if single:
         return [first], {}
     scratch = {partial: Memory((splits, cols), torch.float32)}

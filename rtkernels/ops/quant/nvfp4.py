@@ -53,11 +53,11 @@ def quantize_nvfp4(
     """
     x, channel_scale = detached(x, channel_scale)
     _check_rows(x, 2)
-    static, g, made = 0.0, None, None
+    static, g, global_out = 0.0, None, None
     if isinstance(global_scale, Tensor):
         g = global_scale.detach()
     else:
-        made = new_tensor((), torch.float32, x)
+        global_out = new_tensor((), torch.float32, x)
         if global_scale is not None:
             static = float(check_number("global_scale", global_scale))
             if not 0 < static < float("inf"):
@@ -66,8 +66,8 @@ def quantize_nvfp4(
     codes = memory_for("out", out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x, inputs)
     shape = scale_shape(tuple(x.shape), 16, swizzled)
     scales = memory_for("scale_out", scale_out, shape, torch.float8_e4m3fn, x, {**inputs, "out": codes})
-    QUANTIZE(x, g, channel_scale, codes, scales, made, "nvfp4", swizzled, scale_rule, elem_rule, static)
-    return codes, scales, g.reshape(()) if made is None else made
+    QUANTIZE(x, g, channel_scale, codes, scales, global_out, "nvfp4", swizzled, scale_rule, elem_rule, static)
+    return codes, scales, g.reshape(()) if global_out is None else global_out
 
 
 @public

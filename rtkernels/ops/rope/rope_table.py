@@ -68,7 +68,7 @@ TABLE = Operator(
 )  # fmt: skip
 
 
-def _made_rates(dim: int, base: float, device: torch.device) -> Tensor:
+def _compute_rates(dim: int, base: float, device: torch.device) -> Tensor:
     return base ** divided(torch.arange(0, dim, 2, dtype=torch.float64, device=device), -dim)
 
 
@@ -79,12 +79,12 @@ def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
     """
     on_cuda = device.type == "cuda"
     if is_dynamo_compiling() or dispatch_modes() or (on_cuda and is_capturing()):
-        return _made_rates(dim, base, device)
+        return _compute_rates(dim, base, device)
     key = dim, base, device, current_stream(device.index) if on_cuda else 0
     rates = _rates.get(key)
     if rates is None:
         with torch.inference_mode(False):
-            rates = _made_rates(dim, base, device)
+            rates = _compute_rates(dim, base, device)
         if len(_rates) >= _RATES_LIMIT:
             _rates.clear()
         _rates[key] = rates

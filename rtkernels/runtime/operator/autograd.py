@@ -152,7 +152,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
     gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
     alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
-    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Batches of gradients
+    ``ctx.computed_gradient = True``: without a way back, such a pass raises at once. Batches of gradients
     (``is_grads_batched``) come as tensors without memory; the dispatcher then calls operators for one at a time.
     """
 
@@ -177,7 +177,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(ctx, "overwrites", False):
             raise RuntimeError(f"{backward.__qualname__}: reuse='inputs' does not go with create_graph=True")
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
-        if not ways and getattr(ctx, "made_gradient", False):
+        if not ways and getattr(ctx, "computed_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
             results = (dispatched if _batched(grads) else backward)(ctx, *grads)
