@@ -1,4 +1,4 @@
-"""``glu`` with the options of inference: layouts, factors of channels, quantised results, NVFP4 inputs."""
+"""``glu`` with inference-only options: layouts, channel factors, quantised results, NVFP4 inputs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def glu_combined(
     x: Tensor, up: Tensor | None, *, act: str, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool,
     out: Tensor | None, scale_out: Tensor | None,
 ) -> Tensor | GluOut:  # fmt: skip
-    """``glu`` with any of these options, which ``check_combined`` has seen, and without a gradient; see there."""
+    """``glu`` with any of these options, checked by ``check_combined``, without a gradient; see there."""
     want = wanted(quant, x.dtype)
     inputs = dict(zip(("x", "up", "channel_scale"), detached(x, up, channel_scale), strict=True))
     same = ("x", "up") if up is not None else ()

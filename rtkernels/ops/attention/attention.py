@@ -63,7 +63,7 @@ FORWARD = Operator(
 
 
 class _Destination(Heads):
-    """Where the output goes."""
+    """The argument for the output."""
 
     written = True
 
@@ -124,7 +124,7 @@ def _check_backward(dout: Meta, dlse: Meta | None, out: Meta, lse: Meta, given: 
 
 
 class Needs(NamedTuple):
-    """Gradients that a backward pass is to make."""
+    """The gradients that a backward pass computes."""
 
     need_q: bool
     need_k: bool
@@ -193,14 +193,14 @@ def default_scale(scale: float | None, q: Tensor) -> float:
 
 
 def check_softcap(softcap: float) -> float:
-    """Return a soft cap of a public function: 0 for none."""
+    """Return the soft cap as a float (0: none), or raise an ArgumentError."""
     if not 0.0 <= check_number("softcap", softcap) < math.inf:
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
     return float(softcap)
 
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse of 9 tensors and 8 options as FORWARD takes them, with gradients where one is wanted."""
+    """Return out and lse for the 9 tensors and 8 options of FORWARD, with gradients if needed."""
     if out is not None:
         refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
         return out, OUT.call(*tensors, out, *options)

@@ -108,7 +108,7 @@ def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right,
 def gathered(
     cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return a cache as [batch, keys, heads, width] with its scales applied; keys behind the last one are 0."""
+    """Return a cache as [batch, keys, heads, width] with its scales applied; keys after the last one are 0."""
     values = cache.to(dtype)
     if scale is not None:
         values = values * scale.to(dtype).reshape(-1, 1)

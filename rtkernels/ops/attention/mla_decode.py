@@ -61,7 +61,7 @@ _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
-    """Return how many rows of a tile TMA gets at a time, 0 where pages do not hold whole boxes."""
+    """Return the rows of a tile per TMA load; 0 if pages do not consist of whole boxes."""
     if page_table is None:
         return _SM90_KEYS
     rows = math.gcd(cache.shape[1], _SM90_KEYS)

@@ -1,4 +1,4 @@
-"""Attention of 8-bit codes, which ``quantize_heads.py`` makes of q, k and v."""
+"""Attention of 8-bit codes; ``quantize_heads.py`` computes them from q, k and v."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ BACKWARD = Kernel(
 
 
 class PassTile(NamedTuple):
-    """A tile of the backward of heads of more than 128 elements, which makes each gradient in a pass of its own.
+    """A tile of the backward of heads of more than 128 elements, which computes each gradient in a separate pass.
 
     Padded widths of q and v; rows that 128 queries or keys meet in a step, and stages of those as wide as v.
     """
@@ -96,7 +96,7 @@ _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are wor
 
 
 def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int, int]:
-    """Return how many heads of keys are worked on together, and how many tiles of keys of a head are a chunk.
+    """Return the number of key heads to process together, and the number of key tiles per chunk of a head.
 
     The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
     of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
@@ -123,7 +123,7 @@ def _padded_rows(problem: Attention) -> int:
 
 
 def _statistics(problem: Attention, device: int) -> tuple[Step, dict[str, Memory]]:
-    """Return the launch that makes lse and delta in padded order, and their memory."""
+    """Return the launch that computes lse and delta in padded order, and their memory."""
     p, padded = problem, _padded_rows(problem)
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
     step = Step(
@@ -137,7 +137,7 @@ def _statistics(problem: Attention, device: int) -> tuple[Step, dict[str, Memory
 
 
 def _sinks(problem: Attention, device: int) -> list[Step]:
-    """Return the launch that makes the gradient of sinks, if that is wanted."""
+    """Return the launch that computes the gradient of sinks, if needed."""
     p = problem
     if "s" not in p.wants or p.sinks is None:
         return []
@@ -146,7 +146,7 @@ def _sinks(problem: Attention, device: int) -> list[Step]:
 
 
 def _steps_passes(problem: Attention, device: int) -> Steps:
-    """Return the launches for heads of more than 128 elements: a pass for each gradient that is wanted."""
+    """Return the launches for heads of more than 128 elements: a pass for each gradient that is needed."""
     p = problem
     stats, scratch = _statistics(p, device)
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)

@@ -38,7 +38,7 @@ KERNELS = (_CLUSTER,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product, None if it can."""
+    """Return why this backend cannot compute a product, or None."""
     p = product
     if not _CLUSTER.supports(target):
         return f"{target} has no clusters of blocks"
@@ -116,5 +116,5 @@ def steps(product: Product, device: int) -> Steps:
 
 
 def summary(product: Product, target: Target) -> str:
-    """Return the tile that a product would run, for people."""
+    """Return the tile of a product, for ``explain``."""
     return f"{_TILE_ROWS} weight rows x {product.m} tokens, k shared by the blocks of a cluster"

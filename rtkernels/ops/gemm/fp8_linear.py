@@ -45,7 +45,7 @@ RECIPES = {
 
 
 class Fp8Weight(NamedTuple):
-    """Codes of a weight for :func:`fp8_linear`, by rows and transposed: what :func:`fp8_weight` gives."""
+    """Codes of a weight for :func:`fp8_linear`, by rows and transposed; see :func:`fp8_weight`."""
 
     q: Tensor
     scale: Tensor
@@ -57,7 +57,7 @@ class Fp8Weight(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """``x w^T + bias``. Saved: transposed codes of x (or x) if w wants a gradient, and of w (or w) if x does."""
+    """``x w^T + bias``. Saved: transposed codes of x (or x) if w needs a gradient, and of w (or w) if x does."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
 
 def has_flag(weight: Tensor) -> bool:
-    """Return True if a trainer wants to be told that a gradient is in main_grad already."""
+    """Return True if the trainer reads a flag that says that main_grad already has the gradient."""
     return not is_dynamo_compiling() and hasattr(weight, "grad_added_to_main_grad")
 
 

@@ -148,7 +148,7 @@ class Codes(NamedTuple):
 
 
 def rows_of(q: Tensor, scale: Tensor, kind: str) -> Codes:
-    """Return the codes by rows that ``OPERAND`` made of a matrix."""
+    """Return the codes by rows of a matrix from the results of ``OPERAND``."""
     if kind != "group":
         return Codes(q, scale)
     # The rows that q has, without a comparison, which would tie a graph to some numbers of rows.
@@ -157,7 +157,7 @@ def rows_of(q: Tensor, scale: Tensor, kind: str) -> Codes:
 
 
 def columns_of(q_t: Tensor, scale: Tensor, scale_t: Tensor, kind: str, columns: int) -> Codes:
-    """Return the transposed codes that ``OPERAND`` made of a matrix with so many columns."""
+    """Return the transposed codes of a matrix with `columns` columns from the results of ``OPERAND``."""
     if kind == "group":
         return Codes(q_t[:columns], scale_t.view(-1, q_t.shape[0]).t()[:columns])
     if kind == "block":

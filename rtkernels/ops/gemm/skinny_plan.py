@@ -69,7 +69,7 @@ class _Layout(NamedTuple):
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product, None if it can."""
+    """Return why this backend cannot compute a product, or None."""
     p = product
     if p.groups is not None:
         return "no grouped products"
@@ -312,7 +312,7 @@ def _words_aligned(s: Scales | None) -> bool:
 
 
 def summary(product: Product, target: Target) -> str:
-    """Return the tile that a product would run, for people."""
+    """Return the tile of a product, for ``explain``."""
     layouts = _layouts(product, target)
     return (
         f"weights in rings of {_RING} units, {layouts[0].rows} tokens, k shared by warps and clusters"

@@ -78,7 +78,7 @@ KERNELS = (GEMM,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product on a target, None if it can."""
+    """Return why this backend cannot compute a product on a target, or None."""
     p = product
     if "wgmma" not in target.features:
         return f"{target} has no wgmma"

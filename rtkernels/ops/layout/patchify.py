@@ -1,4 +1,4 @@
-"""Rearrangements of inference: images to patches, heads repeated for grouped queries."""
+"""Layout changes for inference: images to patches, heads repeated for grouped queries."""
 
 from __future__ import annotations
 

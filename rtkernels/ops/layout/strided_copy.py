@@ -26,7 +26,7 @@ _KERNEL = Kernel(
 
 
 def _merged(x: Meta, out: Meta) -> list[tuple[int, int, int]]:
-    """Return size and both strides of the dimensions, neighbours made one where they are one in both."""
+    """Return size and both strides of the dimensions; neighbours are merged if both tensors allow it."""
     dims = [d for d in zip(x.shape, x.stride, out.stride, strict=True) if d[0] != 1] or [(1, 1, 1)]
     result = [dims[0]]
     for size, a, b in dims[1:]:

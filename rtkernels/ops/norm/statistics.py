@@ -46,7 +46,7 @@ _differentiable = applied(_Statistics)
 
 
 def backward(centred, dy, h, weight, bias, dsum, eps: float, offset: float, want_weight: bool, want_bias: bool):
-    """Return dh, dweight and dbias of a normalisation; None for a parameter that wants none."""
+    """Return dh, dweight and dbias of a normalisation; None for a parameter that needs none."""
     if centred:
         dh, sums = LAYER_NORM_BACKWARD(
             dy, h, weight, bias if want_bias else None, dsum, eps, offset, want_weight or want_bias

@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
-    """Return what `quant` asks for, None (results of `dtype`) included, or raise an ArgumentError."""
+    """Return a `quant` option (None: results of `dtype`) as operators take it, or raise an ArgumentError."""
     if quant is None:
         return Wanted("none", dtype, None, 0.0, False, 0.0)
     if isinstance(quant, torch.dtype | str):
@@ -103,7 +103,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
 def result_shapes(
     want: Wanted, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], torch.dtype] | None]:
-    """Return the shape of the codes, and shape and dtype of the scales that are made (None for none)."""
+    """Return the shape of the codes, and shape and dtype of the scales (None for none)."""
     *outer, cols = shape
     if want.kind == "nvfp4":
         if cols % 2:
@@ -153,7 +153,7 @@ def memory_for(
     name: str, given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor,
     inputs: dict[str, Tensor | None], same: Sequence[str] = (),
 ) -> Tensor:  # fmt: skip
-    """Return memory for a result: what the caller gave, if it will do, or new.
+    """Return memory for a result: the caller's after checking it, or new memory.
 
     Args:
         name: Of the argument.
@@ -211,7 +211,7 @@ def quantize_reference(
     y: Tensor, want_kind: str, out: Tensor, scale: Tensor | None, scale_out: Tensor | None, global_out: Tensor | None,
     swizzled: bool, static: float, floor: float,
 ) -> None:  # fmt: skip
-    """Write the float32 rows `y` as codes of `out`'s dtype, and the scales that are made."""
+    """Write the float32 rows `y` as codes of `out`'s dtype, and the scales."""
     if want_kind == "none":
         out.copy_(y)
         return

@@ -32,7 +32,7 @@ STORED = {
 
 
 def merged(dims: Dims) -> Dims:
-    """Return dimensions without those of size 1, neighbours as one where every tensor steps through both alike."""
+    """Return the dimensions without those of size 1; neighbours are merged if the strides of all tensors allow it."""
     result: Dims = []
     for size, *strides in dims:
         if size == 1:
