@@ -16,7 +16,7 @@ from rtkernels.aten.table import NotHandled
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import sources
 from rtkernels.runtime.operator import registry
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.registry import Op
@@ -172,7 +172,7 @@ def _operator(
         for letter, tensor in zip(forward.tensors, args, strict=False):
             if not isinstance(tensor, Tensor):
                 raise ArgumentError(f"{letter} is a {type(tensor).__name__}; expected a tensor")
-        numbers = [float(a_number(s, value)) for s, value in zip(scalars, args[count:], strict=True)]
+        numbers = [float(check_number(s, value)) for s, value in zip(scalars, args[count:], strict=True)]
         if torch.is_grad_enabled() and needs_grad(*args[:count]):
             if not gradients:
                 raise ArgumentError(f"{name} has no backward, and a tensor requires a gradient")

@@ -54,7 +54,7 @@ _FP32 = {"x": 16, "add0": 32, "add1": 64, "mul0": 128, "mul1": 256, "base0": 512
 
 
 class Combination(NamedTuple):
-    """Arguments of the operator: of its tensors, checks and plans get the metas, the reference the tensors."""
+    """Arguments of the operator. Checks and plans get metas in place of tensors."""
 
     x: Any
     add0: Any
@@ -87,7 +87,7 @@ class Combination(NamedTuple):
 
     @property
     def given(self) -> dict[str, Any]:
-        """x and the operands that are there, by name."""
+        """x and the operands that are not None, by name."""
         return {"x": self.x, **{name: operand for name, operand in self.operands.items() if operand is not None}}
 
     @property
@@ -98,7 +98,7 @@ class Combination(NamedTuple):
 
     @property
     def scale_is_given(self) -> bool:
-        """Whether the scale of the codes is known before they are."""
+        """Whether the scale is known before the codes are computed."""
         return self.quant_scale is not None or self.static != 0
 
 
@@ -247,7 +247,7 @@ def _launch_of_three(wanted: Combination, walk: _Walk, split: _Split, device: in
 
 
 def _launch_of_all(wanted: Combination, walk: _Walk, split: _Split, device: int) -> tuple[Any, list[Any], list[Any]]:
-    """Return the same of ``combine``."""
+    """Return the same for ``combine``."""
     variant = DTYPE_TOKEN[walk.dtype], FORMATS[wanted.quant], walk.aligned
     launch = _KERNEL.bind(variant, device, split.row_blocks * split.slices, block_of(split.threads), overlap=True)
     steps_of = [value for name in OPERANDS for value in (walk.strides.get(name, 0), walk.each.get(name, 1))]
@@ -294,8 +294,8 @@ def _reference(wanted: Combination) -> None:
     y = y.reshape(shape)
     if kept is not None:
         kept.copy_(y)
-    made = wanted.out, wanted.quant_scale, wanted.scale_out, wanted.global_out
-    quantize_reference(y, wanted.quant, *made, wanted.swizzled, wanted.static, wanted.floor)
+    memory = wanted.out, wanted.quant_scale, wanted.scale_out, wanted.global_out
+    quantize_reference(y, wanted.quant, *memory, wanted.swizzled, wanted.static, wanted.floor)
 
 
 def _written(name: str) -> InPlaceExact:

@@ -84,7 +84,7 @@ BACKWARD_OVER = InPlaceOperator(
 
 
 def _shards(args: dict[str, Any]) -> Iterator[Way]:
-    """Rows are independent of one another; columns too, where gate and up are two tensors."""
+    """Rows are independent of each other; so are columns if gate and up are two tensors."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = len(args["x"].shape) - 1
@@ -203,7 +203,7 @@ def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep,
 
 
 def _options_with_gradient(x, up, act, layout, channel_scale, quant, out, scale_out) -> Tensor:
-    """Return ``glu`` with those options that have a gradient: it is that of other functions."""
+    """Return ``glu`` with differentiable options, composed of other differentiable functions."""
     if quant is not None:
         raise ArgumentError(
             "quant is given but a tensor needs gradients; expected torch.no_grad() around the call, detached tensors, "

@@ -1,4 +1,4 @@
-"""``glu`` with the options of inference: layouts, factors of channels, quantised results, NVFP4 inputs."""
+"""``glu`` with inference-only options: layouts, channel factors, quantised results, NVFP4 inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wanted
 from rtkernels.runtime.layout import check_same, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 
 
@@ -35,7 +35,7 @@ class GluOut(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Memory of results; None for what is not made."""
+    """Memory of results; None for those that are not computed."""
 
     out: Tensor
     scale: Tensor | None
@@ -57,16 +57,16 @@ def _results(
     keep: bool, out: Tensor | None, scale_out: Tensor | None, same: tuple[str, ...] = (),
 ) -> _Results:  # fmt: skip
     code_shape, scales = result_shapes(want, shape)
-    made = memory_for("out", out, code_shape, want.dtype, like, inputs, same)
-    made_scale = made_global = None
+    result = memory_for("out", out, code_shape, want.dtype, like, inputs, same)
+    result_scale = result_global = None
     if scales is not None:
-        made_scale = memory_for("scale_out", scale_out, *scales, like, {**inputs, "out": made})
+        result_scale = memory_for("scale_out", scale_out, *scales, like, {**inputs, "out": result})
     elif scale_out is not None:
         raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
-        made_global = torch.empty((), dtype=torch.float32, device=like.device)
+        result_global = torch.empty((), dtype=torch.float32, device=like.device)
     kept = torch.empty(shape, dtype=dtype, device=like.device) if keep else None
-    return _Results(made, made_scale, made_global, kept)
+    return _Results(result, result_scale, result_global, kept)
 
 
 def glu_of_codes(
@@ -87,7 +87,7 @@ def glu_of_codes(
             raise ArgumentError(f"{name}[0] has no dimensions; expected at least one")
         number = rest[0] if rest else None
         if number is not None and not isinstance(number, Tensor):
-            number = torch.full((), float(a_number(f"{name}[2]", number)), dtype=torch.float32, device=codes.device)
+            number = torch.full((), float(check_number(f"{name}[2]", number)), dtype=torch.float32, device=codes.device)
         given += detached(codes if codes.dtype == torch.uint8 else codes.view(torch.uint8), scales, number)
     check_option("layout", layout, ("concat",))
     shape = (*given[0].shape[:-1], 2 * given[0].shape[-1])
@@ -98,12 +98,12 @@ def glu_of_codes(
         raise ArgumentError("keep is True; expected False without quant: the result is what would be kept")
     want = wanted(quant, torch.float32)
     inputs = dict(zip(("x[0]", "x[1]", "x[2]", "up[0]", "up[1]", "up[2]"), given, strict=True))
-    made = _results(want, shape, torch.float32, given[0], inputs, keep, out, scale_out)
+    results = _results(want, shape, torch.float32, given[0], inputs, keep, out, scale_out)
     GLU(
-        *given, factors, want.scale, made.out, made.kept, made.scale, made.global_scale, act, want.kind, want.swizzled,
-        want.static, want.floor,
+        *given, factors, want.scale, results.out, results.kept, results.scale, results.global_scale, act, want.kind,
+        want.swizzled, want.static, want.floor,
     )  # fmt: skip
-    return made.returned(want, quant)
+    return results.returned(want, quant)
 
 
 def _checked_factors(channel_scale: Tensor | None, cols: int) -> Tensor | None:
@@ -143,15 +143,16 @@ def glu_combined(
     x: Tensor, up: Tensor | None, *, act: str, layout: str, channel_scale: Tensor | None, quant: Any, keep: bool,
     out: Tensor | None, scale_out: Tensor | None,
 ) -> Tensor | GluOut:  # fmt: skip
-    """``glu`` with any of these options, which ``check_combined`` has seen, and without a gradient; see there."""
+    """``glu`` with any of these options, checked by ``check_combined``, without a gradient; see there."""
     want = wanted(quant, x.dtype)
     inputs = dict(zip(("x", "up", "channel_scale"), detached(x, up, channel_scale), strict=True))
     same = ("x", "up") if up is not None else ()
-    made = _results(want, _shape_of(x, up), x.dtype, x, inputs, keep, out, scale_out, same)
+    results = _results(want, _shape_of(x, up), x.dtype, x, inputs, keep, out, scale_out, same)
     factors = None if channel_scale is None else inputs["channel_scale"].reshape(1, -1)
     way = "plain" if up is not None else layout
     COMBINE(
-        inputs["x"], None, None, inputs["up"], factors, None, None, want.scale, None, made.out, made.kept, made.scale,
-        made.global_scale, act, False, False, way, "", want.kind, want.swizzled, want.static, want.floor, 1.0,
+        inputs["x"], None, None, inputs["up"], factors, None, None, want.scale, None, results.out, results.kept,
+        results.scale, results.global_scale, act, False, False, way, "", want.kind, want.swizzled, want.static,
+        want.floor, 1.0,
     )  # fmt: skip
-    return made.returned(want, quant)
+    return results.returned(want, quant)

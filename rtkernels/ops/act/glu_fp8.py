@@ -34,7 +34,7 @@ BACKWARD = Operator(
 
 
 class GluFp8(NamedTuple):
-    """Codes (float8_e4m3fn) and scales (float32) of a matrix, by rows and transposed; None where not asked for."""
+    """Codes (float8_e4m3fn) and scales (float32) of a matrix, by rows and transposed; None if not requested."""
 
     q: Tensor | None
     scale: Tensor | None
@@ -43,7 +43,7 @@ class GluFp8(NamedTuple):
 
 
 class GluFp8Gradients(NamedTuple):
-    """The gradient of [gate | up] as codes and scales and unquantised, and that of the weight; None: not asked for."""
+    """Gradients of [gate | up], as codes and scales and unquantised, and of the weight; None if not requested."""
 
     q: Tensor | None
     scale: Tensor | None

@@ -30,7 +30,7 @@ _FAST_STATIC_SHARED = 23104
 _STREAM_STATIC_SHARED = 36096
 _RESERVED_SHARED = 1024  # per block, by the hardware
 _IN_REGISTERS = 2  # of a thread's rows of the last input, kept in registers by the backward
-_RESIDENT = 2  # fast blocks per multiprocessor, as their registers allow
+_RESIDENT = 2  # fast blocks per SM, limited by their registers
 _MANY_TILES = 8  # tiles per resident block, from which on the backward has a block for each tile; measured on the H200
 
 
@@ -56,7 +56,7 @@ def check_options(layout: str, scale_layout: str) -> None:
 
 
 def check_counts(counts: Meta | None, rows: int) -> None:
-    """Raise an ArgumentError unless counts can be the rows of each expert (their values are never looked at)."""
+    """Raise an ArgumentError unless the dtype and shape of counts fit (their values are never read)."""
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     if counts is None:
@@ -112,7 +112,7 @@ _INPUTS, _CODES = ("weight", "counts"), ("q", "scale", "q_t", "scale_t")
 
 
 class Inputs(NamedTuple):
-    """What both directions have in common."""
+    """Arguments that forward and backward share."""
 
     x: Meta
     up: Meta | None
@@ -147,7 +147,7 @@ def plan_bwd(dy: Meta, inputs: Inputs, keep: str, weight_grad: bool, device: int
 
 
 def _steps(given: Inputs, dy: Meta | None, mixed: bool, transposed: bool, weight_grad: bool, device: int) -> Steps:
-    """Return the launch of a kernel for transposed codes if they are asked for, of a fast one, or of a generic one."""
+    """Return the launch of a kernel for transposed codes if requested, otherwise of a fast or of the generic kernel."""
     x, up, weight, counts = given[:4]
     rows, cols = row_count(x.shape), (x.shape[-1] // 2 if up is None else x.shape[-1])
     blocks = row_blocks_of(rows, experts_of(counts))
@@ -194,7 +194,7 @@ def generic_step(
     given: Inputs, dy: Meta | None, blocks: int, results: tuple[str | int, ...], device: int, mixed: bool = False,
     pad_to: int = 1,
 ) -> Step:  # fmt: skip
-    """Return the launch of the kernel for everything. `results`: from codes to the factor and maxima it takes."""
+    """Return the launch of the generic kernel. `results`: its arguments from the codes to the factor and maxima."""
     x, _, weight, counts = given[:4]
     sources = given.sources(dy)
     rows, cols = row_count(x.shape), x.shape[-1] // (2 if given.up is None else 1)
@@ -214,7 +214,7 @@ def generic_step(
 
 
 def _grid(tiles: int, resident: int, shared: int, info: DeviceInfo) -> int:
-    """Return how many blocks of a persistent grid there should be: all that are resident at the same time."""
+    """Return the number of blocks of a persistent grid: all that can be resident at the same time."""
     if resident * (shared + _RESERVED_SHARED) > info.shared_per_block + _RESERVED_SHARED:
         resident = 1
     return min(tiles, resident * info.sm_count)

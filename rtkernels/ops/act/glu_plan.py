@@ -1,4 +1,4 @@
-"""The kernels of gated linear units, what they demand, and how they are launched."""
+"""The kernels of gated linear units, their requirements, and their launches."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def plan_bwd(
     dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool, device: int,
     results: tuple[str, ...] = ("dx", "dup"),
 ) -> Steps:  # fmt: skip
-    """Return what writes the gradients to `results`, x and up themselves perhaps: each thread writes what it read."""
+    """Return the launch that writes gradients to `results`, which may alias x and up (threads write what they read)."""
     t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, dy.shape[-1]
     strides = [meta.row_stride for meta in (dy, x, x if up is None else up)]
     vec = WIDTH[t]

@@ -56,7 +56,7 @@ def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def partner_and_slope(act: str, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the activation is multiplied with, up itself for most, and its derivative."""
+    """Return the factor of the activation, for most activations up itself, and its derivative."""
     if act == "swiglu_oai":
         return up.clamp(-_OAI_LIMIT, _OAI_LIMIT) + 1, (~(up.abs() > _OAI_LIMIT)).to(up.dtype)
     return up, torch.ones_like(up)

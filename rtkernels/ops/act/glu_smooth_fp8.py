@@ -49,7 +49,7 @@ def _check_fp32(name: str, m: Meta | None, shape: Sequence[int]) -> None:
 
 
 def _line(counts: Any, cols: int) -> tuple[int, ...]:
-    """Return the shape of what there is one of per column, or per expert and column."""
+    """Return the shape of a tensor with one element per column, or per expert and column."""
     return (cols,) if counts is None else (counts.shape[0], cols)
 
 
@@ -74,7 +74,7 @@ def _outputs_fwd(x, up, counts, with_maxima):
 
 
 def _codes_t(counts: Any, rows: int, cols: int, pad_to: int) -> tuple[int, ...]:
-    """Return the shape of transposed codes: flat with counts, with room for as much padding as there can be."""
+    """Return the shape of transposed codes: with counts, one dimension with room for the most padding possible."""
     if counts is None:
         return cols, padded(rows, pad_to)
     return (cols * padded_rows(rows, counts.shape[0], pad_to),)
@@ -146,7 +146,7 @@ def _reference_fwd(x, up, smooth, weight, counts, act, pow2_scale, with_maxima, 
 
 
 def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda s: s) -> Tensor:
-    """Return what every element is multiplied with; 1 for rows of no expert."""
+    """Return the factor of every element; 1 for rows of no expert."""
     whole = torch.ones_like(like)
     if smooth is not None:
         lines = change(smooth.reshape(-1, smooth.shape[-1])).repeat_interleave(smooth.new_tensor(sizes).long(), 0)
@@ -209,7 +209,7 @@ class GluSmoothFp8(NamedTuple):
 
 
 class GluSmoothFp8Gradients(NamedTuple):
-    """The gradient of [gate | up] as codes and scales and unquantised, and that of the weight; None: not asked for."""
+    """Gradients of [gate | up], as codes and scales and unquantised, and of the weight; None if not requested."""
 
     q: Tensor | None
     scale: Tensor | None

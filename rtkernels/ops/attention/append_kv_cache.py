@@ -232,7 +232,7 @@ def _check_places(
     k: Tensor, k_cache: Tensor, seqlens: Tensor | None, page_table: Tensor | None, slots: Tensor | None,
     positions: Tensor | None, cos: Tensor | None,
 ) -> None:  # fmt: skip
-    """Look at what only the device knows; what does not fit together is left to the operator."""
+    """Check values that are known only on the device; the operator checks everything else."""
     if k.dim() != 4 or k_cache.dim() != 4:
         return
     pages, size = k_cache.shape[:2]

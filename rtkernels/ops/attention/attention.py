@@ -17,14 +17,14 @@ from rtkernels.ops.attention.checks import (
     Forward,
     Heads,
     heads_first_strides,
-    made,
     problem_of,
+    result_strides,
     strides,
 )
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
@@ -63,7 +63,7 @@ FORWARD = Operator(
 
 
 class _Destination(Heads):
-    """Where the output goes."""
+    """The argument for the output."""
 
     written = True
 
@@ -124,7 +124,7 @@ def _check_backward(dout: Meta, dlse: Meta | None, out: Meta, lse: Meta, given: 
 
 
 class Needs(NamedTuple):
-    """Gradients that a backward pass is to make."""
+    """The gradients that a backward pass computes."""
 
     need_q: bool
     need_k: bool
@@ -143,7 +143,7 @@ def _backward_outputs(given: Forward, needs: Needs) -> tuple[Memory | None, ...]
 
 def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, needs: Needs, device: int) -> Steps:
     wants = "".join(letter for letter, needed in zip("qkvsb", needs, strict=True) if needed)
-    dq, dk, dv = (made(t.shape, given.heads_first) for t in (given.q, given.k, given.v))
+    dq, dk, dv = (result_strides(t.shape, given.heads_first) for t in (given.q, given.k, given.v))
     problem = problem_of(
         given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
     )
@@ -173,11 +173,11 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
     if window is None:
         left = right = -1
     elif isinstance(window, int):
-        left, right = an_integer("window", window), -1
+        left, right = check_integer("window", window), -1
     else:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ArgumentError(f"window is {window!r}; expected an int or a pair (left, right)")
-        left, right = (-1 if side is None else an_integer("window", side) for side in window)
+        left, right = (-1 if side is None else check_integer("window", side) for side in window)
     if left < -1 or right < -1:
         raise ArgumentError(f"window is {window!r}; expected numbers from 0 on, or None or -1 for no limit")
     return left, 0 if causal and right < 0 else right if not causal else min(right, 0)
@@ -186,21 +186,21 @@ def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tup
 def default_scale(scale: float | None, q: Tensor) -> float:
     """Return the factor of products of q and k: 1 / sqrt(width of a head) unless one is given."""
     if scale is not None:
-        return float(a_number("scale", scale))
+        return float(check_number("scale", scale))
     if not q.shape:
         raise ArgumentError("q has no dimensions; expected those of tokens and heads, and the elements of a head")
     return 1.0 / math.sqrt(max(q.shape[-1], 1))
 
 
-def a_softcap(softcap: float) -> float:
-    """Return a soft cap of a public function: 0 for none."""
-    if not 0.0 <= a_number("softcap", softcap) < math.inf:
+def check_softcap(softcap: float) -> float:
+    """Return the soft cap as a float (0: none), or raise an ArgumentError."""
+    if not 0.0 <= check_number("softcap", softcap) < math.inf:
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
     return float(softcap)
 
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse of 9 tensors and 8 options as FORWARD takes them, with gradients where one is wanted."""
+    """Return out and lse for the 9 tensors and 8 options of FORWARD, with gradients if needed."""
     if out is not None:
         refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
         return out, OUT.call(*tensors, out, *options)
@@ -270,7 +270,7 @@ def attention(
             check_tensor(name, t)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
     options = (
-        default_scale(scale, q), left, right, a_softcap(softcap), 0, 0, heads_first, backend,
+        default_scale(scale, q), left, right, check_softcap(softcap), 0, 0, heads_first, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     result = result.transpose(1, 2) if heads_first else result
@@ -332,8 +332,8 @@ def attention_varlen(
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (
-        default_scale(scale, q), left, right, a_softcap(softcap),
-        an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k), False, backend,
+        default_scale(scale, q), left, right, check_softcap(softcap),
+        check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k), False, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     return (result, lse) if return_lse else result

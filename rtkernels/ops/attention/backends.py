@@ -1,4 +1,4 @@
-"""The backends of attention, and what all of them leave undone: rows behind the last of packed sequences.
+"""The backends of attention, and clearing the rows after the last packed sequence, which none of them does.
 
 Few queries over many keys go to the kernels of decoding, which split the keys (``decode_plan.unsupported``).
 """
@@ -35,7 +35,7 @@ KERNELS = (TAIL, *ATTENTION.kernels)
 
 
 def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool, device: int) -> Step:
-    """Return the launch that clears rows of a packed result behind the last sequence."""
+    """Return the launch that clears rows of a packed result after the last sequence."""
     total, heads = (problem.total_k, problem.heads_kv) if keys else (problem.total_q, problem.heads_q)
     width = problem.d_v if name in ("out", "dv") else problem.d_qk
     shape, ends = (total, heads, width), "cu_k" if keys else "cu_q"
@@ -45,7 +45,7 @@ def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool
 def packed_tail(
     token: str, name: str, lse: str | int, ends: str, batch: int, shape: Sequence[int], strides: Strides, device: int
 ) -> Step:
-    """Return the launch that clears rows of `name` [tokens, heads, width] (and lse) behind the last sequence."""
+    """Return the launch that clears rows of `name` [tokens, heads, width] (and lse) after the last sequence."""
     launch = TAIL.bind((token,), device, device_info(device).sm_count, 256)
     return Step(launch, name, lse, ends, batch, *shape, strides.row, strides.head)
 

@@ -1,4 +1,4 @@
-"""What operators of attention demand of their tensors, and the ``Attention`` that a call is."""
+"""Checks of the tensors of attention operators, and the ``Attention`` that describes a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = ("blhd", "bhld")
 
 
 class Heads(Argument):
-    """[batch, length, heads, width] or, packed, [tokens, heads, width]; the elements of a head are neighbours.
+    """[batch, length, heads, width] or, packed, [tokens, heads, width]; the elements of a head are contiguous.
 
     Those whose address or strides are not multiples of 16 bytes are copied.
     """
@@ -37,7 +37,7 @@ class Heads(Argument):
 
 
 def forward_arguments() -> tuple[Argument, ...]:
-    """Return the tensors of a forward pass: those that every attention may have."""
+    """Return the tensor arguments of a forward pass, which all attention operators share."""
     return (
         Heads("q", HALVES),
         Heads("k", HALVES),
@@ -71,7 +71,7 @@ def check_width(name: str, meta: Meta, largest: int, unit: int = 8) -> None:
 
 
 def check_shared_heads(q: Meta, k: Meta, of: str = "k") -> None:
-    """Raise an ArgumentError unless heads of q share those of keys evenly."""
+    """Raise an ArgumentError unless the number of heads of q is a multiple of that of k."""
     if k.shape[-2] < 1 or q.shape[-2] % k.shape[-2] or q.shape[-2] < 1:
         raise ArgumentError(f"q has {q.shape[-2]} heads; expected a multiple of the {k.shape[-2]} heads of {of}")
 
@@ -118,7 +118,7 @@ def check_heads(q: Meta, k: Meta, v: Meta, dims: int, order: str) -> None:
 
 
 class Forward(NamedTuple):
-    """Arguments of a forward pass: of the tensors, checks and plans get the metas, references the tensors."""
+    """Arguments of a forward pass. Checks and plans get metas in place of tensors."""
 
     q: Any
     k: Any
@@ -140,12 +140,12 @@ class Forward(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """That of the output."""
+        """Shape of the output."""
         return (*self.q.shape[:-1], self.v.shape[-1])
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """That of the logarithms of sums."""
+        """Shape of the log-sum-exps."""
         q = self.q
         return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
@@ -194,7 +194,7 @@ def check(given: Forward) -> None:
 
 
 def strides(meta: Meta) -> Strides:
-    """Return where the heads of a tensor lie that ``Heads`` let pass, or of one that the operator makes."""
+    """Return the strides of a tensor that ``Heads`` accepted, or of a result of the operator."""
     steps = [0 if size <= 1 else step for size, step in zip(meta.shape[:-1], meta.stride[:-1], strict=True)]
     if len(steps) == 2:
         steps.insert(0, 0)
@@ -207,7 +207,7 @@ def heads_first_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (heads * length * width, width, length * width, 1)
 
 
-def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
+def result_strides(shape: tuple[int, ...], heads_first: bool) -> Strides:
     """Return the strides of a result of this shape."""
     if len(shape) == 3:
         return Strides(0, shape[1] * shape[2], shape[2])
@@ -219,7 +219,7 @@ def made(shape: tuple[int, ...], heads_first: bool) -> Strides:
 def problem_of(given: Forward, **others: Any) -> Attention:
     """Return the call as plain data. `others`: fields that only some operators have."""
     q, k, v, sinks, bias, lengths, kv_limit, cu_q, _ = given[:9]
-    others.setdefault("out", made(given.out_shape, given.heads_first))
+    others.setdefault("out", result_strides(given.out_shape, given.heads_first))
     varlen = cu_q is not None
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     return Attention(

@@ -15,7 +15,7 @@ from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -108,7 +108,7 @@ def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right,
 def gathered(
     cache: Tensor, lengths: Tensor, page_table: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return a cache as [batch, keys, heads, width] with its scales applied; keys behind the last one are 0."""
+    """Return a cache as [batch, keys, heads, width] with its scales applied; keys after the last one are 0."""
     values = cache.to(dtype)
     if scale is not None:
         values = values * scale.to(dtype).reshape(-1, 1)
@@ -192,7 +192,7 @@ def attention_decode(
     given = (
         q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
         None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),
-        float(a_number("softcap", softcap)),
+        float(check_number("softcap", softcap)),
     )  # fmt: skip
     refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
     out, lse = FORWARD.call(*given)

@@ -1,4 +1,4 @@
-"""Decoding over a short cache in one launch: kernel record, and when it is the one."""
+"""Decoding over a short cache in one launch: kernel record, and when it is used."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Decode(NamedTuple):
 
 
 def split_count(blocks: int, lkv: int, slots: int) -> int:
-    """Return into how many parts keys are split, from shapes alone: the same for all lengths on the device.
+    """Return the number of splits of the keys. It depends on shapes only, not on lengths on the device.
 
     Args:
         blocks: Without splits.
@@ -90,7 +90,7 @@ def split_count(blocks: int, lkv: int, slots: int) -> int:
 
 
 class Arrangement(NamedTuple):
-    """How a call is spread over blocks: warps and shared memory of one, and splits of the keys."""
+    """The distribution of a call over blocks: warps and shared memory of a block, and splits of the keys."""
 
     warps: int
     shared: int
@@ -104,7 +104,7 @@ def _shared_bytes(warps: int, width: int, codes: int) -> int:
 
 
 def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo) -> Arrangement:
-    """Return how many warps and splits there are, from shapes alone (docs/decisions/attention.md has the times).
+    """Return the numbers of warps and splits, from shapes alone (docs/decisions/attention.md has the times).
 
     Args:
         blocks: Without splits.
@@ -114,7 +114,7 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
         info: Of the device.
     """
     if not codes and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
-        # A block a multiprocessor while that is enough, and no splits from half of them on: they read as much as all.
+        # One block per SM while that is enough. No splits once half of the SMs have a block: half read as fast as all.
         if blocks <= info.sm_count:
             return Arrangement(
                 8, shared, 1 if blocks >= 0.45 * info.sm_count else split_count(blocks, lkv, info.sm_count)
@@ -140,7 +140,7 @@ def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
 
 
 def dense_strides(lq: int, heads: int, width: int) -> tuple[int, int, int]:
-    """Return those of a dense result [batch, lq, heads, width], of sequences, rows and heads."""
+    """Return the strides of a dense result [batch, lq, heads, width], of sequences, rows and heads."""
     return lq * heads * width, heads * width, width
 
 
@@ -198,7 +198,7 @@ def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> 
 
 
 def unsupported(problem: Attention, info: DeviceInfo) -> str | None:
-    """Return why splitting the keys of an attention over blocks is not possible, or not the quickest way; else None.
+    """Return why the keys cannot be split over blocks, or why that is not the fastest way; otherwise None.
 
     The rows of a block are the queries of all heads that share keys, 16 at a time; a tile of the other kernels has 64
     to 192 queries of one head. So up to 16 queries and 64 rows are quicker this way, and up to 64 queries where the

@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
-from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, made, strides
+from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides, strides
 from rtkernels.ops.attention.lightning_parallel import state_before
 from rtkernels.ops.attention.lightning_plan import (
     MAX_WIDTH,
@@ -83,7 +83,7 @@ def _tail(q: Meta, cu: Meta | None, names: tuple[tuple[str, int], ...], device: 
         return []
     token, shapes = DTYPE_TOKEN[q.dtype], [(name, (*q.shape[:2], width)) for name, width in names]
     return [
-        packed_tail(token, name, 0, "cu_seqlens", cu.shape[0] - 1, shape, made(shape, False), device)
+        packed_tail(token, name, 0, "cu_seqlens", cu.shape[0] - 1, shape, result_strides(shape, False), device)
         for name, shape in shapes
     ]
 
@@ -109,7 +109,7 @@ def _plan(q, k, v, initial_state, cu_seqlens, scale, wants_state, device) -> Ste
     d_k, d_v = q.shape[-1], v.shape[-1]
     tensors = {
         "left": ("q", strides(q), d_k), "right": ("k", strides(k), d_k), "value": ("v", strides(v), d_v),
-        "out": ("out", made((*q.shape[:-1], d_v), False), d_v),
+        "out": ("out", result_strides((*q.shape[:-1], d_v), False), d_v),
     }  # fmt: skip
     call = _scan(
         q, cu_seqlens, tensors, scale=scale, state=(d_v, 1), final="final_state" if wants_state else None,
@@ -163,7 +163,7 @@ def _plan_backward(
     arranged = _arranged(q, v, cu_seqlens, device)
     steps, scratch = [], {}
     if need_q:
-        tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", made(q.shape, False), d_k)}
+        tensors = {"left": of_dout, "right": of_v, "value": of_k, "out": ("dq", result_strides(q.shape, False), d_k)}
         initial = None if initial_state is None else "initial_state"
         call = _scan(q, cu_seqlens, tensors, scale=scale, state=(1, d_v), initial=initial, **arranged)
         steps, scratch = scans([call], "states", device)
@@ -174,11 +174,11 @@ def _plan_backward(
     }  # fmt: skip
     calls = []
     if need_k:
-        tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", made(k.shape, False), d_k)}
+        tensors = {"left": of_v, "right": of_dout, "value": of_q, "out": ("dk", result_strides(k.shape, False), d_k)}
         calls.append(_scan(q, cu_seqlens, tensors, state=(1, d_v), **reversed_scan))
     if need_v or needs_state:
         name = "dv" if need_v else "" if arranged["segments"] > 1 else "unwanted_dv"
-        tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, made(v.shape, False), d_v)}
+        tensors = {"left": of_k, "right": of_q, "value": of_dout, "out": (name, result_strides(v.shape, False), d_v)}
         final = {"final": "dinitial_state", "final_factor": scale} if needs_state else {}
         calls.append(_scan(q, cu_seqlens, tensors, state=(d_v, 1), **reversed_scan, **final))
         if name == "unwanted_dv":

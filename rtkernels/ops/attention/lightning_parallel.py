@@ -16,7 +16,7 @@ def _gathered(own: Tensor, group: Any) -> Tensor:
 
 
 class _StateBefore(torch.autograd.Function):
-    """What the parts of all members before this one leave behind: each counts `factor` times as much a part later."""
+    """The state after the parts of all previous members; each part multiplies it by `factor`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, factor: Tensor, group: Any) -> Tensor:
@@ -37,7 +37,7 @@ class _StateBefore(torch.autograd.Function):
 
 
 def state_before(own: Tensor, decay: Tensor, length: int, group: Any) -> Tensor:
-    """Return the state behind the parts of the members before this one.
+    """Return the state after the parts of all previous members.
 
     Args:
         own: float32 [batch, heads, width of k, width of v]: the state that this member's part leaves alone.

@@ -20,8 +20,8 @@ MAX_WIDTH = _WIDTHS[-1]
 _ROWS = 64  # of a tile
 _COLUMNS = 64  # of a block
 _THREADS = 128
-_RESIDENT = 2  # blocks of a multiprocessor
-_SM90_THREADS = 512  # lightning_sm90.cu, a block a multiprocessor
+_RESIDENT = 2  # blocks per SM
+_SM90_THREADS = 512  # lightning_sm90.cu, one block per SM
 _SM90_SHARED = 64 * 256 * (3 * 3 + 1) + 2 * 64 * 128 + 16 * (3 + 2) + 1024
 SEGMENT_ROWS = 256  # a segment has at least: its state is read and written
 
@@ -90,7 +90,7 @@ def by_wgmma(token: str, d_k: int, d_v: int, cu: bool, length: int, device: int)
 
 
 def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, device: int) -> int:
-    """Return into how many segments sequences of so many rows are cut, from shapes alone, so that blocks fill a device.
+    """Return the number of segments per sequence, from shapes alone, so that the blocks fill a device.
 
     States of segments take half of the work once more, so a device that is half full is left at that.
     """
@@ -100,7 +100,7 @@ def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, de
 
 
 def states(call: Scan, name: str, device: int) -> tuple[list[Step], dict[str, Memory]]:
-    """Return the launches that make the states before the segments of a scan, its final state, and their memory."""
+    """Return the launches that compute the states before all segments of a scan and its final state, and memory."""
     alone = call._replace(initial=None, lead=0, final=name, final_factor=1.0, out=("", call.out[1]))
     elements = call.d_k * call.d_v
     prefix = Step(
@@ -113,7 +113,7 @@ def states(call: Scan, name: str, device: int) -> tuple[list[Step], dict[str, Me
 
 
 def scans(calls: Sequence[Scan], name: str, device: int) -> tuple[list[Step], dict[str, Memory]]:
-    """Return the launches of scans, and their memory; all start from the same state, so that segments share theirs.
+    """Return the launches of scans, and their memory. All scans start from the same state, so they share the states.
 
     The final state is that of the last one.
     """

@@ -104,7 +104,7 @@ def backward(
 
 
 def step(q, k, v, decay, state, scale):
-    """Return out [batch, heads, width of v]; `state` is brought up to date."""
+    """Return out [batch, heads, width of v]; updates `state`."""
     factor = torch.exp(-decay.float()).view(1, -1, 1, 1)
     state.copy_(factor * state + k.float().unsqueeze(-1) * v.float().unsqueeze(-2))
     return (scale * (q.float().unsqueeze(-2) @ state).squeeze(-2)).to(q.dtype)

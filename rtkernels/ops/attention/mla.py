@@ -10,7 +10,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -58,7 +58,7 @@ def mla_attention(
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
     factor = base.default_scale(scale, q)
-    if clip_value is not None and not 0.0 < a_number("clip_value", clip_value) < math.inf:
+    if clip_value is not None and not 0.0 < check_number("clip_value", clip_value) < math.inf:
         raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")
     cut_off = 0.0 if clip_value is None else -float(clip_value) * factor
     left, right = base.window_sides(None, causal)
@@ -79,8 +79,8 @@ def mla_attention(
 def _largest(q: Tensor, k: Tensor, same: bool, of_q: int | None, of_k: int | None) -> tuple[int, int]:
     of_k = of_q if of_k is None and same else of_k
     return (
-        q.shape[0] if of_q is None else an_integer("max_seqlen_q", of_q),
-        k.shape[0] if of_k is None else an_integer("max_seqlen_k", of_k),
+        q.shape[0] if of_q is None else check_integer("max_seqlen_q", of_q),
+        k.shape[0] if of_k is None else check_integer("max_seqlen_k", of_k),
     )
 
 

@@ -26,7 +26,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
@@ -61,7 +61,7 @@ _SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
-    """Return how many rows of a tile TMA gets at a time, 0 where pages do not hold whole boxes."""
+    """Return the rows of a tile per TMA load; 0 if pages do not consist of whole boxes."""
     if page_table is None:
         return _SM90_KEYS
     rows = math.gcd(cache.shape[1], _SM90_KEYS)
@@ -123,7 +123,7 @@ def _plan(
     else:
         splits = split_count(row_tiles * batch, lkv, info.sm_count)
     scratch = part_memory(splits, rows, value_width)
-    made = ("parts", "part_lse") if scratch else (0, 0)
+    parts = ("parts", "part_lse") if scratch else (0, 0)
     table_row, right = 0 if page_table is None else page_table.shape[1], 0 if causal else -1
     of_q = tuple(_step(q, i) for i in range(3))
     if box_rows:
@@ -133,14 +133,14 @@ def _plan(
         )
         kernel = Step(
             KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, _SM90_SHARED),
-            *(boxes, "q", "lengths", "page_table", "out", "lse", *made, heads, lq, lkv, width, value_width, splits),
+            *(boxes, "q", "lengths", "page_table", "out", "lse", *parts, heads, lq, lkv, width, value_width, splits),
             *(page_size, box_rows, table_row, *of_q, right, scale),
         )
     else:
         kernel = Step(
             KERNEL.bind((token,), device, (row_tiles, splits, batch), _THREADS, _SHARED),
             *("q", "kv_cache", "lengths", "page_table", "out", "lse"),
-            *(*made, heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size), table_row, *of_q),
+            *(*parts, heads, lq, lkv, width, value_width, splits, page_size, divisor(page_size), table_row, *of_q),
             *(_step(cache, 0), _step(cache, 1), right, scale),
         )
     sizes, out = (batch, lq, heads, value_width), dense_strides(lq, heads, value_width)
@@ -210,7 +210,7 @@ def mla_decode(
         places = kv_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
         check_indices("seqlens", seqlens, places + 1, "keys of the cache")
     given = (
-        q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, an_integer("value_width", value_width),
+        q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, check_integer("value_width", value_width),
         bool(causal), default_scale(scale, q),
     )  # fmt: skip
     refuse_gradients("mla_decode", [q, kv_cache])

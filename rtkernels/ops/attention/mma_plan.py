@@ -163,7 +163,7 @@ def bias_arguments(problem: Attention) -> tuple[int, ...]:
 
 
 def score_arguments(problem: Attention) -> tuple[int, int]:
-    """Return what products become as kernels take it (ScoreRule in scores.cuh): pairs of floats."""
+    """Return the parameters of scores (ScoreRule in scores.cuh) as pairs of floats."""
     plain = problem.softcap == 0.0 and problem.bias is None
     inverse = problem.scale / problem.softcap if problem.softcap else 0.0
     factor = problem.scale * _LOG2E if plain else _LOG2E
@@ -219,7 +219,7 @@ def check_tiles(tiles: int, pairs: int, lq: int) -> None:
 
 
 def head_section(bytes_per_key: int, lkv: int, pairs: int, group: int) -> int:
-    """Return how many heads are worked on at the same time, so that what they share stays in L2."""
+    """Return the number of heads to process at the same time, so that the data they share stays in L2."""
     return min(max(_L2_BYTES // (bytes_per_key * max(lkv, 1)), 1) * group, pairs)
 
 
@@ -264,7 +264,7 @@ def _sizes(p: Attention) -> tuple[int, int, int, int]:
 
 
 def _stats_step(p: Attention, count: int, device: int) -> Step:
-    """Return the launch that makes what the others need of each row: lse, and the sum of products of dout and out."""
+    """Return the launch that computes, for each row, lse and the dot product of dout and out."""
     launch = _STATS.bind((p.token,), device, (-(-p.lq // 4), p.heads_q, p.batch), 128)
     strides = *_three(p.out), *_three(p.dout), *p.lse_strides()
     return Step(launch, "out", "dout", "lse", "dlse", "cu_q", "stats", p.lq, p.d_v, *strides, count)
@@ -280,7 +280,7 @@ def _dq_step(p: Attention, config: GradTiles, numbers: Sequence[int], device: in
 def _dkv_steps(
     p: Attention, config: GradTiles, numbers: Sequence[int], device: int
 ) -> tuple[list[Step], dict[str, Memory]]:
-    """Return the launches for dk and dv, of one kernel where both fit into its registers, and scratch."""
+    """Return the launches for dk and dv, and scratch; a single kernel if both fit into its registers."""
     tiles, pairs = -(-p.lkv // _GRAD_ROWS), p.batch * p.heads_kv
     parts, to, scratch = [part for part, letter in ((1, "k"), (2, "v")) if letter in p.wants], ("dk", "dv"), {}
     if config.d_qk + config.d_v <= _APART:

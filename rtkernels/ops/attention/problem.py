@@ -39,7 +39,7 @@ from rtkernels.runtime.operator.plan import Memory
 
 
 class Strides(NamedTuple):
-    """Elements from one sequence, row (token) and head to the next; elements of a head are neighbours.
+    """Elements from one sequence, row (token) and head to the next; elements of a head are contiguous.
 
     ``aligned``: the address and all three are multiples of 16 bytes. ``batch`` is 0 of packed sequences.
     """
@@ -106,7 +106,7 @@ class Attention(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Sizes and type, for people."""
+        """Sizes and type, for messages."""
         rows = f"{self.rows_q} x {self.rows_k} packed" if self.varlen else f"{self.batch} x {self.lq} x {self.lkv}"
         heads = f"{self.heads_q} heads" if self.group == 1 else f"{self.heads_q} heads over {self.heads_kv}"
         width = f"{self.d_qk}" if self.d_qk == self.d_v else f"{self.d_qk} and {self.d_v}"
@@ -133,7 +133,7 @@ class Attention(NamedTuple):
 
 
 def key_gradients(problem: Attention) -> tuple[tuple[str, str], dict[str, Memory]]:
-    """Return where kernels that make both dk and dv write them, and the scratch for one that nobody wants."""
+    """Return the outputs of kernels that compute both dk and dv, and scratch for one that was not requested."""
     p, scratch = problem, {}
     names = tuple(f"d{x}" if x in p.wants else f"unwanted_d{x}" for x in "kv")
     keys = (p.total_k,) if p.varlen else (p.batch, p.lkv)

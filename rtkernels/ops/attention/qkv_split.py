@@ -17,7 +17,7 @@ from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -140,21 +140,21 @@ def _reference(
     heads = given.unflatten(-1, (-1, dim)).split((q_heads, kv_heads, kv_heads), -2)
     position = torch.arange(length, dtype=torch.int64, device=qkv.device) + first
     position = position.expand(batch, length) + (0 if pos is None else pos.long().reshape(-1, 1))
-    made = [_normed(heads[0], q_weight, eps), _normed(heads[1], k_weight, eps), heads[2].float()]
+    outputs = [_normed(heads[0], q_weight, eps), _normed(heads[1], k_weight, eps), heads[2].float()]
     if cos is not None:
         known = ((position >= 0) & (position < cos.shape[0]))[..., None, None]
         for i in range(2):
-            turned = rotated(made[i], cos, sin, position, interleaved)
+            turned = rotated(outputs[i], cos, sin, position, interleaved)
             part = turned[..., : 2 * cos.shape[1]].where(known, torch.nan)
-            made[i] = torch.cat([part, turned[..., 2 * cos.shape[1] :]], -1)
-    q.copy_(made[0].reshape(q.shape))
+            outputs[i] = torch.cat([part, turned[..., 2 * cos.shape[1] :]], -1)
+    q.copy_(outputs[0].reshape(q.shape))
     if not cached:
-        k.copy_(made[1].reshape(k.shape))
-        v.copy_(made[2].reshape(v.shape))
+        k.copy_(outputs[1].reshape(k.shape))
+        v.copy_(outputs[2].reshape(v.shape))
         return
     fits = (position >= 0) & (position < k.shape[-3])
     rows = torch.arange(batch, dtype=torch.int64, device=qkv.device).view(-1, 1).expand(batch, length)
-    for cache, values in ((k, made[1]), (v, made[2])):
+    for cache, values in ((k, outputs[1]), (v, outputs[2])):
         whole = cache.unsqueeze(0) if cache.dim() == 3 else cache
         whole[rows[fits], position[fits]] = values[fits].to(cache.dtype)
 
@@ -267,7 +267,7 @@ def qkv_split(
     if not isinstance(qkv, Tensor):
         raise ArgumentError(f"qkv is a {type(qkv).__name__}; expected a torch.Tensor")
     token("qkv", qkv.dtype)
-    heads = an_integer("num_heads", num_heads) + 2 * an_integer("num_kv_heads", num_kv_heads)
+    heads = check_integer("num_heads", num_heads) + 2 * check_integer("num_kv_heads", num_kv_heads)
     if num_heads < 1 or num_kv_heads < 1:
         raise ArgumentError(f"num_heads and num_kv_heads are {num_heads} and {num_kv_heads}; expected 1 or more")
     if qkv.dim() not in (2, 3) or qkv.shape[-1] % heads:
@@ -282,10 +282,10 @@ def qkv_split(
     cos, sin = _tables(rope, qkv.shape[-1] // heads, style == "interleaved")
     first = 0
     if pos is not None and not isinstance(pos, Tensor):
-        pos, first = None, an_integer("pos", pos)
+        pos, first = None, check_integer("pos", pos)
     elif pos is not None:
         pos = pos.reshape(-1)
-    options = num_heads, num_kv_heads, style == "interleaved", float(a_number("eps", eps)), first
+    options = num_heads, num_kv_heads, style == "interleaved", float(check_number("eps", eps)), first
     given = tuple(out or ())
     if len(given) > 3 or (k_cache is not None and any(t is not None for t in given[1:])):
         raise ArgumentError(f"out has {len(given)} tensors; expected (q, k, v), or (q,) with caches")

@@ -37,7 +37,7 @@ def _variants(target: Target) -> list[tuple[Any, ...]]:
 
 
 def kernel_token(token: str, values: int) -> str:
-    """Return the type that a kernel is compiled for: values with codes are served by one for both types of results."""
+    """Return the type that a kernel is compiled for: with quantised values, one kernel serves both result types."""
     return token if values == VALUES_16 else "bf16"
 
 
@@ -108,14 +108,14 @@ class Quantized(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Sizes and types, for people."""
+        """Sizes and types, for messages."""
         values = {VALUES_16: self.token, VALUES_E4M3: "e4m3", VALUES_INT8: "int8"}[self.pv]
         types = f"{'int8' if self.qk == INT8 else 'e4m3'} queries and keys, {values} values"
         return f"{self.rows_q} queries x {self.rows_k} keys, {self.heads_q} heads over {self.heads_kv}, {types}"
 
     @property
     def width(self) -> int:
-        """The width of heads as kernels have it."""
+        """The head width that kernels are compiled for."""
         return next(w for w in _WIDTHS if max(self.d_qk, self.d_v) <= w)
 
     @property
@@ -139,7 +139,7 @@ def _unsupported_sm90(call: Quantized, info: DeviceInfo) -> str | None:
 def _boxes(
     name: str, token: str, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...], size: int = 1
 ) -> Boxes:
-    """Return the tensor map of something whose steps are in elements."""
+    """Return the tensor map of a tensor with strides in elements."""
     return Boxes(name, token, sizes, box_strides(sizes, steps, size), box)
 
 

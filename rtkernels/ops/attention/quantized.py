@@ -1,4 +1,4 @@
-"""Attention of 8-bit codes, which ``quantize_heads.py`` makes of q, k and v."""
+"""Attention of 8-bit codes; ``quantize_heads.py`` computes them from q, k and v."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rtkernels.ops.attention.checks import (
     HALVES,
     Heads,
     check_factor,
-    made,
+    result_strides,
     strides,
 )
 from rtkernels.ops.attention.quantize_heads import (
@@ -28,7 +28,7 @@ from rtkernels.ops.attention.quantize_heads import (
 )
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -131,7 +131,8 @@ def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q
         pv=plan.VALUES_16 if not codes else plan.VALUES_INT8 if v.dtype == torch.int8 else plan.VALUES_E4M3,
         batch=batch, heads_q=heads, heads_kv=heads_kv, lq=max_q if varlen else q.shape[1],
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),
-        out=made((*q.shape[:-1], d_v), False), lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
+        out=result_strides((*q.shape[:-1], d_v), False),
+        lse=(0, q.shape[0]) if varlen else (heads * q.shape[1], q.shape[1]),
         sq=(0 if varlen else heads * n_q, n_q, block_q), sk=(0 if varlen else heads_kv * n_k, n_k, block_k),
         sv=sv if codes else (0, 0, 0), left=left, right=right, scale=scale, varlen=varlen,
         rows_q=q.shape[0] if varlen else batch * q.shape[1], rows_k=k.shape[0] if varlen else batch * k.shape[1],
@@ -221,8 +222,8 @@ def attention_quantized(
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     out, lse = FORWARD.call(
         q, k, v, scale_q, scale_k, scale_v, seqused_k, cu_seqlens_q, cu_seqlens_k, default_scale(scale, q),
-        left, right, an_integer("block_q", block_q), an_integer("block_k", block_k),
-        an_integer("max_seqlen_q", max_seqlen_q), an_integer("max_seqlen_k", max_seqlen_k),
+        left, right, check_integer("block_q", block_q), check_integer("block_k", block_k),
+        check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k),
         out_dtype == torch.float16,
     )  # fmt: skip
     return (out, lse) if return_lse else out

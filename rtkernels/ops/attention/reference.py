@@ -106,8 +106,8 @@ def _laid_out(x: Tensor, dtype: torch.dtype, heads_first: bool) -> Tensor:
     """Return a copy of [batch, length, heads, width] in the memory order that the operator promises."""
     if not heads_first:
         return x.to(dtype).contiguous().clone()
-    made = torch.empty_strided(x.shape, heads_first_strides(x.shape), dtype=dtype, device=x.device)
-    return made.copy_(x)
+    result = torch.empty_strided(x.shape, heads_first_strides(x.shape), dtype=dtype, device=x.device)
+    return result.copy_(x)
 
 
 def _sequences(cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None):

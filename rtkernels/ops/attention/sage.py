@@ -35,7 +35,7 @@ def _forward(
 
 
 class _Sage(torch.autograd.Function):
-    """Gradients are those of the attention that is not quantised, whose forward is made anew."""
+    """Attention with quantised operands; its gradients are those of unquantised attention, computed from q, k and v."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

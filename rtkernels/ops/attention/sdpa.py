@@ -75,7 +75,7 @@ def sdpa(
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether ``attention`` takes these as they are, which saves the host time of broadcasting them."""
+    """Return whether ``attention`` accepts these without broadcasting, which saves host time."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if not query.dim() == key.dim() == value.dim() == 4:

@@ -1,4 +1,4 @@
-"""Gradients of attention by wgmma and the bulk copy engine (sm_90a): kernels and launches."""
+"""Gradients of attention with wgmma and TMA (sm_90a): kernels and launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACKWARD = Kernel(
 
 
 class PassTile(NamedTuple):
-    """A tile of the backward of heads of more than 128 elements, which makes each gradient in a pass of its own.
+    """A tile of the backward of heads of more than 128 elements, which computes each gradient in a separate pass.
 
     Padded widths of q and v; rows that 128 queries or keys meet in a step, and stages of those as wide as v.
     """
@@ -96,7 +96,7 @@ _BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are wor
 
 
 def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int, int]:
-    """Return how many heads of keys are worked on together, and how many tiles of keys of a head are a chunk.
+    """Return the number of key heads to process together, and the number of key tiles per chunk of a head.
 
     The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
     of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
@@ -123,7 +123,7 @@ def _padded_rows(problem: Attention) -> int:
 
 
 def _statistics(problem: Attention, device: int) -> tuple[Step, dict[str, Memory]]:
-    """Return the launch that makes lse and delta in padded order, and their memory."""
+    """Return the launch that computes lse and delta in padded order, and their memory."""
     p, padded = problem, _padded_rows(problem)
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
     step = Step(
@@ -137,7 +137,7 @@ def _statistics(problem: Attention, device: int) -> tuple[Step, dict[str, Memory
 
 
 def _sinks(problem: Attention, device: int) -> list[Step]:
-    """Return the launch that makes the gradient of sinks, if that is wanted."""
+    """Return the launch that computes the gradient of sinks, if needed."""
     p = problem
     if "s" not in p.wants or p.sinks is None:
         return []
@@ -146,7 +146,7 @@ def _sinks(problem: Attention, device: int) -> list[Step]:
 
 
 def _steps_passes(problem: Attention, device: int) -> Steps:
-    """Return the launches for heads of more than 128 elements: a pass for each gradient that is wanted."""
+    """Return the launches for heads of more than 128 elements: a pass for each gradient that is needed."""
     p = problem
     stats, scratch = _statistics(p, device)
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
@@ -211,7 +211,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
     if not resident and p.left < 0 and p.right < 0:
         together = 1
     stats, scratch = _statistics(p, device)
-    made, unwanted = key_gradients(p)  # the kernel has no register left for a choice
+    key_grads, unwanted = key_gradients(p)  # the kernel has no register left for a choice
     products = Step(
         BACKWARD.bind(
             (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width), resident=resident,
@@ -220,7 +220,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
-        "lse_rows", "delta_rows", "dq_sums", *made, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
+        "lse_rows", "delta_rows", "dq_sums", *key_grads, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
         heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention by wgmma and the bulk copy engine (sm_90a), the forward: kernel, tiles and launch."""
+"""Forward attention with wgmma and TMA (sm_90a): kernel, tiles and launch."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def rows_map(problem: Attention, name: str, heads: int, width: int, box_rows: in
 
 
 def extras(problem: Attention) -> bool:
-    """Return whether scores are made element by element."""
+    """Return whether scores are computed element by element."""
     p = problem
     return p.softcap != 0 or p.bias is not None or p.kv_limit is not None or not p.scale > 0
 
 
 def forward_tile(problem: Attention) -> tuple[Tile, int]:
-    """Return the tile of a problem, and what its kernel can do besides (EXTRAS)."""
+    """Return the tile of a problem, and the optional features of its kernel (EXTRAS)."""
     p = problem
     tiles = EXTRA_TILES if extras(p) else TILES
     tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
@@ -83,7 +83,7 @@ def forward_tile(problem: Attention) -> tuple[Tile, int]:
 
 
 def heads_in_l2(pairs: int, bytes_of_a_head: float, alike: bool) -> int:
-    """Return how many heads' tiles of queries are worked on together: as many as have keys and values in L2.
+    """Return the number of heads to process together: as many as have their keys and values in L2.
 
     Where all tiles take as long (`alike`), one by one is as good and has the fewest keys in use.
     """

@@ -1,4 +1,4 @@
-"""Attention by wgmma and the bulk copy engine (sm_90a): which problems it serves; launches are in two other files."""
+"""Attention with wgmma and TMA (sm_90a): which problems it serves. The launches are in two other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backends of matrix products, and the order in which they are asked."""
+"""The backends of matrix products, and their order of preference."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LATENCY_BYTES = 24 << 20  # of such weights, at most
 
 
 def _is_latency(product: Product, info: DeviceInfo) -> bool:
-    """Return True if the time until the first result of a product counts more than bandwidth."""
+    """Return True if latency matters more than bandwidth for a product."""
     weights = product.n * (1 if product.gate is None else 2) * product.k * BYTES[product.b.token]
     return "cluster" in info.target.features and product.m <= _LATENCY_ROWS and weights <= _LATENCY_BYTES
 
 
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
-    """Return who is asked, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
+    """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
     order = ("skinny", "sm90", "unpack", "mma") if product.m <= _SKINNY_FIRST else ("sm90", "skinny", "unpack", "mma")
     return ("cluster", *order) if _is_latency(product, info) else order
 

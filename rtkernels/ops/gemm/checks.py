@@ -30,12 +30,12 @@ _UNSCALED = (*FLOAT16, "fp32")
 
 
 def metas(*tensors: Tensor | None) -> list[Meta | None]:
-    """Return what a plan may know of tensors, wherever they begin."""
+    """Return the metadata of tensors, as if they were aligned."""
     return [None if t is None else Meta(t.dtype, t.shape, t.stride(), t.get_device(), 0) for t in tensors]
 
 
 def check_devices(**metas: Meta | None) -> None:
-    """Raise an ArgumentError unless all tensors are where the first one is."""
+    """Raise an ArgumentError unless all tensors are on the device of the first one."""
     given = [(name, meta) for name, meta in metas.items() if meta is not None]
     for name, meta in given:
         check_same(name, meta.device, given[0][1].device, "device index", of=given[0][0])
@@ -204,14 +204,14 @@ def check_pair(a: str, b: str) -> None:
 
 
 def default_dtype(a: torch.dtype, integers: bool, scaled: bool) -> torch.dtype:
-    """Return the dtype of a result nobody asked for another of."""
+    """Return the default output dtype."""
     if a in FLOATS:
         return a
     return torch.int32 if integers and not scaled else torch.bfloat16
 
 
 def result_dtype(a: Meta, b: Meta, scaled: bool, packed: str | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return `out_dtype`, or the one that goes with the operands."""
+    """Return `out_dtype`, or the default for the operands."""
     if out_dtype is not None:
         return out_dtype
     bytes_ = (torch.int8, torch.uint8)
@@ -220,7 +220,7 @@ def result_dtype(a: Meta, b: Meta, scaled: bool, packed: str | None, out_dtype: 
 
 
 def sums_of(acc: str, a: str, b: str, scale_depth: int) -> str:
-    """Return how a product is summed, from what the user asked for."""
+    """Return how a product is accumulated, from the user's option."""
     if acc not in ACCUMULATORS:
         raise ArgumentError(f"acc is {acc!r}; expected one of {', '.join(ACCUMULATORS)}")
     integers = a in INTEGERS and b in INTEGERS

@@ -20,7 +20,7 @@ _PITCH = 36  # sums from row to row in shared memory
 _STEP_BYTES = 64  # of k, of a warp's step
 _MIN_STEPS = 2  # of a warp
 _PARTS = (4, 2, 1)  # blocks of a cluster; 8 start later than they gain
-_ROUND = 1.25  # blocks for each multiprocessor, at the highest, where tiles are shared
+_ROUND = 1.25  # most blocks per SM if tiles are shared
 _TOKENS = (1, 2, 4)  # tiles of 16 rows of a
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
@@ -38,7 +38,7 @@ KERNELS = (_CLUSTER,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product, None if it can."""
+    """Return why this backend cannot compute a product, or None."""
     p = product
     if not _CLUSTER.supports(target):
         return f"{target} has no clusters of blocks"
@@ -116,5 +116,5 @@ def steps(product: Product, device: int) -> Steps:
 
 
 def summary(product: Product, target: Target) -> str:
-    """Return the tile that a product would run, for people."""
+    """Return the tile of a product, for ``explain``."""
     return f"{_TILE_ROWS} weight rows x {product.m} tokens, k shared by the blocks of a cluster"

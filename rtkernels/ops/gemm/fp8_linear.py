@@ -17,7 +17,7 @@ from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import in_shape, row_count, token
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
@@ -45,7 +45,7 @@ RECIPES = {
 
 
 class Fp8Weight(NamedTuple):
-    """Codes of a weight for :func:`fp8_linear`, by rows and transposed: what :func:`fp8_weight` gives."""
+    """Codes of a weight for :func:`fp8_linear`, by rows and transposed; see :func:`fp8_weight`."""
 
     q: Tensor
     scale: Tensor
@@ -57,7 +57,7 @@ class Fp8Weight(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """``x w^T + bias``. Saved: transposed codes of x (or x) if w wants a gradient, and of w (or w) if x does."""
+    """``x w^T + bias``. Saved: transposed codes of x (or x) if w needs a gradient, and of w (or w) if x does."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
 
 def has_flag(weight: Tensor) -> bool:
-    """Return True if a trainer wants to be told that a gradient is in main_grad already."""
+    """Return True if the trainer reads a flag that says that main_grad already has the gradient."""
     return not is_dynamo_compiling() and hasattr(weight, "grad_added_to_main_grad")
 
 
@@ -175,7 +175,7 @@ def fp8_weight(
         A named tuple for the argument `weight_codes`; its content depends on the recipe.
     """
     _recipe(recipe, tuple(RECIPES))
-    an_integer("rotation", rotation)
+    check_integer("rotation", rotation)
     check_tensor("weight", weight)
     token("weight", weight.dtype)
     if weight.dim() != 2:
@@ -244,7 +244,7 @@ def fp8_linear(
         A contiguous tensor ``[..., out features]``.
     """
     _recipe(recipe)
-    an_integer("rotation", rotation)
+    check_integer("rotation", rotation)
     options: dict[str, Any] = {
         "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
         "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,

@@ -1,4 +1,4 @@
-"""What ``fp8_linear`` demands of its arguments, and codes that are given in the place of x."""
+"""Checks of the arguments of ``fp8_linear``, and codes given in place of x."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_rotation(weight: Tensor, rotation: int) -> None:
 
 
 def given_codes(x: Any, weight: Tensor, recipe: str, scale_layout: str) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return what takes the gradient, and the codes as ``OPERAND`` would have made them."""
+    """Return the tensor that receives the gradient, and the codes in the form of ``OPERAND``'s results."""
     q, scale, y = x.q, x.scale, getattr(x, "y", None)
     q_t, scale_t = getattr(x, "q_t", None), getattr(x, "scale_t", None)
     if recipe != "block":

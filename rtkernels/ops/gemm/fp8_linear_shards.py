@@ -1,4 +1,4 @@
-"""fp8_linear on DTensors: every process multiplies its own shards, as column- and row-parallel layers want it."""
+"""fp8_linear on DTensors: every process multiplies its own shards, for column- and row-parallel layers."""
 
 from __future__ import annotations
 

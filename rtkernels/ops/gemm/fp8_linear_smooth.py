@@ -39,7 +39,7 @@ def _check(x: Any, smooth: Any) -> None:
         check_same("smooth", tuple(smooth.shape), (x.shape[1],), "shape", of="x's columns")
 
 
-def _made(
+def _quantized(
     x: Tensor, smooth: Tensor, dtype: torch.dtype, pow2_scale: bool, transposed: bool, with_amax: bool
 ) -> tuple[Tensor, ...]:
     if x.numel() == 0:
@@ -66,8 +66,8 @@ def _outputs(x, smooth, dtype, pow2_scale, transposed, with_amax):
 SMOOTH_OPERAND = Operator(
     "fp8_smooth_operand", (Argument("x", None), Argument("smooth", None)),
     options="ScalarType dtype, bool pow2_scale, bool transposed, bool with_amax",
-    results="q scale q_t amax", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_made), reference=_made,
-    plans_empty=True,
+    results="q scale q_t amax", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_quantized),
+    reference=_quantized, plans_empty=True,
 )  # fmt: skip
 
 

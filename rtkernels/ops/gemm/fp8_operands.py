@@ -53,7 +53,7 @@ def _check(x: Any, kind: str, dtype: torch.dtype) -> None:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected a matrix, or three dimensions of kind 'block'")
 
 
-def _made(
+def _quantized(
     x: Tensor, kind: str, dtype: torch.dtype, pow2_scale: bool, by_rows: bool, transposed: bool, rotation: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.numel() == 0:
@@ -135,8 +135,8 @@ def _outputs(
 OPERAND = Operator(
     "fp8_operand", (Argument("x", None),),
     options="str kind, ScalarType dtype, bool pow2_scale, bool by_rows, bool transposed, int rotation",
-    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_made),
-    reference=_made, plans_empty=True,
+    results="q scale q_t scale_t", outputs=_outputs, check=_check, plan=lambda: Steps(instead=_quantized),
+    reference=_quantized, plans_empty=True,
 )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ class Codes(NamedTuple):
 
 
 def rows_of(q: Tensor, scale: Tensor, kind: str) -> Codes:
-    """Return the codes by rows that ``OPERAND`` made of a matrix."""
+    """Return the codes by rows of a matrix from the results of ``OPERAND``."""
     if kind != "group":
         return Codes(q, scale)
     # The rows that q has, without a comparison, which would tie a graph to some numbers of rows.
@@ -157,7 +157,7 @@ def rows_of(q: Tensor, scale: Tensor, kind: str) -> Codes:
 
 
 def columns_of(q_t: Tensor, scale: Tensor, scale_t: Tensor, kind: str, columns: int) -> Codes:
-    """Return the transposed codes that ``OPERAND`` made of a matrix with so many columns."""
+    """Return the transposed codes of a matrix with `columns` columns from the results of ``OPERAND``."""
     if kind == "group":
         return Codes(q_t[:columns], scale_t.view(-1, q_t.shape[0]).t()[:columns])
     if kind == "block":

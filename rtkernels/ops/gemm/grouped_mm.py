@@ -15,7 +15,7 @@ from rtkernels.ops.gemm import checks, grouped_mm_plan
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS, GroupedMm
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
@@ -160,7 +160,7 @@ def grouped_mm_masked(
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
     tensors = (a, b, scale_a, scale_b, None, None, as_int32(masked_m))
-    options = (1, an_integer("expected_m", expected_m), recipe, b_layout, packed, act, out_dtype, acc, backend)
+    options = (1, check_integer("expected_m", expected_m), recipe, b_layout, packed, act, out_dtype, acc, backend)
     refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)
     if out is None:
         return FORWARD.call(*tensors, *options)

@@ -40,7 +40,7 @@ WGRAD_OPTIONS = "int align, bool accumulate, str recipe, str acc, str backend"
 
 
 class GroupedMm(NamedTuple):
-    """Arguments of an operator: of its tensors, checks and plans get the metas, references the tensors."""
+    """Arguments of an operator. Checks and plans get metas in place of tensors."""
 
     a: Any
     b: Any

@@ -88,7 +88,7 @@ def _scaled_product(p: Product, target: Target) -> str | None:
 
 
 def _choose(p: Product, target: Target) -> _Choice | str:
-    """Return what to run, or why there is nothing."""
+    """Return the kernel variant, or why there is none."""
     a, b = p.a.token, p.b.token
     depth = gcd(_depth_of(p.scale_a, p), _depth_of(p.scale_b, p))
     byte_scales = [s for s in (p.scale_a, p.scale_b) if s is not None and s.token != "fp32"]
@@ -140,7 +140,7 @@ def _unit_depth(choice: _Choice, target: Target) -> int:
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product for a target, or None."""
+    """Return why this backend cannot compute a product on a target, or None."""
     p = product
     choice = _choose(p, target)
     if isinstance(choice, str):
@@ -157,7 +157,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         if p.k >= _MAX_UNPACKED_DEPTH and choice.sum_depth == 0 and p.out.token == "int32":
             return f"k is {p.k}; int32 sums of int4 products hold fewer than {_MAX_UNPACKED_DEPTH}"
     if p.quantized and (p.accumulate or _cuts_depth(p)):
-        return "a quantised result is neither added to what is there nor made of groups of k"
+        return "a quantised result can neither be accumulated nor consist of groups of k"
     if p.quantized == "1x16" and (p.out.pitch % 2 or p.out.group_pitch % 2):
         return f"rows of {p.out.pitch} codes of 4 bits do not begin at a byte"
     if max(p.m, p.n, p.k, p.a.pitch, p.b.pitch) >= 1 << 31:
@@ -211,7 +211,7 @@ def _grid(p: Product, tile: int) -> int:
 
 
 def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout: int, sm_count: int) -> int:
-    """Return the tile: large ones if there is work for all multiprocessors, in the variants that exist."""
+    """Return the tile: a large one if that leaves work for all SMs and the variant exists."""
     available = {v[5] for v in MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(PLAIN)
@@ -265,7 +265,7 @@ def _packed(*fields: int) -> int:
 
 
 def steps(product: Product, device: int) -> Steps:
-    """Return the launches that make a product.
+    """Return the launches of a product.
 
     Args:
         product: One for which ``unsupported`` gives None.
@@ -315,7 +315,7 @@ def _layout(p: Product, choice: _Choice) -> tuple[int, list[bool]]:
 
 
 def _quantize_step(p: Product, rows: int, kind: int, count: int, bounds: str | int, device: int) -> Step:
-    """Return the launch that quantises a result that is whole in memory."""
+    """Return the launch that quantises a complete result in memory."""
     span = {"row": 0, "1x128": 128, "1x16": 16}[p.quantized]
     launch = QUANTIZE.bind((ROW_THREADS,), device, rows, ROW_THREADS, overlap=True)
     return Step(
@@ -327,7 +327,7 @@ def _quantize_step(p: Product, rows: int, kind: int, count: int, bounds: str | i
 def _numbers(
     p: Product, choice: _Choice, by_element: list[bool], fused: bool, kind: int, count: int, stages: int
 ) -> tuple[int, ...]:
-    """Return what the kernel takes behind its tensors."""
+    """Return the kernel's arguments after its tensors."""
     out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
     options = _packed(
         by_element[0] | by_element[1] << 1 | p.a.across << 2 | p.b.across << 3,

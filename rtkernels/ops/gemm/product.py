@@ -77,7 +77,7 @@ class Groups(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One product. Sizes are those of one group where groups cut them not, else of the whole ("rows": m is all rows).
+    """One product. Sizes are per group, for dimensions that groups do not split, else totals ("rows": m is all rows).
 
     ``scale_a``, ``scale_b``: None without scales. ``sums``: "fp32" (fp8 products go to fp32 registers every 128 of k),
     "fast" (the tensor cores add over all of k), "fp16" (they add in fp16), "int32". ``bias``, ``add``: tokens of their
@@ -111,5 +111,5 @@ class Product(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Sizes and types, for people."""
+        """Sizes and types, for messages."""
         return f"{self.m} x {self.n} x {self.k} of {self.a.token} and {self.b.token} to {self.out.token}"

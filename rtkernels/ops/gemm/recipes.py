@@ -86,7 +86,7 @@ def scales_of(
 def _grid(
     name: str, meta: Meta, kind: str, rows: int, k: int, lead: Sequence[int], flipped: bool, groups: int
 ) -> Any:  # fmt: skip
-    """Return ``(group pitch, (scales along rows, pitch), (scales along k, pitch))``, None if the shape will not do."""
+    """Return ``(group pitch, (scales along rows, pitch), (scales along k, pitch))``, or None for a wrong shape."""
     shape, stride, group_pitch = tuple(meta.shape), tuple(meta.stride), 0
     if meta.numel() == 1:
         return 0, (1, 0), (1, 0)
@@ -117,7 +117,7 @@ def _grid(
 
 
 def _cover(kind: str, count: int, blocks: int, rows: int, k: int) -> tuple[int, int] | None:
-    """Return how many rows and elements of k a scale covers (0: all), None if `count` x `blocks` scales will not do."""
+    """Return how many rows and elements of k a scale covers (0: all), or None for a wrong number of scales."""
     if kind == "tensor":
         return (0, 0) if count == blocks == 1 else None
     if kind == "row":

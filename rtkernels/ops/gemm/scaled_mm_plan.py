@@ -41,7 +41,7 @@ class Described(NamedTuple):
 
 
 class ScaledMm(NamedTuple):
-    """Arguments of an operator: of its tensors, checks and plans get the metas, references the tensors."""
+    """Arguments of an operator. Checks and plans get metas in place of tensors."""
 
     a: Any
     b: Any
@@ -63,7 +63,7 @@ class ScaledMm(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """Those that are multiplied, added and scales."""
+        """Operands, scales, and tensors that are added."""
         return self[: len(TENSORS)]
 
     @property
@@ -110,7 +110,7 @@ def quantized_outputs(call: ScaledMm, halves: int = 1) -> tuple[Memory, Memory]:
 
 
 def describe(call: ScaledMm, gated: bool = False) -> Described:
-    """Return what a call multiplies, or raise an ArgumentError that names what will not do."""
+    """Return the product of a call, or raise an ArgumentError that names the wrong argument."""
     PRODUCTS.check(call.backend)
     a, b, scale_a, scale_b, global_scale, bias, add = call.tensors
     packed, act = call.packed, call.act

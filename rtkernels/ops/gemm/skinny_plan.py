@@ -23,7 +23,7 @@ _ROW_WARPS = (1, 2, 4)  # warps of a block along the weight rows; the others are
 _MAX_TILE_ROWS = 4 * _UNIT_ROWS
 _CHUNK_ROUNDS = (2, 1)  # units of a warp from one chunk of activations to the next
 _MAX_PARTS = 8  # blocks of a cluster, which share k
-_BLOCKS = {(1, 8): (2, 1), (2, 8): (2, 1)}  # on a multiprocessor at a time, by tiles of tokens and warps
+_BLOCKS = {(1, 8): (2, 1), (2, 8): (2, 1)}  # per SM, by tiles of tokens and warps
 _TILES = (1, 2, 4, 8)  # of 8 tokens; a variant serves fewer, too
 
 _CODES = {
@@ -56,7 +56,7 @@ KERNELS = (_SKINNY,)
 
 
 class _Layout(NamedTuple):
-    """A launch: its variant's tiles of tokens, blocks on a multiprocessor, tokens, and how a block is made of warps."""
+    """A launch: its variant's tiles of tokens, blocks per SM, tokens, and the arrangement of a block's warps."""
 
     tiles: int
     blocks: int
@@ -69,7 +69,7 @@ class _Layout(NamedTuple):
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product, None if it can."""
+    """Return why this backend cannot compute a product, or None."""
     p = product
     if p.groups is not None:
         return "no grouped products"
@@ -205,7 +205,7 @@ def _layout(p: Product, target: Target, tiles: int, warps: int, row_warps: int) 
 
 
 def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
-    """Return the layout, and the parts of k, whose busiest multiprocessor has least to read, as `_cost` counts it."""
+    """Return the layout and the number of parts of k with the lowest `_cost`."""
     highest = _MAX_PARTS if "cluster" in target.features else 1
     shapes = [(layout, parts) for layout in _layouts(p, target) for parts in range(1, highest + 1)]
     if not shapes:
@@ -214,16 +214,16 @@ def _shape(p: Product, target: Target, sm_count: int) -> tuple[_Layout, int]:
 
 
 def _cost(p: Product, layout: _Layout, parts: int, sm_count: int) -> float:
-    """Return what a shape costs, in bytes that a multiprocessor could read instead: 30 000 in a us, as an H200 does."""
+    """Return the cost of a shape in bytes that one SM could read in the same time: 30 000 per us on an H200."""
     tile_rows = layout.row_warps * _UNIT_ROWS
     tiles = -(-p.n // (tile_rows // 2 if p.gate else tile_rows))
     weights = tiles * tile_rows * p.k * BYTES[p.b.token]
-    activations = tiles * layout.rows * p.k * BYTES[p.a.token]  # of which L2 gives four in the time of one weight
-    # Few warps have too little on its way, and, of many tokens, too much to multiply.
+    activations = tiles * layout.rows * p.k * BYTES[p.a.token]  # L2 delivers four in the time of one weight
+    # Few warps have too few loads in flight and, with many tokens, too much to multiply.
     warps = min(tiles * parts / sm_count, layout.blocks) * layout.warps
     cost = (weights + 0.25 * activations) / sm_count * max(1.0, 13.0 / warps) ** (0.4 if layout.tiles == 1 else 0.7)
-    # Clusters of three and more leave some multiprocessors without a block. In its last round a block has a
-    # multiprocessor to itself, and reads faster; before, the start of a block is hidden behind another one's loop.
+    # Clusters of three and more leave some SMs without a block. In the last round a block has an SM to itself and
+    # reads faster; in earlier rounds, the start of a block is hidden behind the loop of another one.
     rounds = tiles * parts / (layout.blocks * sm_count * (1.0 if parts <= 2 else 0.85))
     if rounds > 1.0:
         cost += 0.37 * weights / (tiles * parts) * (-rounds % 1.0)
@@ -244,7 +244,7 @@ def steps(product: Product, device: int) -> Steps:
     tiles_n = -(-p.n // (layout.row_warps * _UNIT_ROWS // (2 if p.gate else 1)))
     fixed, row_shift = _fixed(p, layout.chunk), layout.row_warps.bit_length() - 1
     part_rounds = -(-p.k // (_unit_depth(p) * (layout.warps // layout.row_warps) * parts))
-    made = []
+    steps = []
     for first in range(0, p.m, layout.rows):
         rows = min(layout.rows, p.m - first)
         math = p.a.token if p.a.token in FLOAT16 else "fp16"
@@ -259,7 +259,7 @@ def steps(product: Product, device: int) -> Steps:
         )
         s = p.scale_a
         scale_a = 0 if s is None else 4 * first * s.row_pitch if s.rows else 0
-        made.append(
+        steps.append(
             Step(
                 launch, Offset("a", _bytes(p.a, first * p.a.pitch)), "b",
                 Offset("scale_a", scale_a) if s is not None else 0, "scale_b" if p.scale_b is not None else 0,
@@ -268,7 +268,7 @@ def steps(product: Product, device: int) -> Steps:
                 Offset("out", _bytes(p.out, first * p.out.pitch)),
             )
         )  # fmt: skip
-    return Steps(*made)
+    return Steps(*steps)
 
 
 def _fixed(p: Product, chunk: int) -> tuple[int, ...]:
@@ -312,7 +312,7 @@ def _words_aligned(s: Scales | None) -> bool:
 
 
 def summary(product: Product, target: Target) -> str:
-    """Return the tile that a product would run, for people."""
+    """Return the tile of a product, for ``explain``."""
     layouts = _layouts(product, target)
     return (
         f"weights in rings of {_RING} units, {layouts[0].rows} tokens, k shared by warps and clusters"

@@ -1,4 +1,4 @@
-"""Matrix products on sm_90a: wgmma, the copy engine, a persistent grid (device code: ``cuda_src/gemm/gemm_sm90.cu``).
+"""Matrix products on sm_90a: wgmma, TMA, a persistent grid (device code: ``cuda_src/gemm/gemm_sm90.cu``).
 
 A backend as ``product`` describes it. The kernel is specialised by types, order of 16-bit operands, tile, what the loop
 scales and where results are finished; epilogue, groups and the layout of scales are arguments.
@@ -78,7 +78,7 @@ KERNELS = (GEMM,)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product on a target, None if it can."""
+    """Return why this backend cannot compute a product on a target, or None."""
     p = product
     if "wgmma" not in target.features:
         return f"{target} has no wgmma"
@@ -87,7 +87,7 @@ def unsupported(product: Product, target: Target) -> str | None:
     if p.a.token not in FLOAT16 and (p.a.across or p.b.across):
         return f"wgmma reads {p.a.token} operands along k only"
     if not (p.a.aligned and p.b.aligned):
-        return "the copy engine needs operands whose address and rows are multiples of 16 bytes"
+        return "TMA needs operands whose address and rows are multiples of 16 bytes"
     if p.k == 0:
         return "there is nothing to add up"
     if p.global_scale:
@@ -151,7 +151,7 @@ def _unsupported_groups(p: Product) -> str | None:
         return f"at most {MAX_GROUPS} groups, not {g.count}"
     along_k = not (p.a.across and p.b.across)
     if g.kind == "depth" and along_k and g.align * BYTES[p.a.token] % 16:
-        return "along k, the copy engine needs groups that begin at multiples of 16 bytes"
+        return "along k, TMA needs groups that begin at multiples of 16 bytes"
     if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
         return "scales per 128 of k need groups that begin at multiples of 128"
     if p.add is not None and g.kind in ("masked", "depth"):
@@ -187,7 +187,7 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
-    """Return boxes of a scale per row of the tile, None if the copy engine cannot read these scales."""
+    """Return boxes with a scale per row of the tile, or None if TMA cannot read these scales."""
     if not _in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
         return None
     if scales.depth_pitch % 4 or scales.group_pitch % 4 or (groups > 1 and scales.group_pitch == 0):
@@ -222,15 +222,15 @@ def steps(
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
         return Steps()
     scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
-    multiprocessors = device_info(device).sm_count
-    tile = tile or _tile(p, scales, multiprocessors)
+    sms = device_info(device).sm_count
+    tile = tile or _tile(p, scales, sms)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    grid = max(min(multiprocessors, tiles), 1)
+    grid = max(min(sms, tiles), 1)
     if split is None:
         split = g is None and finish == PLAIN and p.a.token not in _BYTES
-        split = split and shares_tiles(tile, p.m, p.n, p.k, scales, multiprocessors)
-    grid = multiprocessors if split else grid
+        split = split and shares_tiles(tile, p.m, p.n, p.k, scales, sms)
+    grid = sms if split else grid
     launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=split)
     arguments = _arguments(p, tile, scales, names or {}, split)
     if split:
@@ -266,11 +266,11 @@ def _arguments(
     a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows)
     b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
     out_bytes = int(BYTES[p.out.token])
-    adds = p.accumulate and p.out.token == "fp32"  # the copy engine adds in the type of the result
-    engine = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
-    engine = engine and (p.act is None or finish != PLAIN)
+    adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
+    by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
+    by_tma = by_tma and (p.act is None or finish != PLAIN)
     out = a  # not used
-    if engine:
+    if by_tma:
         token = "byte" if out_bytes == 1 else p.out.token if p.out.token in FLOAT16 else "fp32"
         sizes = (p.n, p.m, groups_out)
         strides = box_strides(sizes, (p.out.pitch, p.out.group_pitch), out_bytes)
@@ -283,7 +283,7 @@ def _arguments(
     flags = (
         _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
         | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20)
-        | p.accumulate << 12 | engine << 13 | (engine and adds) << 14
+        | p.accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
     )  # fmt: skip
@@ -311,11 +311,11 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
     return 0, "sizes" if g.kind == "masked" else "ends"
 
 
-def _tile(p: Product, scales: int, multiprocessors: int) -> Tile:
+def _tile(p: Product, scales: int, sms: int) -> Tile:
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
         m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
-    tile = choose(m, n, p.k, scales, finish, multiprocessors, g is not None)
+    tile = choose(m, n, p.k, scales, finish, sms, g is not None)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
 

@@ -12,10 +12,10 @@ NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/
 
 
 class Tile(NamedTuple):
-    """What a block makes at a time.
+    """The tile that a block computes at a time.
 
     ``consumers`` warpgroups have ``waves`` times 64 rows each of ``cols`` columns; ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results on their way out.
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int
@@ -59,7 +59,7 @@ def tile_count(tile: Tile, m: int, n: int) -> int:
 
 
 def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> float | None:
-    """Return what tiles cost that blocks share along k, in tiles of the busiest block; None if that gains nothing.
+    """Return the cost of sharing tiles along k, in tiles of the busiest block; None if sharing gains nothing.
 
     One to eight blocks have a tile; what they write for each other takes time as well.
     """
@@ -84,7 +84,7 @@ def choose(m: int, n: int, k: int, scales: int, finish: int, sms: int, groups: b
         return LARGE
 
     def cost(tile: Tile) -> float:
-        """Work of the SM that has most of it, and how much slower a small tile is made than a large one."""
+        """Work of the busiest SM, and how much slower a small tile is than a large one."""
         waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, sms)
         if waves is None:
             waves = -(-tile_count(tile, m, n) // sms)

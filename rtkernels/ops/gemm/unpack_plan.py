@@ -62,7 +62,7 @@ def _unpacked(p: Product) -> tuple[Product, dict[str, _Operand]] | str:
     else:
         to = {"a": p.a.token if p.a.token in FLOAT16 else "bf16"}
         to["b"] = to["a"]
-    made: dict[str, _Operand] = {}
+    operands: dict[str, _Operand] = {}
     for name, matrix, scales in (("a", p.a, p.scale_a), ("b", p.b, p.scale_b)):
         by_bytes = scales is not None and scales.token != "fp32"
         if tokens[name] == to[name] and not by_bytes:
@@ -73,11 +73,11 @@ def _unpacked(p: Product) -> tuple[Product, dict[str, _Operand]] | str:
             return f"scales of {scales.token} have a larger range than fp16"
         if not matrix.aligned or matrix.across:
             return f"rows of {name} must lie along k and begin at multiples of 16 bytes"
-        made[name] = _Operand(matrix, to[name], scales if by_bytes else None)
-    if not made:
+        operands[name] = _Operand(matrix, to[name], scales if by_bytes else None)
+    if not operands:
         return "there is nothing to unpack"
     pitch, changed = -(-p.k // _EACH) * _EACH, {}
-    for name, operand in made.items():
+    for name, operand in operands.items():
         rows = _rows(p, name)
         changed[name] = Matrix(operand.token, pitch, group_pitch=rows * pitch if _groups(p, name) > 1 else 0)
         if operand.scales is not None:
@@ -87,7 +87,7 @@ def _unpacked(p: Product) -> tuple[Product, dict[str, _Operand]] | str:
         if p.global_scale > 1 or product.scale_a is not None:
             return "one global scale takes the place of scales of a"
         product = product._replace(scale_a=Scales(0, 0), global_scale=0)
-    return product, made
+    return product, operands
 
 
 def _rows(p: Product, name: str) -> int:
@@ -101,7 +101,7 @@ def _groups(p: Product, name: str) -> int:
 
 
 def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot make a product on a target, None if it can."""
+    """Return why this backend cannot compute a product on a target, or None."""
     p = product
     if "wgmma" not in target.features:
         return f"{target} has no wgmma"
@@ -120,15 +120,15 @@ def unsupported(product: Product, target: Target) -> str | None:
 def steps(product: Product, device: int) -> Steps:
     """Return the launches of a product that ``unsupported`` does not refuse."""
     p = product
-    unpacked, made = _unpacked(p)
-    names = {name: f"unpacked_{name}" for name in made}
+    unpacked, operands = _unpacked(p)
+    names = {name: f"unpacked_{name}" for name in operands}
     if p.global_scale:
         names["scale_a"] = "global_scale"
     inner = sm90_plan.steps(unpacked, device, names=names)
     if not inner.steps:
         return inner
     first, scratch = [], {}
-    for name, (codes, token, scales) in made.items():
+    for name, (codes, token, scales) in operands.items():
         rows, groups = _rows(p, name), _groups(p, name)
         pitch = getattr(unpacked, name).pitch
         scratch[names[name]] = Memory((groups * rows, pitch), _DTYPES[token])
@@ -153,6 +153,6 @@ def steps(product: Product, device: int) -> Steps:
 
 def summary(product: Product, target: Target) -> str:
     """Return what is unpacked, and the tile, for ``explain``."""
-    unpacked, made = _unpacked(product)
-    told = " and ".join(f"{name} to {operand.token}" for name, operand in made.items())
+    unpacked, operands = _unpacked(product)
+    told = " and ".join(f"{name} to {operand.token}" for name, operand in operands.items())
     return f"{told} first, then {sm90_plan.summary(unpacked, target)}"

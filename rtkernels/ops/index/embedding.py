@@ -23,7 +23,7 @@ from rtkernels.ops.index.embedding_plan import (
 )
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -128,11 +128,11 @@ _differentiable = applied(_Embedding)
 
 
 def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
-    if an_integer("vocab_start", vocab_start) < 0:
+    if check_integer("vocab_start", vocab_start) < 0:
         raise ArgumentError(f"vocab_start is {vocab_start}; expected 0 or more")
     if padding_idx is None:
         return NO_PADDING
-    if an_integer("padding_idx", padding_idx) >= 0:
+    if check_integer("padding_idx", padding_idx) >= 0:
         return padding_idx
     if vocab_start or padding_idx < -rows:
         raise ArgumentError(

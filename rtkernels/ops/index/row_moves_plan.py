@@ -1,4 +1,4 @@
-"""The kernels that move whole rows, which one runs how for which tensors, and the same in plain torch."""
+"""The kernels that move whole rows, the choice between them, their launches, and references in plain torch."""
 
 from __future__ import annotations
 

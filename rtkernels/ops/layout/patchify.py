@@ -1,4 +1,4 @@
-"""Rearrangements of inference: images to patches, heads repeated for grouped queries."""
+"""Layout changes for inference: images to patches, heads repeated for grouped queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -33,7 +33,7 @@ class _Patchify(torch.autograd.Function):
     @staticmethod
     def forward(ctx, img, ph, pw, img_layout, order):
         ctx.like, ctx.how = (img.shape, img.dtype, img.device), (ph, pw, img_layout, order)
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         view, shape = _patches(img.detach(), *ctx.how)
         out = torch.empty(shape, dtype=img.dtype, device=img.device)
         strided_copy(view, out.view(view.shape))
@@ -79,7 +79,7 @@ def patchify(
     if order not in _ORDERS:
         raise ArgumentError(f"order is {order!r}; expected 'hwc' or 'chw'")
     ph, pw = patch if isinstance(patch, tuple) and len(patch) == 2 else (patch, patch)
-    if an_integer("patch", ph) <= 0 or an_integer("patch", pw) <= 0:
+    if check_integer("patch", ph) <= 0 or check_integer("patch", pw) <= 0:
         raise ArgumentError(f"patch is {patch}; expected sizes above 0")
     if lut is not None:
         if img.dtype != torch.uint8 or lut.dtype not in FLOAT_DTYPES or tuple(lut.shape) != (256,):
@@ -104,7 +104,7 @@ class _RepeatHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, n):
         ctx.n = n
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         return _repeat(x.detach(), n)
 
     @staticmethod
@@ -144,7 +144,7 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     token("x", x.dtype)
     if x.dim() < 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")
-    if an_integer("n", n) < 1:
+    if check_integer("n", n) < 1:
         raise ArgumentError(f"n is {n}; expected 1 or more")
     if is_grad_enabled() and needs_grad(x):
         return _repeat_heads(x, n)

@@ -26,16 +26,16 @@ _KERNEL = Kernel(
 
 
 def _merged(x: Meta, out: Meta) -> list[tuple[int, int, int]]:
-    """Return size and both strides of the dimensions, neighbours made one where they are one in both."""
+    """Return size and both strides of the dimensions; neighbours are merged if both tensors allow it."""
     dims = [d for d in zip(x.shape, x.stride, out.stride, strict=True) if d[0] != 1] or [(1, 1, 1)]
-    made = [dims[0]]
+    result = [dims[0]]
     for size, a, b in dims[1:]:
-        upper, upper_a, upper_b = made[-1]
+        upper, upper_a, upper_b = result[-1]
         if upper_a == size * a and upper_b == size * b:
-            made[-1] = (upper * size, a, b)
+            result[-1] = (upper * size, a, b)
         else:
-            made.append((size, a, b))
-    return made
+            result.append((size, a, b))
+    return result
 
 
 def _check(x: Meta, out: Meta, table: Meta | None, summed: bool) -> None:

@@ -52,10 +52,10 @@ def _output(matrices: Sequence[Tensor], pad_to: int) -> Memory:
 def _reference(matrices: Sequence[Tensor], pad_to: int) -> Tensor:
     memory = _output(matrices, pad_to)
     dtype = torch.uint8 if memory.dtype.itemsize == 1 else memory.dtype
-    made = torch.zeros(memory.shape, dtype=dtype, device=matrices[0].device).view(memory.dtype)
-    for y, x in zip(made, matrices, strict=True):
+    result = torch.zeros(memory.shape, dtype=dtype, device=matrices[0].device).view(memory.dtype)
+    for y, x in zip(result, matrices, strict=True):
         y[:, : x.shape[0]].copy_(x.t())
-    return made
+    return result
 
 
 MATRICES = ListOperator(

@@ -63,7 +63,7 @@ class _OnePass(torch.autograd.Function):
         else:
             loss, hits, stats, dlogits = ONE_PASS.call(logits, labels, *options)
         ctx.save_for_backward(dlogits)
-        ctx.made_gradient = True
+        ctx.computed_gradient = True
         ctx.mark_non_differentiable(hits, stats)
         return loss, hits, stats
 

@@ -12,7 +12,7 @@ from rtkernels.runtime.checks import check_dtype, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WIDTH, block_of, divisor, group_threads, reads_evict_first
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
@@ -24,16 +24,16 @@ _BACKWARD_THREADS = 128
 _SHORT_THREADS = 256
 _CHUNKS = 4  # vectors of a thread in the backward and in cross_entropy_grad_short
 _FORWARD_BATCH = 4  # vectors that a thread of cross_entropy_fwd requests together
-_FORWARD_BATCHES = 4  # batches that it gets if that leaves work for 1024 threads of every multiprocessor
+_FORWARD_BATCHES = 4  # batches that it gets if that leaves work for 1024 threads per SM
 _MIN_SLOTS = 4  # vectors of a row that a thread of cross_entropy_grad_long has in shared memory, or more
 _L2_PREFETCH = 2  # vectors before which L2 is asked (kPrefetchVectors)
 _LONG_REGISTERS = 96
 _MIN_WARPS = 3  # of a block: 128 bytes and a vector of single columns have a thread each
 _STATIC_SHARED = 1552  # bytes
-_FINE = 1.15  # rounds of rows, of which the last is partly empty, over full ones, from which rows are cut in two
+_FINE = 1.15  # rows are cut in two if rounds, counting the partly empty last one, exceed full ones by this factor
 _FEW_ROWS_VECTORS = 5  # of a thread of cross_entropy_few_rows
-_FEW_ROWS_WARPS = 28  # for which a multiprocessor has registers
-_FEW_ROWS_CLUSTERED_WARPS = 24  # of these, what clusters use
+_FEW_ROWS_WARPS = 28  # the limit that the registers of an SM set
+_FEW_ROWS_CLUSTERED_WARPS = 24  # the same with clusters
 _FEW_ROWS_MIN_THREADS = 96  # of a block, if a row has several blocks
 _FEW_ROWS_BLOCKS = 8  # of a row
 FEW_ROWS_FORWARD = 512 * _FEW_ROWS_VECTORS  # vectors of a row up to which cross_entropy_fwd is as fast
@@ -104,15 +104,15 @@ def check_names(reduction: str, softcap: float | None) -> None:
     """Raise an ArgumentError for options that the public functions take in other forms than the operators."""
     if reduction not in REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not a_number("softcap", softcap) > 0:
+    if softcap is not None and not check_number("softcap", softcap) > 0:
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
 
 
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
     """Raise an ArgumentError for numbers that make no loss."""
-    if not 0.0 <= a_number("label_smoothing", label_smoothing) <= 1.0:
+    if not 0.0 <= check_number("label_smoothing", label_smoothing) <= 1.0:
         raise ArgumentError(f"label_smoothing is {label_smoothing}; expected 0 to 1")
-    if not abs(a_number("z_loss", z_loss)) < float("inf"):
+    if not abs(check_number("z_loss", z_loss)) < float("inf"):
         raise ArgumentError(f"z_loss is {z_loss}; expected a finite number")
     if not 0.0 <= softcap < float("inf"):
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
@@ -204,7 +204,7 @@ def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:
 def forward_step(c: Call, first: int, vocabulary: int) -> Step:
     """Return the launch of cross_entropy_fwd for columns from `first` of a vocabulary."""
     info, vectors = device_info(c.device), c.vectors
-    limit = 512 if c.rows <= 2 * info.sm_count else _FORWARD_THREADS  # a block for each half multiprocessor, or less
+    limit = 512 if c.rows <= 2 * info.sm_count else _FORWARD_THREADS  # at most two blocks per SM
     lower = min(_FORWARD_BATCHES, c.rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
     batches = max(1, lower, -(-vectors // (limit * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
     threads = _group(vectors, limit, batches * _FORWARD_BATCH)
@@ -241,13 +241,13 @@ def few_rows_blocks(vectors: int, rows: int, device: int, short: int, sums: bool
 
     They are if not all rows are resident, and for rows of up to `short` vectors unless few of them are to be summed up.
     """
-    multiprocessors = device_info(device).sm_count
-    if rows > 2 * multiprocessors or (vectors <= short and not (sums and 2 * rows <= multiprocessors)):
+    sms = device_info(device).sm_count
+    if rows > 2 * sms or (vectors <= short and not (sums and 2 * rows <= sms)):
         return 0
     blocks = _FEW_ROWS_BLOCKS if _clusters(device) else 1
     while blocks:
         warps = few_rows_threads(vectors, blocks) // 32
-        resident = max(1, (_FEW_ROWS_WARPS if blocks == 1 else _FEW_ROWS_CLUSTERED_WARPS) // warps) * multiprocessors
+        resident = max(1, (_FEW_ROWS_WARPS if blocks == 1 else _FEW_ROWS_CLUSTERED_WARPS) // warps) * sms
         work = blocks == 1 or vectors >= blocks * _FEW_ROWS_MIN_THREADS * _FEW_ROWS_VECTORS
         if work and warps <= _FEW_ROWS_WARPS and rows * blocks <= resident:
             break
@@ -269,10 +269,9 @@ class LongLayout(NamedTuple):
 def long_layout(vectors: int, rows: int, device: int) -> LongLayout:
     """Return the layout for rows of `vectors` vectors.
 
-    A multiprocessor gets as many blocks as can have a row each on chip, unless there are fewer rows; its registers are
-    in four parts, and a warp's are in one. Two multiprocessors share a row if it is too long for one or if half of them
-    would have none; a row is cut in two, for two blocks on each, if a short series of rounds ends with a nearly empty
-    one.
+    An SM gets as many blocks as can each keep a row on chip, unless there are fewer rows. Its registers are in four
+    parts, and a warp uses one of them. Two SMs share a row if it is too long for one, or if half of the SMs would have
+    no row. A row is cut in two, with two blocks per SM, if a short series of rounds ends with a nearly empty one.
     """
     info = device_info(device)
     in_registers = 6 if info.target.capability >= (10, 0) else 9  # kLongInRegisters

@@ -13,7 +13,7 @@ from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING
 from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -54,7 +54,7 @@ class _OnePass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         total, dx = BOTH.call(x, target, labels, ignore, mode, beta, factor, over)
         ctx.save_for_backward(dx)
-        ctx.made_gradient = True
+        ctx.computed_gradient = True
         return total[0].clone()
 
     @staticmethod
@@ -75,7 +75,7 @@ _differentiable, _differentiable_one_pass = applied(_Divergence), applied(_OnePa
 
 def _divergence(x, target, labels, ignore, mode, beta, reduction, per_row: bool, temperature, one_pass) -> Tensor:
     """Reduce and differentiate. per_row: "batchmean" is the mean over rows, not over the first dimension."""
-    an_integer("ignore_index", ignore)
+    check_integer("ignore_index", ignore)
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
     scale = temperature * temperature
@@ -108,7 +108,7 @@ def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> lis
 
 
 def _check_temperature(temperature: float, from_logits: bool) -> None:
-    if not 0.0 < a_number("temperature", temperature) < float("inf"):
+    if not 0.0 < check_number("temperature", temperature) < float("inf"):
         raise ArgumentError(f"temperature is {temperature}; expected a positive number")
     if temperature != 1.0 and not from_logits:
         raise ArgumentError(
@@ -189,7 +189,7 @@ def jsd(
         A float32 scalar, or with "none" a contiguous tensor of input's shape and dtype.
     """
     _check_temperature(temperature, from_logits)
-    if not 0.0 <= a_number("beta", beta) <= 1.0:
+    if not 0.0 <= check_number("beta", beta) <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)

@@ -12,7 +12,7 @@ from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_names,
 from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, check_inputs, scaled
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
@@ -34,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.more = (*options, chunk_rows, in_fp32)
         ctx.save_for_backward(*((hidden, weight, labels, bias) if ctx.later else grads))
-        ctx.made_gradient = not ctx.later
+        ctx.computed_gradient = not ctx.later
         ctx.mark_non_differentiable(hits, sums)
         return loss, hits, sums
 
@@ -126,7 +126,7 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_rows is None:
         chunk_rows = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
-    elif an_integer("chunk_rows", chunk_rows) < 1:
+    elif check_integer("chunk_rows", chunk_rows) < 1:
         raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     if is_dynamo_compiling():

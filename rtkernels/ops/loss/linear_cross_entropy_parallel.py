@@ -55,7 +55,7 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
         states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         columns = -(-vocabulary // dist.get_world_size(group))  # the same number on all processes
         chunk_rows = chunk_rows or default_chunk_rows(len(states), weight.shape[1], columns, weight.element_size())
-        made = None if ctx.later or not any(ctx.needs) else _Gradients(states, weight, bias, ctx.needs)
+        gradients = None if ctx.later or not any(ctx.needs) else _Gradients(states, weight, bias, ctx.needs)
         factor = reference.reduced(states.new_zeros(0, dtype=torch.float32), flat, ignore_index, MEAN)[1]
         factor = factor if reduction == MEAN else torch.ones_like(factor)
         rows = []
@@ -65,17 +65,17 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
                 gathered(parts, group), flat[part], ignore_index, smoothing, z_loss, vocabulary, NONE
             )[:3]  # fmt: skip
             rows.append(torch.cat([found[0][None], found[1][None], found[2]]))
-            if made is not None:
+            if gradients is not None:
                 BACKWARD_IN_PLACE(factor, logits, flat[part], found[2], None, *options, first, vocabulary)
-                made.add(part, some, logits)
+                gradients.add(part, some, logits)
         empty = torch.empty(4, 0, dtype=torch.float32, device=hidden.device)
         losses, hits, *stats = torch.cat(rows, 1) if rows else empty
         ctx.more = (options, chunk_rows, group, first, vocabulary)
         if ctx.later:
             ctx.save_for_backward(hidden, weight, labels, bias, torch.stack(stats))
         else:
-            ctx.save_for_backward(*(made.results(group) if made is not None else ()))
-            ctx.made_gradient = True
+            ctx.save_for_backward(*(gradients.results(group) if gradients is not None else ()))
+            ctx.computed_gradient = True
         shaped = flat if reduction != NONE else labels
         loss = reference.reduced(losses.view(shaped.shape), shaped, ignore_index, reduction)[0]
         accuracy = reference.reduced(hits.view(shaped.shape), shaped, ignore_index, reduction)[0]
@@ -93,12 +93,12 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
             options, chunk_rows, group, first, vocabulary = ctx.more
             hidden, weight, labels, bias, stats = ctx.saved_tensors
             states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1).float()
-            made = _Gradients(states, weight, bias, ctx.needs)
+            gradients = _Gradients(states, weight, bias, ctx.needs)
             for part, some, logits in chunks(states, weight, bias, chunk_rows):
                 rows = (flat[part], stats[:, part].contiguous(), None)
                 BACKWARD_IN_PLACE(g[part].contiguous(), logits, *rows, *options, first, vocabulary)
-                made.add(part, some, logits)
-            grads = made.results(group)
+                gradients.add(part, some, logits)
+            grads = gradients.results(group)
         else:
             grads = scaled(ctx.saved_tensors, ctx.needs, dloss)
         dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))

@@ -24,7 +24,7 @@ _SMALL_MAP_EXPERTS = 64  # of a block, for small routing maps
 _LARGE_MAP_EXPERTS = 128
 _TABLE_BYTES = 2**19  # every block of the second launch reads all of the table
 CHUNKS_PER_PROCESSOR = 1
-MANY_CHOICES = 2**20  # from here on, multiprocessors have two chunks each
+MANY_CHOICES = 2**20  # from here on, SMs process two chunks each
 MANY_FLAGS = 2**23
 
 _COUNT = Kernel(

@@ -82,8 +82,8 @@ def backward(
             dy[rows[there, j].long()] = (dout.float() * weights[:, j, None]).to(dout.dtype)[there]
     if y is not None:
         columns = [(dout.float() * gathered(y, rows[:, j]).float()).sum(-1) for j in range(top_k)]
-        made = torch.stack(columns, 1) if top_k else dout.new_zeros(tokens, 0, dtype=torch.float32)
-        dprobs = torch.where(kept(rows, count), made, 0).to(probs.dtype)
+        all_dprobs = torch.stack(columns, 1) if top_k else dout.new_zeros(tokens, 0, dtype=torch.float32)
+        dprobs = torch.where(kept(rows, count), all_dprobs, 0).to(probs.dtype)
     return dy, dprobs
 
 

@@ -9,7 +9,7 @@ from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.torch_private import refuse_lazy
 
 
@@ -27,7 +27,7 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     Returns:
         Nothing.
     """
-    if not a_number("limit", limit) >= 0:
+    if not check_number("limit", limit) >= 0:
         raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
     refuse_shared_lists([("tensors", tensors, True)])

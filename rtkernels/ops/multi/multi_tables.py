@@ -72,7 +72,7 @@ class Table:
 
     @property
     def address(self) -> int:
-        """The address of the words (asked for at every launch: the emulator wants to see the tensor)."""
+        """The address of the words (read at every launch, so that the emulator sees the tensor)."""
         return self._words.data_ptr()
 
     @property

@@ -18,7 +18,7 @@ from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, o
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import TensorList
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.lists import ListOperator, Number
 from rtkernels.runtime.operator.lists import Tensors as ListOf
@@ -122,9 +122,9 @@ def tensor_list(tensors: Tensors) -> TensorList:
     Returns:
         A tuple of the tensors, which it keeps alive.
     """
-    made = TensorList(_listed(tensors))
-    check_one(made)
-    return made
+    result = TensorList(_listed(tensors))
+    check_one(result)
+    return result
 
 
 @public(recent=False)
@@ -156,12 +156,12 @@ def multi_norm(
     tensors = _listed(tensors)
     kind = _kind_of(ord)
     if group is None and root:
-        made = _reduce(tensors, kind, per_tensor, False)
+        norms = _reduce(tensors, kind, per_tensor, False)
     else:
         sums = _reduce(tensors, kind, per_tensor, True)
         sums = sums if group is None else _over_group(sums, kind, group)
-        made = _finished(sums, kind) if root else sums.float()
-    return (made[0], made[1:]) if per_tensor else made.reshape(())
+        norms = _finished(sums, kind) if root else sums.float()
+    return (norms[0], norms[1:]) if per_tensor else norms.reshape(())
 
 
 @public(recent=False)
@@ -202,7 +202,7 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(check_number("scale", scale)))
     if SCALE.replay(tensors, by, number, -1.0) is None:
         _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
 
@@ -223,7 +223,7 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
     Returns:
         Nothing.
     """
-    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(a_number("scale", scale)))
+    by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(check_number("scale", scale)))
     if COPY.replay(outputs, inputs, by, number) is not None:
         return
     outputs, inputs = _listed(outputs), _listed(inputs)
@@ -284,7 +284,7 @@ def norm_over_groups(lists: Sequence[tuple[Sequence[Any], Sequence[Tensor]]], or
 
 
 def _largest(max_norm: float) -> float:
-    max_norm = float(a_number("max_norm", max_norm))
+    max_norm = float(check_number("max_norm", max_norm))
     if not max_norm >= 0:
         raise ArgumentError(f"max_norm is {max_norm}; expected a number of at least 0")
     return max_norm
@@ -312,7 +312,7 @@ def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _kind_of(ord: float) -> int:
-    kind = _KINDS.get(a_number("ord", ord))
+    kind = _KINDS.get(check_number("ord", ord))
     if kind is None:
         raise ArgumentError(f"ord is {ord!r}; expected 1, 2 or math.inf")
     return kind

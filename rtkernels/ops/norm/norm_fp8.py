@@ -74,13 +74,13 @@ def _names(layout: str, given: bool, keep: bool, residual: bool, calibrate: bool
 def _run(x, weight, bias, residual, smooth, rstd, mean, options: _Options) -> dict[str, Tensor]:
     eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, centred = options
     if smooth is None:
-        made = FORWARD.call(
+        results = FORWARD.call(
             x, weight, bias, residual, rstd, mean, eps, offset, layout, pow2_scale, scale_layout, keep, centred
         )
     else:
-        made = SMOOTH.call(x, smooth, weight, bias, residual, eps, offset, pow2_scale, keep, calibrate, centred)
+        results = SMOOTH.call(x, smooth, weight, bias, residual, eps, offset, pow2_scale, keep, calibrate, centred)
     names = _names(layout, rstd is not None, keep, residual is not None, calibrate, centred)
-    return dict(zip(names, made, strict=True))
+    return dict(zip(names, results, strict=True))
 
 
 class _NormFp8(torch.autograd.Function):
@@ -88,17 +88,17 @@ class _NormFp8(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, smooth, *options):
         ctx.set_materialize_grads(False)
         ctx.options = options = _Options(*options)
-        made = _run(x, weight, bias, residual, smooth, None, None, options)
-        y = made.pop("y", None)
+        results = _run(x, weight, bias, residual, smooth, None, None, options)
+        y = results.pop("y", None)
         if y is None:
             y = x.new_full((), float("nan")).expand(x.shape)
-        total = made.pop("sum", None)
-        ctx.mark_non_differentiable(*made.values())
+        total = results.pop("sum", None)
+        ctx.mark_non_differentiable(*results.values())
         if total is None:
             ctx.save_for_backward(x, weight, bias)
-            return *made.values(), y
+            return *results.values(), y
         ctx.save_for_backward(total, weight, bias)
-        return *made.values(), y, total
+        return *results.values(), y, total
 
     @staticmethod
     @once_differentiable
@@ -135,9 +135,9 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
     if options.layout == "none":
         check_options("", options.scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight, bias) or needs_grad(x, residual)) and rstd is None:
-        made = _differentiable(x, weight, bias, residual, smooth, *options)
+        results = _differentiable(x, weight, bias, residual, smooth, *options)
         names = _names(options.layout, False, False, False, options.calibrate, options.centred)
-        return NormFp8(**dict(zip((*names, "y", "sum"), made, strict=False)))
+        return NormFp8(**dict(zip((*names, "y", "sum"), results, strict=False)))
     if rstd is not None and is_grad_enabled():
         x, weight, bias, rstd, mean = detached(x, weight, bias, rstd, mean)
     return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))

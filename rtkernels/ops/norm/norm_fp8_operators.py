@@ -24,13 +24,13 @@ def _reference(
     mean: Tensor | None, eps: float, offset: float, layout: str, pow2_scale: bool, scale_layout: str, keep: bool,
     centred: bool,
 ) -> list[Tensor]:  # fmt: skip
-    v, made, total = _normalised(x, weight, bias, residual, rstd, mean, eps, offset, centred)
+    v, statistics, total = _normalised(x, weight, bias, residual, rstd, mean, eps, offset, centred)
     results: list[Tensor] = []
     if layout in ("row", "both"):
         results += fp8.quantize(v, "group", E4M3, pow2_scale, scale_layout)
     if layout in ("transposed", "both"):
         results += fp8.quantize(v, "group_t", E4M3, pow2_scale, "row")
-    return results + _more(made, v.to(x.dtype) if keep else None, total)
+    return results + _more(statistics, v.to(x.dtype) if keep else None, total)
 
 
 def _normalised(x, weight, bias, residual, rstd, mean, eps: float, offset: float, centred: bool):
@@ -38,20 +38,20 @@ def _normalised(x, weight, bias, residual, rstd, mean, eps: float, offset: float
     total = None if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
     h = (x if total is None else total).float()
     count = max(x.shape[-1], 1)
-    made: list[Tensor] = []
+    statistics: list[Tensor] = []
     if rstd is None:
         if centred:
             rough = h.sum(-1) / count
             mean = rough + (h - rough[..., None]).sum(-1) / count
         d = h - mean[..., None] if centred else h
         rstd = torch.rsqrt(d.square().sum(-1) / count + eps)
-        made = [rstd, mean] if centred else [rstd]
+        statistics = [rstd, mean] if centred else [rstd]
     v = (h - mean[..., None]) * rstd[..., None] if centred else h * rstd[..., None]
     if weight is not None:
         v = v * (weight.float() + offset)
     if bias is not None:
         v = v + bias.float()
-    return v, made, total
+    return v, statistics, total
 
 
 def _more(statistics: list[Tensor], *rest: Tensor | None) -> list[Tensor]:
@@ -62,9 +62,9 @@ def _reference_smooth(
     x: Tensor, smooth: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
     offset: float, pow2_scale: bool, keep: bool, calibrate: bool, centred: bool,
 ) -> list[Tensor]:  # fmt: skip
-    v, made, total = _normalised(x, weight, bias, residual, None, None, eps, offset, centred)
+    v, statistics, total = _normalised(x, weight, bias, residual, None, None, eps, offset, centred)
     q, scale = fp8.quantize(v / smooth.clamp(min=SMALLEST_SMOOTH), "row", E4M3, pow2_scale, "row")
-    results = [q, scale.reshape(x.shape[:-1]), *_more(made, v.to(x.dtype) if keep else None, total)]
+    results = [q, scale.reshape(x.shape[:-1]), *_more(statistics, v.to(x.dtype) if keep else None, total)]
     if calibrate:
         magnitudes = torch.where(v.isfinite(), v.abs(), 0.0).reshape(row_count(x.shape), x.shape[-1])
         results.append(magnitudes.amax(0) if magnitudes.shape[0] else magnitudes.new_zeros(x.shape[-1]))

@@ -23,7 +23,7 @@ _SMOOTH_VEC = 4  # elements per access
 
 # One launch makes statistics and tiles together where x has at least so many bytes: less stays in L2 anyway.
 _TOGETHER_BYTES = 24 << 20
-# Tiles and makers of statistics between the making of a row's statistics and their use, per multiprocessor.
+# Tiles and blocks of statistics, per SM, between computing a row's statistics and using them.
 _STATS_DISTANCE_PER_SM = 3
 # A block computes statistics of 64 KB of x; if two rows per warp are more than that, of up to 128 KB.
 _STATS_BYTES = 64 << 10
@@ -94,7 +94,7 @@ class _Rows(NamedTuple):
     sizes: tuple[int, int, int, int]  # rows, columns, row strides of x and of the residual
     aligned: bool  # all rows begin at a multiple of 16 bytes
     scale_strides: tuple[int, int]  # of the scales of rows: from row to row, from group to group
-    results: dict[str, str]  # names of those that are made
+    results: dict[str, str]  # names of those that are computed
     statistics: tuple[str | int, str | int]
 
     @property
@@ -103,21 +103,21 @@ class _Rows(NamedTuple):
         return WIDTH[self.t] if self.aligned else 1
 
     def at(self, *names: str) -> tuple[str | int, ...]:
-        """Return what a kernel takes for these results: 0 for those that are not made."""
+        """Return the kernel's arguments for these results: 0 for those that are not computed."""
         return tuple(self.results.get(name, 0) for name in names)
 
 
 def _described(given: Normed) -> _Rows:
     x, weight, bias, residual, rstd, *_ = given
-    made = outputs(x, residual, rstd, given.layout, given.scale_layout, given.keep, given.centred)
+    memory = outputs(x, residual, rstd, given.layout, given.scale_layout, given.keep, given.centred)
     size, cols = x.dtype.itemsize, x.shape[-1]
     sizes = x.rows, cols, x.row_stride, 0 if residual is None else residual.row_stride
     starts = misaligned(x, weight, bias, residual)
     aligned = vector_bytes(starts, cols * size, *(stride * size for stride in sizes[2:])) == 16
     w = DTYPE_TOKEN[(weight or bias or x).dtype]
     scale_strides = (1, x.rows) if given.scale_layout == "column" else (groups_of(cols), 1)
-    found = _Rows(x.token, w, sizes, aligned, scale_strides, {name: name for name in made}, ("rstd", "mean"))
-    return found if rstd is not None else found._replace(statistics=("made_rstd", *found.at("made_mean")))
+    found = _Rows(x.token, w, sizes, aligned, scale_strides, {name: name for name in memory}, ("rstd", "mean"))
+    return found if rstd is not None else found._replace(statistics=("computed_rstd", *found.at("computed_mean")))
 
 
 def plan(given: Normed, device: int, single_read: bool = True) -> Steps:
@@ -134,7 +134,7 @@ def plan(given: Normed, device: int, single_read: bool = True) -> Steps:
         return _ring_steps(given, found, matrix, options, device)
     alone = layout == "both" and found.aligned and single_read and not known and plain
     if alone and (blocks := ring.single_read_blocks(matrix)):
-        tensors = "x", "weight", "made_rstd", "q", "scale", "scale_t"
+        tensors = "x", "weight", "computed_rstd", "q", "scale", "scale_t"
         two_passes = partial(plan, given, device, single_read=False)
         return ring.single_read_steps(
             matrix, blocks, found.scale_strides, tensors, eps=given.eps, two_passes=two_passes, **options
@@ -219,8 +219,9 @@ def plan_smooth(
     x: Meta, smooth: Meta, weight: Meta | None, bias: Meta | None, residual: Meta | None, eps: float, offset: float,
     pow2_scale: bool, keep: bool, calibrate: bool, centred: bool, device: int,
 ) -> Steps:  # fmt: skip
-    made = smooth_outputs(x, residual, keep, calibrate, centred)
-    names = [name if name in made else 0 for name in ("q", "scale", "made_rstd", "made_mean", "y", "sum", "amax")]
+    memory = smooth_outputs(x, residual, keep, calibrate, centred)
+    names = "q", "scale", "computed_rstd", "computed_mean", "y", "sum", "amax"
+    names = [name if name in memory else 0 for name in names]
     t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, x.shape[-1]
     x_stride, residual_stride = x.row_stride, 0 if residual is None else residual.row_stride
     starts = misaligned(x, smooth, weight, bias, residual)

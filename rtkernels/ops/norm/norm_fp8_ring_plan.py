@@ -1,4 +1,4 @@
-"""Codes of an RMS norm by rings of tiles, on GPUs with a bulk copy engine; 1/rms is known, or made by the kernel."""
+"""fp8 codes of an RMS norm by rings of tiles, on GPUs with TMA; 1/rms is given, or computed by the kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _shared(slots: int, staged: int, more: int = 0) -> int:
     return slots * (2 * _SIDE * _SIDE + 2 * 4 * _SIDE + 40) + staged * 16 * 9 * _SIDE + numbers + more
 
 
-_MIN_BYTES = 16 << 20  # of x: less is too few tiles per multiprocessor to be worth persistent blocks
+_MIN_BYTES = 16 << 20  # of x: with less there are too few tiles per SM for persistent blocks
 _MAX_TILES_ACROSS = 128  # pairs of tiles in a strip, as many as SingleReadExchange can count
 _MAX_ROWS = 1 << 20  # 16 bytes each, for sums of squares of all blocks, stay allocated
 _SINGLE_READ_SHARED = _shared(6, 1, 32 + 4 * _SIDE)
@@ -89,7 +89,7 @@ def serves(x: Matrix) -> bool:
 def single_read_blocks(x: Matrix) -> int:
     """Return how many blocks of the kernel that makes 1/rms as well serve x; 0 if it does not.
 
-    They wait for each other, so all must run at the same time on the multiprocessors that this process may use: MPS and
+    They wait for each other, so all must run at the same time on the SMs that this process may use: MPS and
     green contexts leave fewer than the device has. There are as few as take no more tiles each than with all of these:
     neighbours on a strip are then seldom a tile apart.
     """

@@ -50,15 +50,15 @@ def outputs(x, residual, rstd, layout, scale_layout, keep, centred):
     """Return the results of a call by name, in order; statistics that are computed have names of their own."""
     check_options(layout, scale_layout)
     codes = zip(("q", "scale", "q_t", "scale_t"), Fp8Layout(x.shape, layout, scale_layout).outputs(), strict=True)
-    statistics = made_statistics(centred) if rstd is None else ()
+    statistics = computed_statistics(centred) if rstd is None else ()
     return {name: memory for name, memory in codes if memory} | _more(x, statistics, keep, residual)
 
 
 def smooth_outputs(x, residual, keep, calibrate, centred):
     """Return what `outputs` does, for codes with a scale per row of smoothed values."""
-    made = {"q": Memory(x.shape, E4M3), "scale": Memory(x.shape[:-1], torch.float32)}
-    made |= _more(x, made_statistics(centred), keep, residual)
-    return made | ({"amax": Memory(x.shape[-1:], torch.float32, zero=True)} if calibrate else {})
+    memory = {"q": Memory(x.shape, E4M3), "scale": Memory(x.shape[:-1], torch.float32)}
+    memory |= _more(x, computed_statistics(centred), keep, residual)
+    return memory | ({"amax": Memory(x.shape[-1:], torch.float32, zero=True)} if calibrate else {})
 
 
 def _more(x: Any, statistics: tuple[str, ...], keep: bool, residual: Any) -> dict[str, Memory]:
@@ -75,5 +75,5 @@ def statistics_of(centred: bool) -> tuple[str, ...]:
     return ("rstd", "mean") if centred else ("rstd",)
 
 
-def made_statistics(centred: bool) -> tuple[str, ...]:
-    return tuple(f"made_{name}" for name in statistics_of(centred))
+def computed_statistics(centred: bool) -> tuple[str, ...]:
+    return tuple(f"computed_{name}" for name in statistics_of(centred))

@@ -15,7 +15,7 @@ from rtkernels.ops.shared.row_operands import by_rows
 from rtkernels.ops.shared.row_quant import memory_for, result_shapes, wanted
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
@@ -61,7 +61,7 @@ def normalize(
     style: Tensor | None, channel_scale: Tensor | None, quant: Any, keep: bool,
     residual_out: Tensor | None, scale_out: Tensor | None,
 ) -> Tensor | NormOut:  # fmt: skip
-    """Normalise with any of the options of inference; see ``rms_norm``."""
+    """Normalise with any inference-only options; see ``rms_norm``."""
     next_gate = None
     token("x", x.dtype)
     if not x.dim():
@@ -73,7 +73,7 @@ def normalize(
     if residual is None and residual_out is not None and gate is None and bias is None:
         raise ArgumentError("residual_out is given; expected None without residual, gate or bias: it would be x")
     shape = tuple(x.shape)
-    eps, offset = float(a_number("eps", eps)), float(a_number("offset", offset))
+    eps, offset = float(check_number("eps", eps)), float(check_number("offset", offset))
     gate, scale, shift = (by_rows(n, t, shape) for n, t in (("gate", gate), ("scale", scale), ("shift", shift)))
     operands = {
         "x": x, "residual": residual, "gate": gate, "bias": bias, "weight": weight, "norm_bias": norm_bias,
@@ -91,30 +91,30 @@ def normalize(
     want = wanted(quant, x.dtype)
     operands = dict(zip(operands, detached(*operands.values()), strict=True))
     code_shape, scales = result_shapes(want, shape)
-    made_out = new_tensor(tuple(code_shape), want.dtype, x)
-    written = {"out": made_out}
+    result = new_tensor(tuple(code_shape), want.dtype, x)
+    written = {"out": result}
     changed = residual is not None or gate is not None or bias is not None
-    made_h = made_scale = made_global = None
+    h_out = quant_scale = global_out = None
     if changed:
-        made_h = memory_for("residual_out", residual_out, shape, x.dtype, x, {**operands, **written}, ("x", "residual"))
-        written["residual_out"] = made_h
+        h_out = memory_for("residual_out", residual_out, shape, x.dtype, x, {**operands, **written}, ("x", "residual"))
+        written["residual_out"] = h_out
     if scales is not None:
-        made_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
+        quant_scale = memory_for("scale_out", scale_out, *scales, x, {**operands, **written})
     elif scale_out is not None:
         raise ArgumentError("scale_out is given; expected None if no scale is computed")
     if want.kind == "nvfp4" and want.dynamic:
-        made_global = torch.empty((), dtype=torch.float32, device=x.device)
+        global_out = torch.empty((), dtype=torch.float32, device=x.device)
     kept = torch.empty(shape, dtype=x.dtype, device=x.device) if keep else None
     FORWARD(
-        *operands.values(), want.scale, made_out, made_h, kept, made_scale, made_global, eps, offset, centred,
+        *operands.values(), want.scale, result, h_out, kept, quant_scale, global_out, eps, offset, centred,
         want.kind, want.swizzled, want.static, want.floor,
     )  # fmt: skip
     given = None if quant is None or not hasattr(quant, "scale") else quant.scale
-    if made_scale is None and not changed and style is None and not keep:
-        return made_out
+    if quant_scale is None and not changed and style is None and not keep:
+        return result
     if want.kind == "nvfp4":
-        return NormOut(made_out, made_h, next_gate, kept, made_scale, given if made_global is None else made_global)
-    return NormOut(made_out, made_h, next_gate, kept, given if made_scale is None else made_scale)
+        return NormOut(result, h_out, next_gate, kept, quant_scale, given if global_out is None else global_out)
+    return NormOut(result, h_out, next_gate, kept, given if quant_scale is None else quant_scale)
 
 
 def refuse_recorded(quant: Any, outputs: dict[str, Tensor | None]) -> None:

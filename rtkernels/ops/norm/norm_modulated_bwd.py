@@ -118,11 +118,11 @@ def _reference(wanted: Gradients) -> None:
     g = d * (1 + over("scale", 0.0)) * gain
     centre = g.mean(-1, keepdim=True) if centred else 0.0
     dh = rstd * (g - centre - n * (g * n).mean(-1, keepdim=True)) + over("dsum", 0.0)
-    made = {
+    gradients = {
         "dh": dh, "dscale": (n * gain + over("norm_bias", 0.0)) * d, "dshift": d, "dx": dh * over("gate", 1.0),
         "dgate": (over("x", 0.0) + over("bias", 0.0)) * dh,
     }  # fmt: skip
-    for name, t in made.items():
+    for name, t in gradients.items():
         if given[name] is not None:
             given[name].copy_(t.reshape(shape))
 

@@ -53,8 +53,8 @@ def _run(x: Tensor, operands: _Operands, eps: float, offset: float, centred: boo
     x, *others = detached(x, *operands)
     y = _new(x)
     h = _new(x) if operands.change_x else x
-    made = h if operands.change_x else None
-    FORWARD(x, *others, None, y, made, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0)
+    residual_out = h if operands.change_x else None
+    FORWARD(x, *others, None, y, residual_out, None, None, None, eps, offset, centred, "none", False, 0.0, 0.0)
     return y, h
 
 

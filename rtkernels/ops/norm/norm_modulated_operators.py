@@ -60,7 +60,7 @@ def _reference(
     if residual is not None:
         h = h + residual.float().reshape(rows, cols)
     h = h.to(x.dtype)
-    made_h = h.reshape(x.shape)
+    shaped_h = h.reshape(x.shape)
     y = h.float()
     if centred:
         y = y - y.mean(-1, keepdim=True)
@@ -80,7 +80,7 @@ def _reference(
     if kept is not None:
         kept.copy_(y)
     if residual_out is not None:
-        residual_out.copy_(made_h)
+        residual_out.copy_(shaped_h)
 
 
 def _rows(name: str) -> Rows:

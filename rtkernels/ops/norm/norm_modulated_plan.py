@@ -20,7 +20,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 _OPERANDS = ("x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale")
 _RESULTS = ("out", "residual_out", "kept", "scale_out", "global_out")
 _MAX_THREADS = 512
-_WAVE_THREADS = 512  # of a multiprocessor: above that a thread has two vectors
+_WAVE_THREADS = 512  # per SM: above that a thread has two vectors
 _KERNEL = Kernel(
     "norm/norm_modulated.cu", "norm_modulated", template="T FORMAT ALIGNED", max_registers=128,
     args="x:ptr residual:ptr gate:ptr bias:ptr weight:ptr norm_bias:ptr scale:ptr shift:ptr channel_scale:ptr "
@@ -125,8 +125,8 @@ def plan(given: Modulated, device: int) -> Steps:
     if rows >= 2**31:
         raise ArgumentError(f"x has {rows} rows; expected fewer than 2**31")
     walk = _walk_of(given)
-    made = given.quant_scale is None and given.static == 0
-    modes = quant_flags(given.quant, given.out.dtype, given.swizzled, made, given.x.dtype)
+    dynamic = given.quant_scale is None and given.static == 0
+    modes = quant_flags(given.quant, given.out.dtype, given.swizzled, dynamic, given.x.dtype)
     threads = _threads_in_registers(given, walk, device)
     make = _step_of_any if threads is None else partial(_step_in_registers, threads)
     results = "quant_scale", 0 if modes[0] is None else "amax", *_RESULTS
@@ -145,7 +145,7 @@ def _threads_in_registers(given: Modulated, walk: _Walk, device: int) -> int | N
     rows, span, each, quant = row_count(given.x.shape), given.span, given.per_vector, given.quant
     uniform = quant != "nvfp4" if given.x.dtype.itemsize == 4 else not walk.fp32_flags
     many = rows * span > each * _WAVE_THREADS * device_info(device).sm_count or span > each * _MAX_THREADS
-    vectors = 2 if many and quant != "nvfp4" else 1  # of a thread: two if all multiprocessors have work without
+    vectors = 2 if many and quant != "nvfp4" else 1  # per thread: two if all SMs have work anyway
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
     if quant == "block128":  # what shares a scale is one vector in each of these lanes
         threads = max(threads, BLOCK // each)

@@ -25,7 +25,7 @@ _REGISTER_CHUNKS = (1, 2, 4)
 _RING_THREADS = 512
 _RING_CHUNKS = (1, 2)
 _HELPED_ROWS = 16  # of a group, up to which a warp that only fetches pays (decisions/norm.md, helpers)
-_IN_FLIGHT = 64 << 10  # bytes asked of the copy engine (decisions/norm.md, bytes in flight)
+_IN_FLIGHT = 64 << 10  # bytes of TMA loads in flight (decisions/norm.md, bytes in flight)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -43,7 +43,7 @@ def _ring_block(chunks: int) -> int:
 
 
 def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
-    # Where there is a copy engine, only rows shorter than a warp come this way.
+    # With TMA, only rows shorter than a warp get here.
     for t, chunks, dsum in product(WIDTH, (1,) if "tma" in target.features else _RING_CHUNKS, (False, True)):
         stages = _ring_stages(shared_limit(target), chunks, dsum)
         if stages >= 2:

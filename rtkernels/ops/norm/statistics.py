@@ -21,11 +21,11 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, rstd, mean, eps, offset, centred):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.centred = eps, offset, centred
-        made = _run(x, weight, bias, residual, rstd, mean, eps, offset, centred)
-        ctx.save_for_backward(x if residual is None else made[-1], weight, bias)
+        outputs = _run(x, weight, bias, residual, rstd, mean, eps, offset, centred)
+        ctx.save_for_backward(x if residual is None else outputs[-1], weight, bias)
         ctx.statistics = 0 if rstd is not None else 1 + centred
-        ctx.mark_non_differentiable(*made[: ctx.statistics])
-        return tuple(made)
+        ctx.mark_non_differentiable(*outputs[: ctx.statistics])
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -46,7 +46,7 @@ _differentiable = applied(_Statistics)
 
 
 def backward(centred, dy, h, weight, bias, dsum, eps: float, offset: float, want_weight: bool, want_bias: bool):
-    """Return dh, dweight and dbias of a normalisation; None for a parameter that wants none."""
+    """Return dh, dweight and dbias of a normalisation; None for a parameter that needs none."""
     if centred:
         dh, sums = LAYER_NORM_BACKWARD(
             dy, h, weight, bias if want_bias else None, dsum, eps, offset, want_weight or want_bias
@@ -71,11 +71,11 @@ def with_statistics(
             eps, offset = constant(eps), constant(offset)
         if rstd is not None:
             rstd, mean = rstd.detach(), mean if mean is None else mean.detach()
-        made = _differentiable(x, weight, bias, residual, rstd, mean, eps, offset, centred)
+        outputs = _differentiable(x, weight, bias, residual, rstd, mean, eps, offset, centred)
     else:
-        made = _run(x, weight, bias, residual, rstd, mean, eps, offset, centred)
+        outputs = _run(x, weight, bias, residual, rstd, mean, eps, offset, centred)
     statistics = (rstd, mean)[: 1 + centred]
     if rstd is None:
-        statistics, made = made[: 1 + centred], made[1 + centred :]
-    results = (*made, *statistics) if wanted else tuple(made)
+        statistics, outputs = outputs[: 1 + centred], outputs[1 + centred :]
+    results = (*outputs, *statistics) if wanted else tuple(outputs)
     return results if len(results) > 1 else results[0]

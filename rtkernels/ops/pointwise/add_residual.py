@@ -11,7 +11,7 @@ from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
@@ -155,7 +155,7 @@ def add_bias(
         if pos.dim() != 2 or pos.shape[-1] != x.shape[-1] or not pos.shape[0]:
             raise ArgumentError(f"pos has shape {tuple(pos.shape)}; expected [positions, {x.shape[-1]}]")
         if period is not None:
-            if not 0 < an_integer("period", period) <= pos.shape[0]:
+            if not 0 < check_integer("period", period) <= pos.shape[0]:
                 raise ArgumentError(f"period is {period}; expected 1 to {pos.shape[0]}, the rows of pos")
             pos = pos[:period]
     elif period is not None:

@@ -10,7 +10,7 @@ from rtkernels.ops.act.combine import combine
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, token
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.gradient import applied
 
@@ -18,7 +18,7 @@ from rtkernels.runtime.operator.gradient import applied
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:
     """Return a number as one element on the device and a number to multiply it with."""
     if not isinstance(value, Tensor):
-        return None, float(a_number(name, value))
+        return None, float(check_number(name, value))
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ArgumentError(f"{name} is {value.dtype} {tuple(value.shape)}; expected a number or one float32 element")
     return value.detach().reshape(1), 1.0
@@ -40,10 +40,10 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 def _scaled(dy: Tensor, factor: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
     (rows,) = _flat(dy)
     narrow = torch.float32 in (dtype, rows.dtype)
-    made = torch.empty(rows.shape, dtype=dtype if narrow else rows.dtype, device=rows.device)
+    result = torch.empty(rows.shape, dtype=dtype if narrow else rows.dtype, device=rows.device)
     if dtype != torch.float32 == rows.dtype:  # the gradient of a narrow tensor from an fp32 one
-        made = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-    return combine(rows, made, factor=factor, alpha=alpha).to(dtype).reshape(dy.shape)
+        result = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    return combine(rows, result, factor=factor, alpha=alpha).to(dtype).reshape(dy.shape)
 
 
 def _step(x: Tensor, v: Tensor, factor: Tensor | None, alpha: float) -> Tensor:
@@ -58,7 +58,7 @@ class _Euler(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, v, factor, alpha):
         ctx.factor, ctx.alpha, ctx.dtype = factor, alpha, v.dtype
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         return _step(x, v, factor, alpha)
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Guided(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, v_cond, v_uncond, factor, alpha):
         ctx.factor, ctx.alpha, ctx.dtypes = factor, alpha, (v_cond.dtype, v_uncond.dtype)
-        ctx.made_gradient = False
+        ctx.computed_gradient = False
         return _guided(r, v_cond, v_uncond, factor, alpha)
 
     @staticmethod
@@ -117,8 +117,8 @@ class _Guided(torch.autograd.Function):
         duncond = None
         if wanted[2]:
             (rows,) = _flat(dy)
-            made = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-            duncond = combine(rows, made, base0=rows, factor=factor, alpha=-alpha).to(ctx.dtypes[1]).reshape(dy.shape)
+            result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            duncond = combine(rows, result, base0=rows, factor=factor, alpha=-alpha).to(ctx.dtypes[1]).reshape(dy.shape)
         return dy, dcond, duncond, None, None
 
 

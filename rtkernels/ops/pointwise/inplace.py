@@ -12,7 +12,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import once_differentiable, refuse_gradients, refuse_leaf
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
@@ -139,7 +139,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     """
     if y is None:
         raise ArgumentError("y is None; expected a tensor like x (scale_ takes none)")
-    alpha, beta = float(a_number("alpha", alpha)), float(a_number("beta", beta))
+    alpha, beta = float(check_number("alpha", alpha)), float(check_number("beta", beta))
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)
         return _differentiable_add(x, y, alpha, beta)
@@ -165,7 +165,7 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)
     else:
-        ADD(x, None, None, 0.0, float(a_number("factor", factor)))
+        ADD(x, None, None, 0.0, float(check_number("factor", factor)))
     return x
 
 

@@ -11,7 +11,7 @@ from rtkernels.runtime.checks import check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import FLOAT_DTYPES, TYPES, reads_evict_first, vector_bytes
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, dense_as
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -72,11 +72,11 @@ def column_steps(
     each = -(-rows // splits)
     splits = -(-rows // each)
     launch = _PARTIAL.bind((x.token,), device, tiles * splits, 32 * _WARPS)
-    # With codes, what the scales are made for reads x a second time.
+    # With codes, the quantisation reads x a second time.
     evict_first = codes is None and reads_evict_first(rows * cols * size)
     single = splits == 1 and codes is None  # the only row of `partial` is the result
-    made = names[3] if single else partial
-    first = Step(launch, *names[:3], made, rows, cols, stride, each, tiles, aligned16, evict_first)
+    destination = names[3] if single else partial
+    first = Step(launch, *names[:3], destination, rows, cols, stride, each, tiles, aligned16, evict_first)
     if single:
         return [first], {}
     scratch = {partial: Memory((splits, cols), torch.float32)}
@@ -141,7 +141,7 @@ def column_absmax(
         ``[n]``, float32.
     """
     amax = ABSMAX.call(*detached(x, row_factor, column_factor))
-    return amax.clamp_(min=floor) if a_number("floor", floor) > 0 else amax
+    return amax.clamp_(min=floor) if check_number("floor", floor) > 0 else amax
 
 
 OP = Op("column_absmax", public=("column_absmax",), kernels=(_PARTIAL, _FINISH), torch_ops=(ABSMAX,))

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 
 
 def _check(shape: tuple[int, ...], granularity: str, size: int, scale_layout: str, plain: bool) -> None:
-    if an_integer("group_size", size) < 1:
+    if check_integer("group_size", size) < 1:
         raise ArgumentError(f"group_size is {size}; expected 1 or more")
     if granularity not in ("group", "block") or scale_layout != "row" or not plain:
         raise ArgumentError(

@@ -14,7 +14,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
 from rtkernels.runtime.operator.gradient import applied
@@ -234,7 +234,7 @@ def dequantize_fp8_hadamard(
     """
     token("the result", dtype, FLOAT_DTYPES)
     if rows is not None:
-        an_integer("rows", rows)
+        check_integer("rows", rows)
     y = hadamard(dequantize_fp8(q, scale, granularity="row", dtype=torch.float32), block, dtype=dtype)
     return transpose(y if rows is None else y[:, :rows]) if transposed else y
 

@@ -17,7 +17,7 @@ from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
@@ -53,21 +53,21 @@ def quantize_nvfp4(
     """
     x, channel_scale = detached(x, channel_scale)
     _check_rows(x, 2)
-    static, g, made = 0.0, None, None
+    static, g, global_out = 0.0, None, None
     if isinstance(global_scale, Tensor):
         g = global_scale.detach()
     else:
-        made = new_tensor((), torch.float32, x)
+        global_out = new_tensor((), torch.float32, x)
         if global_scale is not None:
-            static = float(a_number("global_scale", global_scale))
+            static = float(check_number("global_scale", global_scale))
             if not 0 < static < float("inf"):
                 raise ArgumentError(f"global_scale is {static}; expected a number above 0")
     inputs: dict[str, Any] = {"x": x, "global_scale": g, "channel_scale": channel_scale}
     codes = memory_for("out", out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x, inputs)
     shape = scale_shape(tuple(x.shape), 16, swizzled)
     scales = memory_for("scale_out", scale_out, shape, torch.float8_e4m3fn, x, {**inputs, "out": codes})
-    QUANTIZE(x, g, channel_scale, codes, scales, made, "nvfp4", swizzled, scale_rule, elem_rule, static)
-    return codes, scales, g.reshape(()) if made is None else made
+    QUANTIZE(x, g, channel_scale, codes, scales, global_out, "nvfp4", swizzled, scale_rule, elem_rule, static)
+    return codes, scales, g.reshape(()) if global_out is None else global_out
 
 
 @public
@@ -102,7 +102,7 @@ def nvfp4_scale_bytes(rows: int, cols: int) -> int:
     Returns:
         A multiple of 512.
     """
-    return formats.swizzled_bytes(an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
+    return formats.swizzled_bytes(check_integer("rows", rows), -(-check_integer("cols", cols) // 16))
 
 
 @public
@@ -135,7 +135,7 @@ def nvfp4_unswizzle(scales: Tensor, rows: int, cols: int, *, out: Tensor | None 
     Returns:
         ``[rows, ceil(cols / 16)]``.
     """
-    return formats.unswizzle(scales, an_integer("rows", rows), -(-an_integer("cols", cols) // 16))
+    return formats.unswizzle(scales, check_integer("rows", rows), -(-check_integer("cols", cols) // 16))
 
 
 @public(own_out=True)
@@ -251,7 +251,7 @@ def _dequantize(codes, scales, global_scale, format, swizzled, dtype) -> Tensor:
         codes = codes.view(torch.uint8)
     if global_scale is not None and not isinstance(global_scale, Tensor):
         global_scale = torch.full(
-            (), float(a_number("global_scale", global_scale)), dtype=torch.float32, device=codes.device
+            (), float(check_number("global_scale", global_scale)), dtype=torch.float32, device=codes.device
         )
     if not codes.dim():
         name = "codes" if format == "mxfp8" else "packed"

@@ -17,7 +17,7 @@ _THREADS = 256
 _THREADS_BACK = 256  # of dequantize_blocks
 _STRETCHES = 2  # of a thread of it
 _RESIDENT_DENSE = 5  # blocks of quantize_dense
-_RESIDENT = 4  # blocks of a multiprocessor, all at a time; 3 for fp32 and all rules: the bounds in quant/nvfp4.cu
+_RESIDENT = 4  # resident blocks per SM; 3 for fp32 and for all rules: the launch bounds in quant/nvfp4.cu
 # Flags of quant/nvfp4.cu.
 _ALIGNED16, _SWIZZLED, _CHANNEL_FP32, _E5M2, _ROUND_UP, _WHOLE_CODES, _DENSE_ROWS = (1 << bit for bit in range(7))
 
@@ -70,14 +70,14 @@ def plan_quantize(
     flags |= _ROUND_UP * (scale_rule == "nv")
     each = scale_block(format) // 16  # threads that share a scale: neighbours, so rows have a multiple of them
     blocks = -(-cols // (16 * each)) * each
-    token, steps, zeros, made = DTYPE_TOKEN[x.dtype], [], {}, 0
+    token, steps, zeros, amax = DTYPE_TOKEN[x.dtype], [], {}, 0
     if global_out is not None and static == 0:
         threads = rows * blocks
         grid = min(-(-threads // _THREADS), 8 * device_info(device).sm_count)
         launch = _AMAX.bind((token,), device, grid, _THREADS)
         sizes = rows, cols, blocks, stride, _divisor(threads, blocks), flags
         steps.append(Step(launch, "x", "channel_scale", "amax", *sizes))
-        zeros, made = {"amax": 1}, "amax"
+        zeros, amax = {"amax": 1}, "amax"
     padded = -(-blocks // (4 * each)) * 4 * each if swizzled else blocks
     threads = (-(-rows // 128) * 128 if swizzled else rows) * padded
     scale_rules = SCALE_RULES.index(scale_rule) if scale_rule in SCALE_RULES else 0
@@ -89,14 +89,14 @@ def plan_quantize(
         grid = min(-(-threads // _THREADS), _RESIDENT_DENSE * device_info(device).sm_count)
         launch = _DENSE.bind((token,), device, grid, _THREADS)
         sizes = threads, padded, divisor(padded), flags, scale_rules, float(static)
-        steps.append(Step(launch, "x", "global_scale", made, "out", "scale_out", "global_out", *sizes))
+        steps.append(Step(launch, "x", "global_scale", amax, "out", "scale_out", "global_out", *sizes))
         return Steps(*steps, zeros=zeros)
     resident = _RESIDENT if format != "nvfp4" and size == 2 else 3
     grid = min(-(-threads // _THREADS), resident * device_info(device).sm_count)
     launch = _QUANTIZE.bind((token, FORMATS[format]), device, grid, _THREADS)
     steps.append(
         Step(
-            launch, "x", "channel_scale", "global_scale", made, "out", "scale_out", "global_out", rows, cols, padded,
+            launch, "x", "channel_scale", "global_scale", amax, "out", "scale_out", "global_out", rows, cols, padded,
             threads, stride, _divisor(threads, padded), flags, scale_rules, ELEMENT_RULES.index(elem_rule),
             float(static),
         )

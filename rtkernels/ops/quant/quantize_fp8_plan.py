@@ -35,7 +35,7 @@ _ROW_CHUNKS = 4
 _GROUP_THREADS = 256
 _SECTOR_SCALES = 8  # of 4 bytes each: what L2 and memory move at least
 _GRID_LIMIT_Y = 65535  # blocks in y or z
-_SMALL_BYTES = 256 << 10  # up to which one launch is enough, in which every block reads all of x
+_SMALL_BYTES = 256 << 10  # up to here, a single launch in which every block reads all of x
 _SMALL_THREADS = 1024
 _AMAX_BLOCKS_PER_SM = 4  # resident together: the pass ends everywhere at about the same time
 

@@ -30,7 +30,7 @@ from rtkernels.runtime.layout import (
     reads_evict_first,
     row_count,
 )
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -266,7 +266,7 @@ def dequantize_fp8_smooth(
     if counts is not None and smooth is None:
         raise ArgumentError("counts is given without smooth; expected the factors of each expert with it")
     if rows is not None:
-        an_integer("rows", rows)
+        check_integer("rows", rows)
     if granularity == "channel" and rows is not None:
         q = q[:, :rows]
     token("the result", dtype)
@@ -314,9 +314,9 @@ def smooth_factors(
     Returns:
         float32, in amax's shape.
     """
-    if not 0.0 <= a_number("alpha", alpha) <= 1.0:
+    if not 0.0 <= check_number("alpha", alpha) <= 1.0:
         raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
-    if not 0.0 < a_number("floor", floor) < float("inf"):
+    if not 0.0 < check_number("floor", floor) < float("inf"):
         raise ArgumentError(f"floor is {floor}; expected a positive number")
     check_tensor("amax", amax)
     token("amax", amax.dtype)

@@ -11,7 +11,7 @@ from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_tensor, token
 from rtkernels.runtime.operator.aliasing import refuse_shared
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 
 
@@ -82,7 +82,7 @@ def quantize_fp8_shard_(
 def _check(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None, edge_scales: Tensor | None
 ) -> None:
-    an_integer("offset", offset)
+    check_integer("offset", offset)
     for name, t in (("q", q), ("scale", scale), ("shard", shard)):
         check_tensor(name, t)
     token("q", q.dtype, FP8_DTYPES)

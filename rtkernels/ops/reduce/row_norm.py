@@ -38,7 +38,7 @@ def launch_by_rows(
     vector = 16 // x.dtype.itemsize
     aligned = starts == 0 and cols % vector == 0
     units = cols // vector if aligned else cols
-    # A warp needs no barrier, and has enough on its way; few rows are shared by a block each.
+    # A warp needs no barrier and has enough loads in flight; few rows get a block each.
     in_blocks = units > warp_units or (units > 128 and rows < 8 * device_info(device).sm_count)
     threads = _THREADS if in_blocks else min(power_of_two(-(-units // 2)), 32)
     launch = kernel.bind((TOKEN[x.dtype],), device, -(-rows // (_THREADS // threads)), _THREADS)
@@ -105,8 +105,8 @@ BACKWARD = Primitive(
 
 
 def _parameter_outputs(dy: Meta, x: Meta, mean: Meta | None, rstd: Meta, over: int, bias: bool) -> tuple:
-    made = Memory(x.shape[len(x.shape) - over :], x.dtype)
-    return made, made if bias else None
+    memory = Memory(x.shape[len(x.shape) - over :], x.dtype)
+    return memory, memory if bias else None
 
 
 # The gradients of weight and, with `bias`, of bias, of x's dtype: summed in fp32 in a fixed order.

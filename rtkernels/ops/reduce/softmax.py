@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_scale, plan_bwd, plan_fwd
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import an_integer
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
 from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Operator, OwnRows, Rows
 from rtkernels.runtime.operator.gradient import differentiable
@@ -93,7 +93,7 @@ _forward = FORWARD.call
 def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
     rank = x.dim()
     if dim != -1 and dim != rank - 1:
-        if not -rank <= an_integer("dim", dim) < rank:
+        if not -rank <= check_integer("dim", dim) < rank:
             raise ArgumentError(f"dim is {dim}; expected -{rank} to {rank - 1} for x with {rank} dimensions")
         if in_place:
             refuse_leaf("x", x)

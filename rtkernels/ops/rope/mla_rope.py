@@ -305,8 +305,8 @@ def mla_rope(
     """
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
-        q_made = mla_rope(**arguments)[0]
-        return q_made, *mla_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv, "in_place": False})[1:]
+        q_out = mla_rope(**arguments)[0]
+        return q_out, *mla_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv, "in_place": False})[1:]
     out_layout = output_layout or layout
     if in_place and out_layout != layout:
         raise ArgumentError(f"output_layout is {out_layout!r}; expected {layout!r}, that of q, with in_place")

@@ -195,8 +195,8 @@ def qk_norm_rope(
     """
     if cu_seqlens_kv is not None:
         arguments = {**locals(), "cu_seqlens_kv": None}
-        q_made = qk_norm_rope(**arguments)[0]
-        return q_made, *qk_norm_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv})[1:]
+        q_out = qk_norm_rope(**arguments)[0]
+        return q_out, *qk_norm_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv})[1:]
     if head_order not in ("grouped", "plain"):
         raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""

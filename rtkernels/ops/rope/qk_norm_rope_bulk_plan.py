@@ -31,9 +31,9 @@ _SMALL_HEAD = 128  # bytes
 def head_warps(target: Target, silu: bool, order: int, head_bytes: int) -> int:
     """Return HEAD_WARPS of a block.
 
-    With registers that helpers do not need twelve fit, but for silu, which needs more each; and more warps help. That
-    is faster for small heads, of which many tokens have to be copied, and for pairs by element, whose rotations are
-    more work. Else it is 2 % slower at 96 and 128 elements of 16 bits (1 % faster at 192).
+    Twelve fit if the helper warps give up registers, except with silu, which needs more registers per warp. Twelve
+    are faster for small heads, because a block then copies many tokens, and for pairs by element, because their
+    rotation is more work. Otherwise they are 2 % slower at 96 and 128 elements of 16 bits (1 % faster at 192).
     """
     more = "wgmma" in target.features and not silu and (order == _BY_ELEMENT or head_bytes <= _SMALL_HEAD)
     return _MORE_WARPS if more else _WARPS

@@ -116,7 +116,7 @@ def rope(
 
 
 def no_gradient(cos: Tensor, sin: Tensor) -> None:
-    """Refuse tables that want a gradient: there is none."""
+    """Raise if a table requires a gradient, which is not supported."""
     if cos.requires_grad or sin.requires_grad:
         raise ArgumentError("cos or sin requires a gradient; rotations are differentiable in the rotated tensors only")
 

@@ -14,7 +14,7 @@ from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, TYPES
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -68,7 +68,7 @@ TABLE = Operator(
 )  # fmt: skip
 
 
-def _made_rates(dim: int, base: float, device: torch.device) -> Tensor:
+def _compute_rates(dim: int, base: float, device: torch.device) -> Tensor:
     return base ** divided(torch.arange(0, dim, 2, dtype=torch.float64, device=device), -dim)
 
 
@@ -79,12 +79,12 @@ def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
     """
     on_cuda = device.type == "cuda"
     if is_dynamo_compiling() or dispatch_modes() or (on_cuda and is_capturing()):
-        return _made_rates(dim, base, device)
+        return _compute_rates(dim, base, device)
     key = dim, base, device, current_stream(device.index) if on_cuda else 0
     rates = _rates.get(key)
     if rates is None:
         with torch.inference_mode(False):
-            rates = _made_rates(dim, base, device)
+            rates = _compute_rates(dim, base, device)
         if len(_rates) >= _RATES_LIMIT:
             _rates.clear()
         _rates[key] = rates
@@ -112,20 +112,20 @@ def rope_table(
     Returns:
         ``(cos, sin)``, each ``[positions, dim / 2]``.
     """
-    if an_integer("dim", dim) <= 0 or dim % 2:
+    if check_integer("dim", dim) <= 0 or dim % 2:
         raise ArgumentError(f"dim is {dim}; expected a multiple of 2 above 0, the rotated elements of a head")
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
-    if not a_number("base", base) > 0:
+    if not check_number("base", base) > 0:
         raise ArgumentError(f"base is {base}; expected a number above 0")
-    scaling = float(a_number("scaling", scaling))
+    scaling = float(check_number("scaling", scaling))
     if isinstance(positions, Tensor):
         rates, flat = _rates_of(dim, float(base), positions.device), positions.reshape(-1).to(torch.float64)
         table = _reference if torch.is_grad_enabled() and needs_grad(positions) else TABLE.call
         cos, sin = table(rates, flat, flat.shape[0], scaling, dtype)
         shape = *positions.shape, dim // 2
         return cos.view(shape), sin.view(shape)
-    if an_integer("positions", positions) < 0:
+    if check_integer("positions", positions) < 0:
         raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:

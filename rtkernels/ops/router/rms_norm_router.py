@@ -75,10 +75,10 @@ class _RmsNormRouter(torch.autograd.Function):
         dx = dweight = drouter = None
         if dlogits is not None:
             wanted = (want_x or want_weight, want_router)
-            through, made = router.BACKWARD.call(dlogits, y, router_weight, ctx.precision, *wanted)
+            through, drouter_weight = router.BACKWARD.call(dlogits, y, router_weight, ctx.precision, *wanted)
             if wanted[0]:
                 dy = through if dy is None else dy + through
-            drouter = made if want_router else None
+            drouter = drouter_weight if want_router else None
         if dy is not None and (want_x or want_weight):
             dx, dweight, _ = backward(False, dy, x, weight, None, None, ctx.eps, ctx.offset, want_weight, False)
         return dx if want_x else None, dweight, drouter, *(None,) * 5

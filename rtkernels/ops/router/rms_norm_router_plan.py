@@ -31,7 +31,7 @@ _SHARED = _SLOTS * 16384 + _STAGES * 32768 + 1024 + 8 * (4 * _SLOTS + 2 * _STAGE
 # the columns: 2.1e-6 at 2048, 4.5e-6 at 4096.
 _EXPERTS = range(64, 257, 4)
 _COLUMNS = range(1024, 3073, 128)
-_BUSY = 0.7  # of the multiprocessors, over all rounds of blocks
+_BUSY = 0.7  # share of SMs with work, over all waves of blocks
 
 KERNEL = Kernel(
     "router/rms_norm_router.cu", "norm_router", template="T", max_registers=96, needs=("tma", "wgmma"),
@@ -52,9 +52,9 @@ def check(x: Meta, weight: Meta | None, router_weight: Meta, scale_layout: str) 
 
 
 def outputs(x, router_weight, scale_layout):
-    made = shapes.outputs(x, None, None, "row", scale_layout, True, False)
+    memory = shapes.outputs(x, None, None, "row", scale_layout, True, False)
     logits = Memory((*x.shape[:-1], router_weight.shape[0]), torch.float32)
-    return logits, made["y"], made["q"], made["scale"], made["made_rstd"]
+    return logits, memory["y"], memory["q"], memory["scale"], memory["computed_rstd"]
 
 
 def _serves(x: Meta, weight: Meta | None, router: Meta, precision: int, device: int) -> bool:

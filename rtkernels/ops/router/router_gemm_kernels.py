@@ -113,7 +113,7 @@ def term_pairs(left: int, right: int) -> list[tuple[int, int]]:
 
 
 def packed_pairs(pairs: Sequence[tuple[int, int]]) -> int:
-    """Return pairs as the mma.sync kernel wants them."""
+    """Return pairs in the form that the mma.sync kernel takes."""
     return sum((i | j << 2) << 4 * place for place, (i, j) in enumerate(pairs))
 
 

@@ -139,7 +139,7 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     x_rows, weight_rows = tiles.box_rows(rows, tile.rows), tiles.box_rows(experts, tile.columns)
     promote = right.count > 1  # where x is nearly all that is read, more at a time is slower
     x_map = left.map(x_rows, DEPTH, promote)
-    # The copy engine writes rows of multiples of 16 bytes.
+    # TMA writes rows whose size is a multiple of 16 bytes.
     by_copy_engine = tile.splits == 1 and experts % 4 == 0
     out_map = Operand("y", "fp32", rows, experts, experts).map(64, 32) if by_copy_engine else x_map
     sizes = rows, experts, depth, x_rows, weight_rows, right.count, tile.stages, tile.splits

@@ -8,7 +8,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.arguments import a_number, an_integer
+from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -19,7 +19,7 @@ _differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
 
 
 def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:
-    a_number("coefficient", coefficient)
+    check_number("coefficient", coefficient)
     if is_grad_enabled() and needs_grad(x):
         if is_dynamo_compiling():
             coefficient = constant(coefficient)
@@ -85,7 +85,7 @@ def load_balancing_loss(
         raise ArgumentError("logits has no dimensions; expected at least one")
     if sequence_dim is None:
         sequence_dim = -1
-    elif logits.dim() != 3 or an_integer("sequence_dim", sequence_dim) not in (0, 1):
+    elif logits.dim() != 3 or check_integer("sequence_dim", sequence_dim) not in (0, 1):
         raise ArgumentError(
             f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
             f"dimensions"
@@ -94,7 +94,7 @@ def load_balancing_loss(
         if indices is None:
             raise ArgumentError("k is None; expected a number where no indices are given")
         k = indices.shape[-1] if indices.dim() else 1
-    if an_integer("k", k) < 1:
+    if check_integer("k", k) < 1:
         raise ArgumentError(f"k is {k}; expected at least 1")
     if counts is None:
         if indices is None:

@@ -1,4 +1,4 @@
-"""The kernels of the router, which one runs how for which tensors, and the same in plain torch."""
+"""The kernels of the router, the choice between them, their launches, and references in plain torch."""
 
 from __future__ import annotations
 

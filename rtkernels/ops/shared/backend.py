@@ -75,7 +75,7 @@ class Backend(Generic[P]):
 
 @dataclass(frozen=True)
 class Choice(Generic[P]):
-    """The backend of a problem, None if none can run it; why those that were asked before cannot; who is asked next."""
+    """The backend of a problem, None if none can run it; why earlier candidates cannot; the remaining ones."""
 
     backend: Backend[P] | None
     refused: dict[str, str]
@@ -112,7 +112,7 @@ class Backends(Generic[P]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The backends that callers may ask for."""
+        """The backends that callers may request."""
         return tuple(backend.name for backend in self._backends.values() if backend.by_name)
 
     @property

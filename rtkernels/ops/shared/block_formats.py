@@ -160,15 +160,15 @@ def swizzle(scales: Tensor) -> Tensor:
     rows, columns = scales.shape
     down, across = -(-rows // 128), -(-columns // 4)
     new = torch.empty if rows % 128 == 0 and columns % 4 == 0 else torch.zeros
-    made = new(down, across, 32, 4, 4, dtype=torch.uint8, device=scales.device)
-    by_rows, source = made.permute(0, 3, 2, 1, 4), scales.view(torch.uint8)
+    result = new(down, across, 32, 4, 4, dtype=torch.uint8, device=scales.device)
+    by_rows, source = result.permute(0, 3, 2, 1, 4), scales.view(torch.uint8)
     if columns % 4 == 0 and (rows % 128 == 0 or (rows < 128 and rows % 32 == 0)):
         by_rows = by_rows[:, : rows // 32]
         by_rows.copy_(source.reshape(by_rows.shape))
     else:
         padded = torch.nn.functional.pad(source, (0, 4 * across - columns, 0, 128 * down - rows))
         by_rows.copy_(padded.view(by_rows.shape))
-    return made.view(-1).view(scales.dtype)
+    return result.view(-1).view(scales.dtype)
 
 
 def unswizzle(scale: Tensor, rows: int, blocks: int) -> Tensor:

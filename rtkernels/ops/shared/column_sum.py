@@ -34,7 +34,7 @@ _PLANS = Plans(_plan)
 
 
 def overlaps_next(cols: int) -> bool:
-    """Return whether the kernel before a sum of so many columns should let it start, and wait, while it still runs.
+    """Return whether a sum over so many columns should start, and wait, while the kernel before it still runs.
 
     With more blocks of the sum that costs more than it saves (decisions/norm.md, sums that overlap).
     """

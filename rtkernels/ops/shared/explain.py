@@ -1,4 +1,4 @@
-"""What a call would run, and why: the choice of a backend, without the call."""
+"""Which backend and kernels a call would run, and why, without running it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
 
 
 def _family(function: Any) -> Backends[Any]:
-    """Return the backends that a public function asks."""
+    """Return the backends that a public function can use."""
     inner = inspect.unwrap(function) if callable(function) else None
     name = getattr(inner, "__name__", None)
     if getattr(inner, "__module__", "").startswith("rtkernels."):
@@ -121,7 +121,7 @@ def _family(function: Any) -> Backends[Any]:
 
 
 def _info(target: Target) -> DeviceInfo:
-    """Return what is known of a GPU that is not here."""
+    """Return the properties of a GPU that is not present."""
     sm_count = _SM_COUNTS.get(target.capability, _SM_COUNT)
     return DeviceInfo(target.name, target, sm_count, shared_limit(target))
 

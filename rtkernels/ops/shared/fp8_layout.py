@@ -25,7 +25,7 @@ def groups_of(size: int) -> int:
 
 
 def row_blocks_of(rows: int, experts: int | None) -> int:
-    """Return how many blocks of 128 rows there are: as many as there can be, if the rows belong to experts."""
+    """Return the number of blocks of 128 rows; for rows of experts, the largest number possible."""
     return groups_of(rows) if experts is None else (rows + (GROUP - 1) * min(experts, rows)) // GROUP
 
 
@@ -69,7 +69,7 @@ class Fp8Layout(NamedTuple):
         return self.layout in ("transposed", "both")
 
     def outputs(self) -> tuple[Memory | None, Memory | None, Memory | None, Memory | None]:
-        """Return q, scale, q_t and scale_t; None for those that are not asked for."""
+        """Return q, scale, q_t and scale_t; None for those that were not requested."""
         shape, rows, cols = tuple(self.shape), row_count(self.shape), self.shape[-1]
         groups = groups_of(cols)
         by_rows = transposed = (None, None)

@@ -1,4 +1,4 @@
-"""Positions of tokens that only the device knows: looked at if ``RTKERNELS_DEBUG`` asks for it."""
+"""Checks of token positions on the device, which ``RTKERNELS_DEBUG`` enables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels with ``common/row_output.cuh`` are told of their output."""
+"""Arguments about the output for kernels with ``common/row_output.cuh``."""
 
 from __future__ import annotations
 

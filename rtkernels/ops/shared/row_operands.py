@@ -12,7 +12,7 @@ from rtkernels.runtime.operator.declared import Meta
 
 
 def rows_of(name: str, t: Tensor | None, shape: Sequence[int], of: str = "x") -> tuple[Tensor | None, bool]:
-    """Return an operand that broadcasts to `shape` as rows, and whether they come over and over.
+    """Return an operand that broadcasts to `shape` as rows, and whether they repeat.
 
     ``[n]`` becomes ``[1, n]`` and ``[batch, 1, n]`` ``[batch, n]``, each row for as many neighbouring ones; ``[length,
     n]`` and ``[1, length, n]`` come over and over. Other ways to broadcast cost a copy.
@@ -42,7 +42,7 @@ def rows_of(name: str, t: Tensor | None, shape: Sequence[int], of: str = "x") ->
 
 
 def by_rows(name: str, t: Tensor | None, shape: Sequence[int], of: str = "x") -> Tensor | None:
-    """The same for kernels whose operands cannot come over and over."""
+    """The same for kernels whose operands cannot repeat."""
     rows, cyclic = rows_of(name, t, shape, of)
     return rows.expand(tuple(shape)).contiguous() if cyclic else rows
 

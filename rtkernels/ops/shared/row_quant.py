@@ -18,7 +18,7 @@ from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, s
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
-from rtkernels.runtime.operator.arguments import a_number
+from rtkernels.runtime.operator.arguments import check_number
 
 BLOCK, NVFP4_BLOCK = 128, 16
 NVFP4_MAX = 6.0 * 448.0
@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
-    """Return what `quant` asks for, None (results of `dtype`) included, or raise an ArgumentError."""
+    """Return a `quant` option (None: results of `dtype`) as operators take it, or raise an ArgumentError."""
     if quant is None:
         return Wanted("none", dtype, None, 0.0, False, 0.0)
     if isinstance(quant, torch.dtype | str):
@@ -82,7 +82,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
         raise ArgumentError(f"quant.granularity is {kind!r}; expected 'tensor', 'row' or 'block128'")
     if quant.swizzled and kind != "nvfp4":
         raise ArgumentError("quant.swizzled is True; expected False unless quant.dtype is 'nvfp4'")
-    floor, scale, static = float(a_number("quant.floor", quant.floor)), quant.scale, 0.0
+    floor, scale, static = float(check_number("quant.floor", quant.floor)), quant.scale, 0.0
     if not floor >= 0 or not isfinite(floor):
         raise ArgumentError(f"quant.floor is {quant.floor}; expected a number that is not negative")
     if scale is not None and kind in ("row", "block128"):
@@ -93,7 +93,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
             raise ArgumentError(f"quant.scale is {scale.dtype} {tuple(scale.shape)}; expected one float32 element")
         scale = scale.reshape(1)
     elif scale is not None:
-        static = float(a_number("quant.scale", scale))
+        static = float(check_number("quant.scale", scale))
         if not isfinite(static) or static < 0 or max(static, floor) == 0:
             raise ArgumentError(f"quant.scale is {static}; expected a number above 0")
         static, scale = max(static, floor), None
@@ -103,7 +103,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
 def result_shapes(
     want: Wanted, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], torch.dtype] | None]:
-    """Return the shape of the codes, and shape and dtype of the scales that are made (None for none)."""
+    """Return the shape of the codes, and shape and dtype of the scales (None for none)."""
     *outer, cols = shape
     if want.kind == "nvfp4":
         if cols % 2:
@@ -153,7 +153,7 @@ def memory_for(
     name: str, given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor,
     inputs: dict[str, Tensor | None], same: Sequence[str] = (),
 ) -> Tensor:  # fmt: skip
-    """Return memory for a result: what the caller gave, if it will do, or new.
+    """Return memory for a result: the caller's after checking it, or new memory.
 
     Args:
         name: Of the argument.
@@ -211,7 +211,7 @@ def quantize_reference(
     y: Tensor, want_kind: str, out: Tensor, scale: Tensor | None, scale_out: Tensor | None, global_out: Tensor | None,
     swizzled: bool, static: float, floor: float,
 ) -> None:  # fmt: skip
-    """Write the float32 rows `y` as codes of `out`'s dtype, and the scales that are made."""
+    """Write the float32 rows `y` as codes of `out`'s dtype, and the scales."""
     if want_kind == "none":
         out.copy_(y)
         return

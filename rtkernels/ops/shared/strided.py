@@ -32,16 +32,16 @@ STORED = {
 
 
 def merged(dims: Dims) -> Dims:
-    """Return dimensions without those of size 1, neighbours as one where every tensor steps through both alike."""
-    made: Dims = []
+    """Return the dimensions without those of size 1; neighbours are merged if the strides of all tensors allow it."""
+    result: Dims = []
     for size, *strides in dims:
         if size == 1:
             continue
-        if made and all(outer == size * inner for outer, inner in zip(made[-1][1:], strides, strict=True)):
-            made[-1] = (made[-1][0] * size, *strides)
+        if result and all(outer == size * inner for outer, inner in zip(result[-1][1:], strides, strict=True)):
+            result[-1] = (result[-1][0] * size, *strides)
         else:
-            made.append((size, *strides))
-    return made
+            result.append((size, *strides))
+    return result
 
 
 def padded(dims: Dims, count: int, tensors: int) -> Dims | None:

@@ -26,7 +26,7 @@ def supported(target: Target) -> bool:
 
 
 def blocks_for(tiles: int, processors: int) -> int:
-    """Return how many blocks there should be: one per SM, or a few less that have as many tiles each."""
+    """Return the number of blocks: one per SM, or slightly fewer with equal numbers of tiles."""
     tiles_per_block = -(-tiles // processors)
     uniform = -(-tiles // tiles_per_block)
     shares = tiles_per_block <= _UNIFORM_TILES_PER_BLOCK and uniform >= 0.95 * processors

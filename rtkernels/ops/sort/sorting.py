@@ -146,9 +146,9 @@ def _plan_radix(x: Meta, ordered: bool, descending: bool, device: int) -> Steps:
     ]  # fmt: skip
     for i in range(passes):
         numbers = n, tiles, i, int(descending)
-        made = "values", "indices" if ordered else 0
+        results = "values", "indices" if ordered else 0
         ticket = Offset("cleared", 4 * (counts + words + i))
-        steps.append(Step(sweep, "x", *between, *made, "cleared", "skips", first, second, ticket, zeros, *numbers))
+        steps.append(Step(sweep, "x", *between, *results, "cleared", "skips", first, second, ticket, zeros, *numbers))
         first, second = second, first
     return Steps(*steps, scratch=scratch)
 

@@ -1,9 +1,9 @@
-"""Whether memory that is written may be that of something that is read: the one place that decides it.
+"""Whether memory that is written may overlap memory that is read: decided here and nowhere else.
 
-A kernel reads an element while another thread writes it, so that a result may lie over an input only where every
-thread reads what it overwrites first, and nothing else: exactly the same memory, seen alike, of arguments that an
-operator or a function names (``over``). Everything else is refused, by addresses: operators of ``declared.py`` compare
-them in every call (their plans know shapes and strides), ``out=`` of public functions goes through ``refuse_shared``.
+While one thread of a kernel reads an element, another one may write it. A result may therefore alias an input only if
+every thread reads the elements that it overwrites first, and no others: the same memory with the same layout, for
+arguments that an operator or a function names (``over``). All other overlaps are refused. Operators of ``declared.py``
+compare addresses in every call (their plans know shapes and strides); ``out=`` goes through ``refuse_shared``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rtkernels.runtime.layout import extent, is_dense, may_overlap, sharing
 def refuse_shared(
     name: str, written: Tensor, others: Iterable[tuple[str, Tensor | None]], over: Collection[str] = ()
 ) -> None:
-    """Raise an ArgumentError if a tensor that is to be written shares memory with others.
+    """Raise an ArgumentError if a tensor that will be written shares memory with others.
 
     Args:
-        name: Of the tensor.
+        name: Name of the tensor.
         written: The tensor.
-        others: Tensors that the call reads or writes besides, by name.
-        over: Names of those that it may be: the same memory, with the same shape, strides and dtype.
+        others: All other tensors that the call reads or writes, with their names.
+        over: Names of tensors that it may alias: the same memory, with the same layout and dtype.
     """
     if written.is_meta:
         return
@@ -40,7 +40,7 @@ def refuse_shared(
 
 
 def shared_error(name: str, other: str, over: Collection[str]) -> ArgumentError:
-    """Return the error of a call in which two tensors share memory."""
+    """Return the error for a call in which two tensors share memory."""
     remedy = f"its own, or {' or '.join(over)} itself" if over else "its own"
     return ArgumentError(f"{name} shares memory with {other}; expected {remedy}")
 
@@ -52,7 +52,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _alike(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Return True if elements of the same number lie at the same place: one layout, or dense ones of one size."""
+    """Return True if equal addresses mean equal elements: the same layout, or dense tensors of the same size."""
     if a[0] != b[0]:
         return False
     same_size = math.prod(a[1]) == math.prod(b[1])
@@ -60,12 +60,12 @@ def _alike(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> None:
-    """Raise an ArgumentError if a tensor of a list that is written shares memory with another one.
+    """Raise an ArgumentError if a tensor of a list that is written shares memory with another tensor.
 
-    Tensors of the same number in two lists may be the same memory.
+    Tensors with the same index in two lists may be the same memory.
 
     Args:
-        lists: Of each, its name, its tensors, and whether they are written.
+        lists: For each list its name, its tensors, and whether they are written.
     """
     where = [(number, i) for number, (_, tensors, _) in enumerate(lists) for i in range(len(tensors))]
     flat = [t for _, tensors, _ in lists for t in tensors]
@@ -88,15 +88,15 @@ def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> 
 
 
 class Guard(NamedTuple):
-    """What a plan compares in every call: the addresses of something that is written and of something else.
+    """A comparison of two addresses that a plan makes in every call: an argument that is written, and another one.
 
     Attributes:
-        written: Name of an argument of the operator.
-        other: Name of another one.
-        low: The distance from `written` to `other` in bytes is not between these two numbers if they are apart.
+        written: Name of the argument that is written.
+        other: Name of the other argument.
+        low: They can overlap only if the distance from `written` to `other` in bytes is between `low` and `high`.
         high: See `low`.
-        share: Looks at a distance between them more closely.
-        may_be: The same address will do.
+        share: Decides whether they overlap at such a distance.
+        may_be: Equal addresses are allowed.
         refuse: Raises the error.
     """
 
@@ -110,11 +110,11 @@ class Guard(NamedTuple):
 
 
 def guards_of(arguments: Sequence[Any], metas: dict[str, Any]) -> list[Guard]:
-    """Return what plans of an operator compare.
+    """Return the comparisons that a plan of an operator makes.
 
     Args:
-        arguments: The operator's (``kinds.Argument``).
-        metas: Of its tensors, by name; None for absent ones.
+        arguments: Arguments of the operator (``kinds.Argument``).
+        metas: Metadata of its tensors by name; None for absent ones.
     """
     found, seen = [], set()
     for argument in arguments:
@@ -142,7 +142,7 @@ def _refusal(argument: Any, other: Any) -> Callable[[], None]:
 
 
 def guard_lines(guards: Sequence[Guard], scope: dict[str, Any]) -> list[str]:
-    """Return lines that raise for addresses ``p_<argument>``; `scope` gets what they refer to."""
+    """Return lines that check the addresses ``p_<argument>``; adds the objects they refer to to `scope`."""
     lines = []
     for i, guard in enumerate(guards):
         scope[f"share_{i}"], scope[f"refuse_{i}"] = guard.share, guard.refuse

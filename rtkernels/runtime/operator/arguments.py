@@ -1,9 +1,9 @@
-"""Are the arguments of an operator of the types its schema names?
+"""Checks that the arguments of an operator have the types that its schema names.
 
-The dispatcher asks that too, but most calls pass it by, and what it says of a wrong argument is hard to read. Plain
-calls with CUDA tensors ask only after they failed: what is no number does not get past ``Plans``, the making of a plan
-or the packing of a launch. Functions that compare or compute with an option before an operator sees it ask
-``a_number`` or ``an_integer``.
+The dispatcher checks this too, but most calls bypass it, and its messages are hard to read. Plain calls with CUDA
+tensors check types only after they failed: a value that is not a number makes the look-up in ``Plans``, the planning
+or the packing of a launch raise. Functions that compare or compute with an option before an operator gets it call
+``check_number`` or ``check_integer``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class ArgumentTypes:
-    """What the schema of an operator says of its arguments."""
+    """The argument types of an operator's schema."""
 
     def __init__(self, schema: torch._C.FunctionSchema) -> None:
         self._arguments = [(argument.name, str(argument.real_type)) for argument in schema.arguments]
         self._written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def check(self, *args: Any) -> None:
-        """Raise an ArgumentError that names the first argument whose type will not do."""
+        """Raise an ArgumentError that names the first argument of a wrong type."""
         for (name, kind), value in zip(self._arguments, args, strict=True):
             if kind == "List[Tensor]":
                 _check_list(name, value)
@@ -62,7 +62,7 @@ class ArgumentTypes:
                     refuse_lazy(f"{self._arguments[i][0]}[{j}]", tensor)
 
     def _check_devices(self, args: tuple[Any, ...]) -> None:
-        """Raise unless all tensors are where the first one is: the same kind of device, and the same of several."""
+        """Raise unless all tensors are on the device of the first one."""
         where, of = None, ""
         for (name, kind), value in zip(self._arguments, args, strict=True):
             if kind not in ("Tensor", "Optional[Tensor]") or value is None:
@@ -73,22 +73,22 @@ class ArgumentTypes:
                 raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
 
 
-def a_number(name: str, value: Any) -> Any:
-    """Return an option that is a number, or raise an ArgumentError that names it."""
+def check_number(name: str, value: Any) -> Any:
+    """Return an option unchanged; raise an ArgumentError that names it if it is not a number."""
     if type(value) is not float and not isinstance(value, _ACCEPTED["float"][0]):
         raise ArgumentError(_message(name, value, "a number"))
     return value
 
 
-def an_integer(name: str, value: Any) -> Any:
-    """Return an option that is an integer, or raise an ArgumentError that names it."""
+def check_integer(name: str, value: Any) -> Any:
+    """Return an option unchanged; raise an ArgumentError that names it if it is not an integer."""
     if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
         raise ArgumentError(_message(name, value, "an integer"))
     return value
 
 
 def check_boolean(name: str, value: Any) -> None:
-    """Raise an ArgumentError for an integer that is neither 0 nor 1: kernels do not take it for True."""
+    """Raise an ArgumentError for an integer that is neither 0 nor 1, because kernels would not treat it as True."""
     if type(value) is not bool and isinstance(value, Integral) and value not in (0, 1):
         raise ArgumentError(f"{name} is {value}; expected True or False")
 

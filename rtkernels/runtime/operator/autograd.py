@@ -1,4 +1,4 @@
-"""Gradients: which calls want one, which tensors must not have one, and backwards without a derivative of their own."""
+"""Gradients: which calls need one, which tensors must not have one, and backward passes without a derivative."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ except ImportError:  # pragma: no cover
 
 
 class _Dispatching(TorchDispatchMode):
-    """Changes nothing, but while it is on every operator is called by the dispatcher."""
+    """Changes nothing, but while it is active, every operator is called through the dispatcher."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:
-    """Return True if autograd wants a node for a call with these tensors. Callers ask ``is_grad_enabled`` first."""
+    """Return True if autograd needs a node for a call with these tensors. Callers check ``is_grad_enabled`` first."""
     try:
         return a.requires_grad or (b is not None and b.requires_grad) or (c is not None and c.requires_grad)
     except AttributeError:
@@ -39,17 +39,17 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
 
 
 def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
-    """Raise if one of the tensors of an in-place function that is not differentiable requires a gradient."""
+    """Raise if a tensor requires a gradient, for in-place functions that are not differentiable."""
     try:
         refused = torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]
-    except AttributeError:  # not all are tensors, as the operator will say
+    except AttributeError:  # not all are tensors; the operator reports it
         return
     if refused:
         raise ArgumentError(f"{op} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
 
 
 def refuse_leaf(name: str, x: Tensor | None) -> None:
-    """Raise if a tensor to be overwritten is a leaf that requires grad. Torch says so after it was overwritten."""
+    """Raise if a tensor that will be overwritten is a leaf that requires grad. Torch raises only afterwards."""
     if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name} is a leaf that requires grad; expected the result of an operation for in_place, or torch.no_grad()"
@@ -57,14 +57,14 @@ def refuse_leaf(name: str, x: Tensor | None) -> None:
 
 
 def may_overwrite(reuse: str | None, inputs: dict[str, Tensor | None], others: Iterable[Tensor | None] = ()) -> bool:
-    """Return True if a backward pass is to write gradients over the tensors that it has saved.
+    """Return True if a backward pass may write gradients over its saved tensors.
 
-    False where that is not asked for; where nobody would notice that another node needs them (torch counts no versions
-    of what passes through hooks for saved tensors, as in checkpointing); in compiled graphs, which plan their memory
-    themselves; and where one of them needs no gradient and so may be anybody's.
+    False if the user does not request it; if saved-tensor hooks are active, as in checkpointing (torch does not count
+    versions of such tensors, so the overwriting of one that another node needs would go unnoticed); in compiled graphs,
+    which plan their own memory; and if an input requires no gradient, because others may use it.
 
     Args:
-        reuse: What the user said.
+        reuse: The argument of the public function.
         inputs: The inputs of the call that would be overwritten, by name.
         others: Its other inputs.
 
@@ -98,7 +98,7 @@ def may_overwrite(reuse: str | None, inputs: dict[str, Tensor | None], others: I
 
 
 def check_overwrite(ctx: Any, op: str, grads: Iterable[Tensor | None]) -> None:
-    """Raise in a backward pass that is to overwrite saved tensors if that was done before, or is asked for a batch."""
+    """Raise if a backward pass would overwrite saved tensors a second time, or for a batch of gradients."""
     if _batched(grads):
         raise RuntimeError(f"{op}(reuse='inputs') does not go with is_grads_batched: call it without reuse")
     if getattr(ctx, "overwritten", False):
@@ -110,7 +110,7 @@ def check_overwrite(ctx: Any, op: str, grads: Iterable[Tensor | None]) -> None:
 
 
 def detached(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors that require no gradient: the arguments of functions that have none."""
+    """Return the tensors, detached where they require a gradient: arguments of functions without a gradient."""
     try:
         return [t.detach() if t is not None and t.requires_grad else t for t in tensors]
     except AttributeError:
@@ -118,8 +118,8 @@ def detached(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _not_tensors(*values: Any) -> ArgumentError:
-    """Return an error that names arguments as the caller of ``needs_grad`` or ``detached`` does."""
-    names: dict[int, list[str]] = {}  # of an option, too: tensors come first, and its value may be the same object
+    """Return an error that names arguments by the variables of the caller of ``needs_grad`` or ``detached``."""
+    names: dict[int, list[str]] = {}  # several for one object: tensors come before options
     for name, value in sys._getframe(2).f_locals.items():
         names.setdefault(id(value), []).append(name)
     got = []
@@ -132,7 +132,7 @@ def _not_tensors(*values: Any) -> ArgumentError:
 
 
 def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raise if forward-mode differentiation is under way through one of these: its derivative would be lost."""
+    """Raise if one of these has a tangent of forward-mode differentiation, because the tangent would be lost."""
     for t in tensors:
         if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise ArgumentError(
@@ -146,14 +146,14 @@ def _batched(grads: Iterable[Tensor | None]) -> bool:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the ``backward`` of an ``autograd.Function`` as one that has no derivative itself.
+    """Mark the ``backward`` of an ``autograd.Function`` as not differentiable.
 
-    Torch's decorator of this name hands out gradients that look constant where the incoming ones are, as after
-    ``y.sum()``, and that lead nowhere: second derivatives are then short of a term, or 0, without a word. Here all
-    gradients of a pass with ``create_graph=True`` raise if they are differentiated, also in inputs of the forward pass
-    alone (``torch.autograd.functional.hessian``). A forward that made the gradient and saved nothing else says
-    ``ctx.made_gradient = True``: without a way back, such a pass raises at once. Batches of gradients
-    (``is_grads_batched``) come as tensors without memory; the dispatcher then calls operators for one at a time.
+    Torch's decorator of this name returns gradients that look constant if the incoming ones are, as after ``y.sum()``:
+    second derivatives then silently lack a term, or are 0. Here all gradients of a pass with ``create_graph=True``
+    raise if they are differentiated, even with respect to inputs of the forward pass alone
+    (``torch.autograd.functional.hessian``). A forward that computed the gradient and saved nothing else sets
+    ``ctx.computed_gradient = True``; if no tensor then leads back to the inputs, such a pass raises at once. Batches of
+    gradients (``is_grads_batched``) are tensors without memory; the dispatcher calls operators for one at a time.
     """
 
     def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
@@ -170,14 +170,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():  # nearly always
             try:
                 return backward(ctx, *grads)
-            except RuntimeError:  # an address was asked for, so nothing was launched yet
+            except RuntimeError:  # raised by data_ptr, before any launch
                 if not _batched(grads):
                     raise
             return dispatched(ctx, *grads)
         if getattr(ctx, "overwrites", False):
             raise RuntimeError(f"{backward.__qualname__}: reuse='inputs' does not go with create_graph=True")
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
-        if not ways and getattr(ctx, "made_gradient", False):
+        if not ways and getattr(ctx, "computed_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
             results = (dispatched if _batched(grads) else backward)(ctx, *grads)
@@ -190,9 +190,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constant(value: float) -> float:
-    """Return a number that Dynamo takes for a constant, with a guard on it.
+    """Return a number that Dynamo treats as a constant, with a guard on it.
 
-    Under ``torch.compile(dynamic=True)`` floats are graph inputs, and Dynamo (torch 2.13) fails when two
-    ``autograd.Function`` calls use the same one. A dictionary key has to be known.
+    Under ``torch.compile(dynamic=True)`` floats are graph inputs, and Dynamo (torch 2.13) fails if two
+    ``autograd.Function`` calls use the same one. A dictionary key must be a constant.
     """
     return {value: value}[value]

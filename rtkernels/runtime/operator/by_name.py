@@ -1,4 +1,4 @@
-"""What a declaration's functions get: those arguments of the operator that their parameters name."""
+"""Calls functions of a declaration with the arguments of the operator that their parameters name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rtkernels.runtime.operator.kinds import Meta
 
 
 def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return `function` as a function of all values that have these names, in order.
+    """Return `function` as a function of the values with these names, in order.
 
     It gets the values that its parameters name, so operators with different arguments can share it. A parameter with a
     default value need not be among the names. A parameter annotated with a NamedTuple gets a record of the values that
     the fields name; fields follow the same rule.
 
     Raises:
-        ValueError: It takes ``*values``, or a parameter or a field that is none of the names.
+        ValueError: `function` takes ``*values``, or a parameter or field is not among the names.
     """
     parameters = [*inspect.signature(function).parameters.values()]
     if starred := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
@@ -52,7 +52,7 @@ def _record_of(function: Callable[..., Any], parameter: inspect.Parameter) -> ty
     while hasattr(function, "func"):
         function = function.func
     found = parameter.annotation
-    if isinstance(found, str):  # as all of a module with ``from __future__ import annotations`` are
+    if isinstance(found, str):  # as in modules with ``from __future__ import annotations``
         found = getattr(function, "__globals__", {}).get(found)
     return found if isinstance(found, type) and hasattr(found, "_fields") and found is not Meta else None
 

@@ -1,8 +1,8 @@
-"""Operators by declaration: what arguments must be and what results look like is said in one place.
+"""Declared operators: one declaration says what the arguments must be and what the results look like.
 
-From the declaration follow the schema, the key of a plan, copies of tensors whose strides will not do, allocation, the
-fake, empty results and replay. ``gradient.differentiable`` makes the ``autograd.Function`` of two of them. The kinds of
-arguments are in ``kinds.py`` and have their names here, too; lists of tensors are in ``lists.py``.
+The schema, the key of a plan, copies of tensors with unsupported strides, allocation, the fake, empty results and
+replay are derived from it. ``gradient.differentiable`` builds an ``autograd.Function`` from two declared operators.
+``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py`` handles lists of tensors.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def own_trace() -> Any:
 class Declared:
     """What ``Operator`` and ``InPlaceOperator`` share."""
 
-    counts_versions = True  # False: whoever calls it has counted what it overwrites
+    counts_versions = True  # False: the caller counts the versions of what it overwrites
 
     def __init__(
         self, name: str, arguments: Sequence[Argument | str], *, options: str = "", numbers: str = "",
@@ -92,28 +92,28 @@ class Declared:
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
-        Below, `values` are the operator's arguments, with a ``Meta`` (or None) for each tensor. Functions of values or
-        arguments name those that they want, and the device, or take a NamedTuple of them (``by_name``).
+        Below, `values` are the operator's arguments with a ``Meta`` (or None) in place of each tensor. Functions get
+        the values or arguments that their parameters name, and the device, or a NamedTuple of them (``by_name``).
 
         Args:
-            name: The operator's.
+            name: Name of the operator.
             arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``.
             options: Its last arguments, as in a schema: ``"float eps, bool log"``.
-            numbers: Names of options that no plan depends on; steps name them as they name tensors. For numbers that
-                change from call to call, as plans are kept for all others.
+            numbers: Names of options that no plan depends on; steps refer to them by name, like tensors. For numbers
+                that change from call to call: there is a plan for each value of every other option.
             results: Names of the tensors it returns, ``"y rstd"``; empty for an operator that only overwrites; None for
                 a list of tensors, named by `outputs`.
-            outputs: ``(*values) -> (Memory, ...)``, one for each result, None for one nobody asked for; for a list
-                a dictionary of Memory by name.
-            plan: ``(*values without numbers, device) -> Steps``. Called if there is something to compute; it sees
-                only tensors that fit.
+            outputs: ``(*values) -> (Memory, ...)``, one for each result, None for one that was not requested; for a
+                list, a dictionary of Memory by name.
+            plan: ``(*values without numbers, device) -> Steps``. Called only if there is something to compute, and
+                only with tensors that fit.
             reference: ``(*arguments)``: the same in plain torch, on any device.
-            check: ``(*values)``: raises an ArgumentError for what the declaration cannot say.
-            check_numbers: The same of the numbers alone.
-            prepare: ``(*arguments) -> arguments``, called each time, for what depends on addresses: raises an
-                ArgumentError for memory that is shared, or copies. There is no replay then.
-            plans_empty: `plan` is asked for empty tensors, too. Else results that are not empty come from the
-                reference, and there is nothing to do for others.
+            check: ``(*values)``: raises an ArgumentError for what the declaration cannot express.
+            check_numbers: ``(*numbers)``: raises an ArgumentError for unsupported numbers.
+            prepare: ``(*arguments) -> arguments``, called in every call, for what depends on addresses: copies
+                tensors, or raises an ArgumentError for shared memory. Such operators are not replayed.
+            plans_empty: Call `plan` for empty tensors, too. Otherwise the reference computes non-empty results of
+                empty tensors, and empty results need no computation.
         """
         declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
         self.arguments = tuple(a for a in declared if isinstance(a, Argument))
@@ -150,10 +150,10 @@ class Declared:
         schema = f"{name}({', '.join(kinds)}) -> {returned}"
         super().__init__(schema, launch=launch, reference=self._run_reference, fake=self._fake, **plans)
 
-    # What a plan depends on: all but addresses and numbers.
+    # What a plan depends on: everything except addresses and numbers.
 
     def _key(self) -> str:
-        """Return what the plan of a call is found by, as an expression of the operator's arguments: plain tuples."""
+        """Return the expression that looks up the plan of a call; its key consists of plain tuples."""
         keys = []
         for name, kind in zip(self.names, self._kinds, strict=True):
             if kind is None:
@@ -164,10 +164,10 @@ class Declared:
         return f"plans[{', '.join(keys)},]"
 
     def _write_out(self, operator: str) -> dict[str, Any]:
-        """Return ``find`` and ``launch``, written out from the arguments as ``TorchOp.call`` is.
+        """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is generated.
 
-        ``find`` gives the plan of a call, or makes it. ``launch`` runs it; what is not plain (tensors to be copied or
-        converted, no plan yet, no launches) it leaves to ``_launch_planned``.
+        ``find`` returns the plan of a call and builds it if needed. ``launch`` runs it. All other cases (tensors that
+        must be copied or converted, or plans without launches) are left to ``_launch_prepared``.
         """
         names = ", ".join(self.names)
         checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
@@ -184,8 +184,8 @@ def launch({names}):
         return trace.launched(operator, ({names},))
     {prepare}{checks}plan = {self._key()}
     if type(plan) is StepPlan and not plan.converted:
-        made = plan.run({", ".join([*given, *self._numbers])})
-        {counted}return made
+        returned = plan.run({", ".join([*given, *self._numbers])})
+        {counted}return returned
     return launch_prepared({names})
 """
         scope = {
@@ -207,7 +207,7 @@ def launch({names}):
         return f"0 if {name} is None else {name}.data_ptr()" if kind.optional else f"{name}.data_ptr()"
 
     def _write_run_and_keep(self) -> None:
-        """Write out ``_run_and_keep`` for calls whose plan was run before, though not by the last call."""
+        """Generate ``run_and_keep``, for calls whose plan was run before, but not by one of the last calls."""
         names = ", ".join(self.names)
         kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
         tensors, options = ", ".join(kinds), "".join(f"{name}, " for name in self.option_names)
@@ -227,8 +227,8 @@ def run_and_keep({names}):
     if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
         return run_and_keep_slowly(plan, {names})
     last_calls = last_with(last_calls, matches, plan.run, ({options}))
-    made = plan.run({run})
-{counted}    return made
+    returned = plan.run({run})
+{counted}    return returned
 """
         scope = self.call.__globals__
         scope["run_and_keep_slowly"] = lambda plan, *args: self._run_and_keep(scope, args, plan)
@@ -244,7 +244,7 @@ def run_and_keep({names}):
         )
 
     def check(self, *values: Any) -> None:
-        """Raise an ArgumentError for metas and options that do not fit together."""
+        """Raise an ArgumentError for metas and options that are unsupported or do not go together."""
         given = dict(zip(self.names, values, strict=True))
         for i in self._booleans:
             check_boolean(self.names[i], values[i])
@@ -263,7 +263,7 @@ def run_and_keep({names}):
         for name in there[1:]:
             check_same(name, given[name].device, given[there[0]].device, "device index", of=there[0])
 
-    def _made(self, values: Sequence[Any]) -> dict[str, Memory | None]:
+    def _memory(self, values: Sequence[Any]) -> dict[str, Memory | None]:
         if self.results is None:
             return self._outputs(*values)
         return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
@@ -279,11 +279,11 @@ def run_and_keep({names}):
             if kind is not None and value is not None and not kind.fits(value):
                 return None
         device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
-        made = self._made(values)
-        made_or_written = [memory for memory in made.values() if memory is not None]
+        outputs = self._memory(values)
+        targets = [memory for memory in outputs.values() if memory is not None]
         for kind, value in zip(self._kinds, values, strict=True):
-            made_or_written += [value] if kind is not None and kind.written and value is not None else []
-        if not self._plans_empty and all(0 in memory.shape for memory in made_or_written):
+            targets += [value] if kind is not None and kind.written and value is not None else []
+        if not self._plans_empty and all(0 in memory.shape for memory in targets):
             steps = Steps()
         elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
             steps = IN_TORCH
@@ -297,7 +297,7 @@ def run_and_keep({names}):
         absent = [name for name in names if given[name] is None]
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         guards = guards_of(self.arguments, given)
-        return StepPlan(self.name, names, self._numbers, made, shape, steps, device, absent, guards)
+        return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
@@ -306,7 +306,7 @@ def run_and_keep({names}):
                 copied[i] = self._kinds[i].copied(args[i])
         return tuple(copied)
 
-    # How a call is made.
+    # Running a call.
 
     def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
         if self._written:
@@ -319,15 +319,15 @@ def run_and_keep({names}):
             args = list(args)
             for name, how in plan.converted.items():
                 i = self.names.index(name)
-                made = how(args[i]) if callable(how) else args[i].to(how).contiguous()
-                # Plans count on memory that torch has just given (``dense_as``); one that needed no change is the
-                # caller's, which may begin anywhere.
-                args[i] = made.clone() if made.data_ptr() & 15 else made
+                converted = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+                # Plans rely on newly allocated, aligned memory (``dense_as``). A tensor that needed no conversion is
+                # the caller's and may be misaligned.
+                args[i] = converted.clone() if converted.data_ptr() & 15 else converted
             args = tuple(args)
         return plan, args
 
     def _refuse_shared(self, args: Sequence[Any]) -> None:
-        """Raise an ArgumentError if something that is overwritten shares memory with another argument."""
+        """Raise an ArgumentError if an argument that is overwritten shares memory with another one."""
         given = [(kind, args[i]) for i, kind in enumerate(self._kinds) if kind is not None and args[i] is not None]
         for i, (kind, tensor) in enumerate(given):
             if kind.written:
@@ -342,17 +342,17 @@ def run_and_keep({names}):
 
     def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if plan is IN_TORCH:
-            made = self._written_reference(*used)
+            results = self._written_reference(*used)
         elif type(plan) is Steps:
-            made = plan.instead(*used)
+            results = plan.instead(*used)
         else:
-            made = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
+            results = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
         if self._written:
             for i in self._places:
                 if self._kinds[i].written and used[i] is not args[i]:
                     args[i].copy_(used[i])
             self._count_versions(args)
-        return made
+        return results
 
     def _count_versions(self, args: tuple[Any, ...]) -> None:
         for i in self._places if self.counts_versions else ():
@@ -371,17 +371,17 @@ def run_and_keep({names}):
 
     def _fake(self, *args: Any) -> Any:
         first = args[self._places[0]]
-        made = []
-        for memory in self._made(self.values(*args)).values():
+        results = []
+        for memory in self._memory(self.values(*args)).values():
             if memory is None:
-                made.append(first.new_empty(0, dtype=torch.float32))
+                results.append(first.new_empty(0, dtype=torch.float32))
             elif memory.strides is None:
-                made.append(first.new_empty(memory.shape, dtype=memory.dtype))
+                results.append(first.new_empty(memory.shape, dtype=memory.dtype))
             else:
-                made.append(first.new_empty_strided(memory.shape, memory.strides, dtype=memory.dtype))
+                results.append(first.new_empty_strided(memory.shape, memory.strides, dtype=memory.dtype))
         if self.results is None:
-            return made
-        return None if not made else made[0] if len(made) == 1 else tuple(made)
+            return results
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
 class Operator(Declared, TorchOp):
@@ -394,10 +394,10 @@ class Operator(Declared, TorchOp):
         return self.call
 
     def at_site(self) -> Callable[..., Any]:
-        """Return another ``call`` for one place in somebody's code, with a last call of its own.
+        """Return another ``call`` for one call site, with recent calls of its own.
 
-        Where several places call an operator by turns, each with other metadata, none of them is like the call before;
-        but in a model of equal layers each is like the last one of its own place.
+        If several call sites alternate, each with its own metadata, no call matches the one before it. But in a model
+        of equal layers, each call matches the last one from the same call site.
         """
         call = self.call
         try:
@@ -407,11 +407,11 @@ class Operator(Declared, TorchOp):
 
 
 class InPlaceOperator(Declared, MutatingOp):
-    """A declared operator that overwrites some of its arguments; the dispatcher sees every call."""
+    """A declared operator that overwrites some of its arguments. Every call goes through the dispatcher."""
 
 
 class _Unregistered:
-    """In the place of a ``TorchOp``: torch does not know it."""
+    """Replaces ``TorchOp`` as a base class: nothing is registered with torch."""
 
     def __init__(self, schema: str, launch: Callable[..., Any], **_: Any) -> None:
         self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, launch
@@ -420,4 +420,4 @@ class _Unregistered:
 
 
 class Internal(Declared, _Unregistered):
-    """Steps that the launchers of operators run on tensors (``launch``) and that torch does not see."""
+    """Steps that launchers of operators run on tensors with ``launch``, unknown to torch."""

@@ -1,4 +1,4 @@
-"""``differentiable``: the ``autograd.Function`` of a forward and a backward operator, written out from their names."""
+"""``differentiable``: the ``autograd.Function`` of a forward and a backward operator, generated from their names."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ def differentiable(
 ) -> Callable[..., Any]:  # fmt: skip
     """Return ``forward`` as a function with a gradient, once differentiable.
 
-    Names say what goes where. Of the backward operator, a tensor ``d<result>`` is the incoming gradient of that result
-    (zeros, or None where it is optional, if there is none); one with the name of an argument or a result of ``forward``
-    is saved; an option ``need_<argument>`` says whether its gradient is wanted; other options are those of ``forward``.
-    Its results ``d<argument>`` are the gradients. ``incoming`` maps tensors of the backward operator to results of the
-    forward one where the name is another.
+    Arguments are matched by name. A tensor ``d<result>`` of the backward operator is the incoming gradient of that
+    result; if there is none, it is None if optional, else zeros. A tensor with the name of an argument or result of
+    ``forward`` is saved. An option ``need_<argument>`` says whether the gradient of that argument is needed. All other
+    options are those of ``forward``. The results ``d<argument>`` are the gradients. ``incoming`` maps tensors of the
+    backward operator to results of the forward operator whose names do not follow this rule.
 
     Args:
         forward: A declared operator.
         backward: A declared operator.
-        incoming: Results of `forward` by the name that their gradient has in `backward`.
-        constants: Names of other results that get no gradient.
-        needs: Arguments whose gradient an option of `backward` asks for, where it is not called ``need_<argument>``.
-        dirty: ``"y x"`` for an operator that writes its only result y over x, and returns nothing.
+        incoming: Results of `forward`, by the names of their gradients in `backward`.
+        constants: Names of results that have no gradient.
+        needs: Arguments, by the names of the options of `backward` that say whether their gradients are needed, if
+            these are not called ``need_<argument>``.
+        dirty: ``"y x"`` for an operator that writes its only result y over x and returns nothing.
     """
-    made = dirty.split()[:1] or list(forward.results)
-    results_of = incoming or {f"d{result}": result for result in made if result not in constants.split()}
+    results = dirty.split()[:1] or list(forward.results)
+    results_of = incoming or {f"d{result}": result for result in results if result not in constants.split()}
     optional = {argument.name for argument in backward.arguments if argument.optional}
     tensors = {argument.name for argument in forward.arguments}
-    saved = [name for name in backward.names if name in tensors or name in made]
+    saved = [name for name in backward.names if name in tensors or name in results]
     kept = [name for name in backward.names if name in forward.option_names]
     gradients = {result.removeprefix("d"): result for result in backward.results}
     place = {name: i for i, name in enumerate(forward.names)}
 
     keep = "".join(f"\n        ctx.{name} = {name}" for name in kept)
-    call = f"{', '.join(made)} = call_forward({', '.join(forward.names)})"
+    call = f"{', '.join(results)} = call_forward({', '.join(forward.names)})"
     if dirty:
         overwritten = dirty.split()[1]
         call = f"ctx.mark_dirty({overwritten})\n        call_forward({', '.join(forward.names)})\n        "
-        call += f"{made[0]} = {overwritten}"
+        call += f"{results[0]} = {overwritten}"
     no_gradient = f"\n        ctx.mark_non_differentiable({', '.join(constants.split())})" if constants else ""
-    grads = {result: f"grad_{result}" for result in made}
+    grads = {result: f"grad_{result}" for result in results}
     likes, zeros = "", ""
     for name, result in results_of.items():
         if name not in optional and len(results_of) > 1:
@@ -76,7 +77,7 @@ class Function(torch.autograd.Function):
         {call}
         ctx.set_materialize_grads(False)
         ctx.save_for_backward({", ".join(saved)}){keep}{likes}{no_gradient}
-        return {", ".join(made)}
+        return {", ".join(results)}
 
     @staticmethod
     @once_differentiable
@@ -102,7 +103,7 @@ class Function(torch.autograd.Function):
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` without the wrapper around it, which looks for leaked tensors of functorch."""
+    """Return ``function.apply`` without its wrapper, which looks for leaked functorch tensors."""
     plain = super(torch.autograd.Function, function).apply
 
     def apply(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an operator's declaration says of a tensor: its kind, from which checks and copies follow."""
+"""Kinds of tensor arguments in an operator's declaration, which determine checks and copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, is_d
 
 
 class Meta(NamedTuple):
-    """What a plan may know of a tensor."""
+    """The metadata of a tensor that plans may depend on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -23,46 +23,46 @@ class Meta(NamedTuple):
     misaligned: int  # its address modulo 16
 
     def numel(self) -> int:
-        """Return how many elements there are."""
+        """Return the number of elements."""
         count = 1
         for size in self.shape:
             count *= size
         return count
 
     def dim(self) -> int:
-        """Return how many dimensions there are."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     @property
     def rows(self) -> int:
-        """How many rows there are: all dimensions but the last."""
+        """Number of rows: the product of all dimensions but the last."""
         return row_count(self.shape)
 
     @property
     def row_stride(self) -> int | None:
-        """The distance between rows in elements; None if they are not unit-stride rows, evenly spaced."""
+        """Distance between rows in elements; None unless rows are unit-stride and evenly spaced."""
         return row_stride(self.shape, self.stride)
 
     @property
     def token(self) -> str:
-        """The template argument that stands for the dtype."""
+        """The template argument for the dtype."""
         return DTYPE_TOKEN[self.dtype]
 
 
 def meta_of(tensor: Tensor | None) -> Meta | None:
-    """Return what checks of an operator see of a tensor, for callers that check before they call one."""
+    """Return the metadata that checks of an operator take, for callers that check before they call it."""
     if tensor is None:
         return None
     return Meta(tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), 0)
 
 
 def dense_as(meta: Meta, dtype: torch.dtype) -> Meta:
-    """Return what a tensor is after a conversion (``Steps.converted``): dense, and new memory."""
+    """Return the metadata of a tensor after a conversion (``Steps.converted``): dense, in new memory."""
     return Meta(dtype, meta.shape, dense_strides(meta.shape), meta.device, 0)
 
 
 def misaligned(*metas: Meta | None) -> int:
-    """Return 0 if the addresses of all tensors are multiples of 16, else the bits that are not."""
+    """Return 0 if the addresses of all tensors are multiples of 16, otherwise the union of their low bits."""
     bits = 0
     for meta in metas:
         if meta is not None:
@@ -71,17 +71,17 @@ def misaligned(*metas: Meta | None) -> int:
 
 
 class Argument:
-    """A tensor that an operator takes, whatever its strides are.
+    """A tensor argument with any strides.
 
     Args:
-        name: As in the schema and in messages.
-        dtypes: Those that are accepted; None if the operator's `check` says.
-        like: Name of another argument whose dtype this one has; its shape, too, unless `shape` says otherwise.
-        shape: The shape it must have, from the metas of all arguments by name.
-        of: What messages say that the shape belongs to.
+        name: Its name in the schema and in messages.
+        dtypes: Accepted dtypes; None if the operator's `check` decides.
+        like: Name of another argument with the same dtype, and with the same shape unless `shape` is given.
+        shape: Returns the required shape from the metas of all arguments by name.
+        of: What messages name as the source of the shape.
         optional: May be None.
-        over: Of one that is overwritten: names of arguments that it may be, the same memory seen alike. It may share no
-            memory with others.
+        over: For an argument that is overwritten: names of arguments that may be the same memory with the same layout.
+            It must not share memory with any other argument.
     """
 
     written = False
@@ -96,7 +96,7 @@ class Argument:
         self.shape, self.of = shape, of or like
 
     def fits(self, meta: Meta) -> bool:
-        """Return False if the operator must copy the tensor before a plan can be made."""
+        """Return False if the operator must copy the tensor before planning."""
         return True
 
     def copied(self, t: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Argument:
         return t.contiguous()
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raise an ArgumentError if dtype, shape or device will not do. `given`: metas and options by name."""
+        """Raise an ArgumentError for a wrong dtype or shape. `given`: metas and options by name."""
         meta = given[self.name]
         if meta is None or (self.dtypes is None and self.like is None and self.shape is None):
             return
@@ -119,28 +119,28 @@ class Argument:
 
 
 class Rows(Argument):
-    """One whose rows (the last dimension) are unit-stride and evenly spaced; others are copied."""
+    """An argument whose rows (the last dimension) are unit-stride and evenly spaced; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
         return not meta.shape or row_stride(meta.shape, meta.stride) is not None
 
 
 class UnitStride(Argument):
-    """One whose last dimension has unit stride; others are copied."""
+    """An argument whose last dimension has unit stride; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
         return meta.shape[-1] <= 1 or meta.stride[-1] == 1
 
 
 class Dense(Argument):
-    """A contiguous one; others are copied."""
+    """A contiguous argument; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
         return is_dense(meta)
 
 
 class Aligned(Dense):
-    """A contiguous one whose address is a multiple of 16; others are copied."""
+    """A contiguous argument whose address is a multiple of 16; others are copied."""
 
     def fits(self, meta: Meta) -> bool:
         return is_dense(meta) and meta.misaligned == 0
@@ -150,7 +150,7 @@ class Aligned(Dense):
 
 
 class DenseFloat(Dense):
-    """A contiguous float32 one; others are converted."""
+    """A contiguous float32 argument; others are converted."""
 
     def fits(self, meta: Meta) -> bool:
         return meta.dtype == torch.float32 and is_dense(meta)
@@ -160,7 +160,7 @@ class DenseFloat(Dense):
 
 
 class Exact(Argument):
-    """A contiguous one; others are refused."""
+    """A contiguous argument; others are refused."""
 
     def check(self, given: dict[str, Any]) -> None:
         super().check(given)
@@ -170,19 +170,19 @@ class Exact(Argument):
 
 
 class InPlace(Argument):
-    """One that the operator overwrites, whatever its strides are."""
+    """An argument that is overwritten, with any strides."""
 
     written = True
 
 
 class InPlaceRows(Rows):
-    """One that the operator overwrites; if its rows are not unit-stride and evenly spaced, by way of a copy."""
+    """An argument that is overwritten; through a copy unless its rows are unit-stride and evenly spaced."""
 
     written = True
 
 
 class OwnRows(InPlaceRows):
-    """The same; its rows must not overlap."""
+    """Like ``InPlaceRows``, but rows must not overlap."""
 
     def check(self, given: dict[str, Any]) -> None:
         super().check(given)
@@ -193,28 +193,28 @@ class OwnRows(InPlaceRows):
 
 
 class InPlaceDense(Aligned):
-    """One that the operator overwrites; if it is not contiguous, or its address no multiple of 16, by way of a copy.
+    """An argument that is overwritten; through a copy unless it is contiguous and its address is a multiple of 16.
 
-    So the kernel, and with it the bits of the result, are those of a call that makes its own memory.
+    So the kernel, and with it every bit of the result, is the same as for a call that allocates its result.
     """
 
     written = True
 
 
 class InPlaceAligned(Aligned):
-    """One that the operator overwrites; if it is not contiguous at a multiple of 16 bytes, by way of a copy."""
+    """An argument that is overwritten; through a copy unless it is contiguous and its address is a multiple of 16."""
 
     written = True
 
 
 class InPlaceExact(Exact):
-    """One that the operator overwrites, contiguous."""
+    """A contiguous argument that is overwritten; others are refused."""
 
     written = True
 
 
 class InPlaceVectors(InPlaceExact):
-    """One that the operator overwrites, contiguous; if its address is no multiple of 16, by way of a copy."""
+    """A contiguous argument that is overwritten; through a copy unless its address is a multiple of 16."""
 
     def fits(self, meta: Meta) -> bool:
         return meta.misaligned == 0

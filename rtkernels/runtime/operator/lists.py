@@ -1,8 +1,8 @@
-"""Operators over lists of tensors, by declaration: lists are found by a table of addresses, plans by the table.
+"""Declared operators over lists of tensors: lists are looked up in address tables, and plans belong to a table.
 
-The plan of other operators is found by metadata; here that of one tensor says little, and a kernel reaches the tensors
-through a table on the device anyway (``runtime/launch/tables.py``). So a table, which knows lists and addresses, keeps
-the plans that were made for it. From the declaration follow schema, checks, fake, launch and what autograd is told.
+Other operators look up plans by metadata. For a list, the metadata of one tensor says little, and kernels access the
+tensors through a table on the device anyway (``runtime/launch/tables.py``). So each table, which belongs to certain
+lists and addresses, keeps its plans. Schema, checks, fake, launch and version counting follow from the declaration.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rtkernels.runtime.torch_private import dispatch_modes, forward_ad, incremen
 
 
 class Tensors:
-    """A list of tensors, one of those that a table holds.
+    """A list of tensors, one of the lists of a table.
 
     Args:
-        name: As in the schema and in messages.
-        written: The operator overwrites them.
-        counted: Autograd is told so; unless no graph can have saved them.
-        optional: An empty one is left out of the table.
+        name: Its name in the schema and in messages.
+        written: The operator overwrites the tensors.
+        counted: Count their versions for autograd. False if no graph can have saved them.
+        optional: May be empty; it is then left out of the table.
     """
 
     def __init__(self, name: str, *, written: bool = False, counted: bool = True, optional: bool = False) -> None:
@@ -37,7 +37,7 @@ class Tensors:
 
 
 class Number:
-    """A single float32 number on the device of the lists, or None. Messages call it `called`."""
+    """A single float32 number on the device of the lists, or None. `called`: its name in messages."""
 
     written = False
 
@@ -45,8 +45,8 @@ class Number:
         self.name, self.called = name, called or name
 
 
-def check_number(called: str, number: Tensor, like: Tensor) -> None:
-    """Raise an ArgumentError unless a kernel that works on the device of `like` can read a number."""
+def check_device_number(called: str, number: Tensor, like: Tensor) -> None:
+    """Raise an ArgumentError unless a tensor is a single float32 number on the device of `like`."""
     if number.dtype != torch.float32 or number.numel() != 1:
         got = f"{str(number.dtype).removeprefix('torch.')} {tuple(number.shape)}"
         raise ArgumentError(f"{called} is a tensor of {got}; expected a single float32 number")
@@ -57,20 +57,21 @@ def check_number(called: str, number: Tensor, like: Tensor) -> None:
 class ListOperator(TorchOp):
     """A declared operator over lists of tensors. An empty first list runs the reference.
 
-    ``replay`` takes the same arguments: if lists with these addresses and metadata came before, and no tensor requires
-    a gradient, it runs that call's plan and returns its result, or True if there is none; else it returns None.
+    ``replay`` takes the same arguments. If lists with these addresses and metadata were used before, and no tensor
+    requires a gradient, it runs that call's plan and returns its result, or True if it has none. Otherwise it returns
+    None.
 
     Args:
-        name: The operator's.
+        name: Name of the operator.
         arguments: ``Tensors``, then ``Number``.
         options: Its last arguments, as in a schema.
-        numbers: Names of options that no plan depends on: steps name them as they name tensors.
-        derived: Instead: the names that steps use, and a function from `numbers` to these.
+        numbers: Names of options that no plan depends on; steps refer to them by name, like tensors.
+        derived: Names that steps use instead of `numbers`, and a function that computes their values from `numbers`.
         result: Name of the tensor it returns; empty for an operator that only overwrites.
         output: ``(*arguments) -> Memory`` of the result.
-        tables: Where the tables of its lists come from. A table has ``device``, ``address`` and a dict ``plans``.
-        plan: ``(table, *options without numbers) -> Steps``, which call the table "table".
-        reference: ``(*arguments)``: the same in plain torch, of arguments that were checked.
+        tables: Returns the tables of its lists. A table has ``device``, ``address`` and a dict ``plans``.
+        plan: ``(table, *options without numbers) -> Steps``, in which "table" is the table's address.
+        reference: ``(*arguments)``: the same in plain torch, for checked arguments.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class ListOperator(TorchOp):
     def _write_out(self, operator: str) -> dict[str, Any]:
         names, first = ", ".join(self.names), self._lists[0].name
         listed = ", ".join(f"*([{a.name}] if len({a.name}) else [])" if a.optional else a.name for a in self._lists)
-        checks = [f"{a.name} is None or check_number({a.called!r}, {a.name}, {first}[0]); " for a in self._scalars]
+        checks = [
+            f"{a.name} is None or check_device_number({a.called!r}, {a.name}, {first}[0]); " for a in self._scalars
+        ]
         pointers = [f"0 if {a.name} is None else {a.name}.data_ptr()" for a in self._scalars]
         numbers = f"*derive({', '.join(self._numbers)})" if self._derive else ", ".join(self._numbers)
         counted = ", ".join(f"*{a.name}" for a in self._lists if a.counted)
@@ -121,20 +124,20 @@ def launch({names}):
     plan = table.plans.get(({", ".join([repr(operator), *self._kept])}))
     if plan is None:
         plan = table.plans[{", ".join([repr(operator), *self._kept])}] = make_plan(table, ({names},))
-    made = plan.run({run})
-    {count}return made
+    returned = plan.run({run})
+    {count}return returned
 
 def replay({names}):
     if {" and ".join(lists)} and not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
         table = tables.known(({listed},))
         plan = None if table is None else table.plans.get(({", ".join([repr(operator), *self._kept])}))
         if plan is not None:
-            {"".join(checks)}made = plan.run({run})
-            {count}return True if made is None else made
+            {"".join(checks)}returned = plan.run({run})
+            {count}return True if returned is None else returned
 """
         scope = {
             "tables": self._tables,
-            "check_number": check_number,
+            "check_device_number": check_device_number,
             "make_plan": self._make_plan,
             "derive": self._derive,
             "increment_versions": increment_versions,

@@ -1,4 +1,4 @@
-"""What torch sees: operators with device code, a reference and a fake, and the shortest way to call them."""
+"""Operators as torch sees them, with device code, a reference and a fake, and the fastest way to call them."""
 
 from __future__ import annotations
 
@@ -31,41 +31,40 @@ from rtkernels.runtime.torch_private import (
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
 CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
-# What comes of an option that is no number, as it is hashed, compared, looked up in a plan or packed for a launch.
-_NO_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
-_FIRST_TRIED = 4  # recent calls that are compared before a look-up: layers of different shapes alternate
+# Exceptions that a non-numeric option can raise when it is hashed, compared, used for planning or packed for a launch.
+_NOT_A_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
+_FIRST_TRIED = 4  # recent calls that are compared before a look-up, because layers of different shapes alternate
 _fell_back: set[str] = set()
 
 
 def last_with(
     calls: tuple[Any, ...], matches: Callable[..., bool], run: Callable[..., Any], options: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Return the last calls of an operator, each with what it is compared by, its plan and options, with a new one."""
+    """Return the recent calls of an operator with a new one in front: comparison, plan and options of each."""
     return (matches, run, options), *[call for call in calls if call[1] is not run][: _FIRST_TRIED - 1]
 
 
 class TorchOp:
     """One ``torch.ops.rtkernels.<name>``: device code for CUDA tensors, plain torch for CPU tensors, shapes for fakes.
 
-    Calling it skips the dispatcher when nobody but the launcher needs to see the call. It records no gradient; the
-    ``autograd.Function`` around it does. A call like one of the last few runs that one's plan, which is found by one
-    comparison in C++: what autograd records is not replayed as a whole.
+    Calling it skips the dispatcher if only the launcher needs to see the call. It records no gradient; the
+    ``autograd.Function`` around it does. A call that matches one of the last few runs its plan, found by one comparison
+    in C++. This also serves calls that autograd records, which are not replayed as a whole.
 
     Args:
         schema: ``"name(Tensor x, float eps) -> Tensor"``; the first argument is a tensor, or a list of tensors on one
             device (an empty one runs the reference).
-        reference: What it computes in plain torch, on any device.
-        fake: The same on tensors without data.
-        launch: Runs device code. Gets CUDA tensors, or CPU tensors while emulating.
-        plan: Instead of `launch`, for ops whose host time counts: gives a ``Plan``, or None if the strides of a tensor
-            will not do. It may depend on the metadata of tensors, on whether their addresses are multiples of 16, and
-            on the other arguments: a call that is like the one before in all of these runs the same plan, found by one
-            comparison.
-        copied: With `plan`: its arguments with such tensors copied.
+        reference: Computes the same in plain torch, on any device.
+        fake: Computes the same for tensors without data.
+        launch: Runs device code on CUDA tensors, or on CPU tensors while emulating.
+        plan: Instead of `launch`, for ops whose host time matters: returns a ``Plan``, or None if the strides of a
+            tensor are unsupported. It may depend on the metadata of tensors, on whether their addresses are multiples
+            of 16, and on the other arguments: a call that matches a recent one in all of these runs the same plan.
+        copied: With `plan`: returns the arguments with such tensors copied.
     """
 
     by_overload: ClassVar[dict[Any, TorchOp]] = {}
-    _numbers: Sequence[str] = ()  # arguments that plans do not depend on: ``run`` takes them after the addresses
+    _numbers: Sequence[str] = ()  # arguments that no plan depends on; ``run`` takes them after the addresses
     _number_places: Sequence[int] = ()
     _written: Sequence[str] = ()  # arguments that are overwritten
 
@@ -101,7 +100,7 @@ class TorchOp:
     def _make_call(self) -> Callable[..., Any]:
         """Return the function behind ``__call__``; public functions use it directly, which saves a Python call.
 
-        It is written out from the schema, as named tuples are: checks by name instead of loops over ``*args`` save a
+        It is generated from the schema, as named tuples are. Checks by name instead of loops over ``*args`` save a
         tenth of the host time of a small op.
         """
         arguments = self.overload._schema.arguments
@@ -119,11 +118,11 @@ class TorchOp:
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
         first, empty = arguments[0].name, ""
         if str(arguments[0].type) == "List[Tensor]":
-            # Without a tensor there is no device, and the dispatcher would not know where to go.
+            # Without a tensor there is no device by which the dispatcher could choose.
             empty = f"    if not {first}:\n        return reference({names})\n"
             first += "[0]"
-        # Lazy negatives, whose memory holds the opposite values, go to the dispatcher, which copies them. Plans on a
-        # GPU ask that themselves, and so do the tables of lists. So do lazy conjugates.
+        # Lazy negatives and conjugates, whose memory holds other values, go to the dispatcher, which copies them. Plans
+        # on a GPU and the tables of lists check for them themselves.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
         replay, globals_, launch, on_gpu = "", "", "launch", resolved
         if self._plan is not None:
@@ -139,7 +138,7 @@ def call({names}):
                 return {launch}({names})
             except cannot_launch as error:
                 return fall_back(error, ({names},))
-            except no_number:
+            except not_a_number:
                 check_types({names})
                 raise
         if {first}.is_cpu and {resolved}:
@@ -157,7 +156,7 @@ def call({names}):
             "forward_ad": forward_ad,
             "refuse_tangents": refuse_tangents,
             "cannot_launch": CANNOT_LAUNCH,
-            "no_number": _NO_NUMBER,
+            "not_a_number": _NOT_A_NUMBER,
             "launch": self.launch,
             "fall_back": self._fall_back,
             "run_cpu": self._run_cpu,
@@ -177,7 +176,7 @@ def call({names}):
         return scope["call"]
 
     def _refusal(self) -> str:
-        """Return the lines of ``call`` that refuse tensors of forward-mode differentiation."""
+        """Return the lines of ``call`` that refuse tensors with tangents of forward-mode differentiation."""
         tensors = [argument for argument in self.overload._schema.arguments if "Tensor" in str(argument.type)]
         given = ", ".join("*" * ("List" in str(argument.type)) + argument.name for argument in tensors)
         return f"""\
@@ -186,7 +185,7 @@ def call({names}):
 """
 
     def _replay_lines(self) -> str:
-        """Return the lines of ``call`` that run the plan of a recent call once more."""
+        """Return the lines of ``call`` that run the plan of a matching recent call."""
         tensors, options, addresses = [], [], []
         for i, argument in enumerate(self.overload._schema.arguments):
             name = argument.name
@@ -202,7 +201,7 @@ def call({names}):
             counted = "; ".join(
                 f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
             )
-            run = f"made = {run.removeprefix('return ')}; {counted}; return made"
+            run = f"returned = {run.removeprefix('return ')}; {counted}; return returned"
         assign = "".join(f"                {p} = {a}\n" for p, a in zip(pointers, addresses, strict=True))
         same = f" and options == ({', '.join(options)},)" if options else ""
         return f"""\
@@ -219,7 +218,7 @@ def call({names}):
 """
 
     def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
-        """Return the plan of a call, which may be known, and the arguments that it runs with."""
+        """Return the plan of a call and the arguments that it runs with. `plan`: the plan, if already known."""
         plan = plan or self._plan(*args)
         if plan is None:
             args = self._copied(*args)
@@ -240,31 +239,31 @@ def call({names}):
         addresses = self._addresses(used)
         if used is args and not any(address & 15 for address in addresses):
             given = [args[i] for i in self._tensors]
-            if plan.matches is None or not plan.matches(*given):  # or made under inference mode, say
+            if plan.matches is None or not plan.matches(*given):  # or created in inference mode
                 if self._lazy(args):
                     return self._launch_resolved(args)
                 there = [tensor for tensor in given if tensor is not None]
-                if len(set(map(id, there))) < len(there):  # the comparison wants different ones
-                    made = plan.run(*addresses, *[args[i] for i in self._number_places])
+                if len(set(map(id, there))) < len(there):  # the comparison needs distinct tensors
+                    results = plan.run(*addresses, *[args[i] for i in self._number_places])
                     self._count_versions(args)
-                    return made
+                    return results
                 plan.matches = same_tensors(given)
             options = tuple(value for i, value in enumerate(args) if i not in self._tensors)
-            # One assignment: other threads see all or none.
+            # A single assignment, so that other threads see all of it or nothing.
             scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
         elif self._lazy(args):
             return self._launch_resolved(args)
         if used is not args and self._written:
-            return self._run_planned(plan, used, args)  # which writes copies back
-        made = plan.run(*addresses, *[args[i] for i in self._number_places])
+            return self._run_planned(plan, used, args)  # writes copies back
+        results = plan.run(*addresses, *[args[i] for i in self._number_places])
         self._count_versions(args)
-        return made
+        return results
 
     def _count_versions(self, args: tuple[Any, ...]) -> None:
-        """Tell autograd what was overwritten: a backward that saved it must raise, not use the new values."""
+        """Tell autograd which tensors were overwritten, so that a backward that saved one raises."""
 
     def _lazy(self, args: tuple[Any, ...]) -> bool:
-        """Return True if the memory of a tensor holds other values: lazy negatives (``z.conj().imag``), conjugates."""
+        """Return True if a tensor is a lazy negative (``z.conj().imag``) or a lazy conjugate."""
         return any(args[i] is not None and (args[i].is_neg() or args[i].is_conj()) for i in self._tensors)
 
     def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
@@ -296,7 +295,7 @@ def call({names}):
         self._check_types(*args)
         features = emulator.active()
         if features is None:
-            if torch.is_autocast_enabled("cpu"):  # which would round the products of matrices
+            if torch.is_autocast_enabled("cpu"):  # autocast would round matrix products
                 with torch.autocast("cpu", enabled=False):
                     return self.reference(*args)
             return self.reference(*args)
@@ -307,7 +306,7 @@ def call({names}):
 
 
 class MutatingOp(TorchOp):
-    """An operator that changes an argument; calls always go through the dispatcher, which counts versions."""
+    """An operator that overwrites an argument. Calls always go through the dispatcher, which counts versions."""
 
     def _make_call(self) -> Callable[..., Any]:
         arguments = self.overload._schema.arguments
@@ -325,11 +324,11 @@ class MutatingOp(TorchOp):
         source = f"""
 def call({names}):
 {self._refusal()}\
-    for t in ({tensors},):  # with a single one on meta the dispatcher would do nothing
+    for t in ({tensors},):  # for a single meta tensor the dispatcher would do nothing
         if getattr(t, "is_meta", False) and not is_dynamo_compiling():
             check_types({names})
             break
-    for t in ({"".join(f"{name}, " for name in written)}):  # lazy negatives the dispatcher refuses when all is written
+    for t in ({"".join(f"{name}, " for name in written)}):  # the dispatcher refuses lazy negatives too late
         if not is_dynamo_compiling() and type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()):
             check_types({names})
     try:

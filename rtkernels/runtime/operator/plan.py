@@ -1,7 +1,7 @@
-"""Plans: what a call does, worked out from everything but the addresses of its tensors (see ``TorchOp``).
+"""Plans: what a call does, computed from everything except the addresses of its tensors (see ``TorchOp``).
 
-A ``StepPlan`` is a list of launches and the memory between them; its ``run`` is written out from that, so that a launch
-costs one Python call and no loop.
+A ``StepPlan`` is a list of launches and the memory that they share. Its ``run`` is generated from that list, so that a
+launch takes one Python call and no loop.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from rtkernels.runtime.operator.written import written_code
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
 _PARTS = ("shape", "strides", "dtype")  # of a layout
-_MAPS_PER_STEP = 256  # addresses whose tensor maps an argument remembers
+_MAPS_PER_STEP = 256  # tensor maps cached per argument
 
 
 class Plan(ABC):
-    """One call of an operator, to be run as often as it comes again."""
+    """One call of an operator, which can be run repeatedly."""
 
     __slots__ = ("matches",)
     converted: Mapping[str, Any] | None = None  # see Steps
 
     def __init__(self) -> None:
-        self.matches: Callable[..., bool] | None = None  # its operator finds it again by this; made at its first use
+        self.matches: Callable[..., bool] | None = None  # compares tensors with those of this plan
 
     @abstractmethod
     def run(self, *addresses: int) -> Any:
-        """Allocate results, launch and return them. Addresses are those of the operator's tensors, 0 for None."""
+        """Allocate results, launch, and return them. Takes the addresses of the operator's tensors, 0 for None."""
 
 
 class Memory(NamedTuple):
-    """A tensor that a call makes: a result, or scratch. Dense unless it has `strides`."""
+    """A tensor that a call allocates: a result, or scratch. Dense unless it has `strides`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
     zero: bool = False  # cleared first
-    fill: float | None = None  # or filled with this number
-    fresh: bool = False  # int32 zeros in one dimension that cost no launch (``memory.fresh_zeros``)
+    fill: float | None = None  # filled with this number first
+    fresh: bool = False  # one-dimensional int32 zeros that need no launch (``memory.fresh_zeros``)
 
     @property
     def is_plain(self) -> bool:
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def like(cls, tensor: Any) -> Memory:
-        """Return dense memory for a tensor of the shape and dtype of another one, or of its ``Meta``."""
+        """Return dense memory with the shape and dtype of a tensor or of a ``Meta``."""
         return cls(tensor.shape, tensor.dtype)
 
 
@@ -90,8 +90,8 @@ def matrix_boxes(
 def box_strides(sizes: Sequence[int], steps: Sequence[int], size: int) -> tuple[int, ...]:
     """Return the strides of a tensor map in bytes.
 
-    A stride of 0 stays 0: every entry of an expanded dimension is the same one. What is not walked, a dimension of one
-    entry, may have any stride, and gets one that is a multiple of 16 bytes, as TMA wants them.
+    A stride of 0 stays 0: all entries of an expanded dimension are the same. The stride of a dimension with one entry
+    is never used, and is replaced by a multiple of 16 bytes, which TMA requires.
 
     Args:
         sizes: Elements in each dimension, the contiguous one first.
@@ -103,7 +103,7 @@ def box_strides(sizes: Sequence[int], steps: Sequence[int], size: int) -> tuple[
 
 
 class Offset(NamedTuple):
-    """A kernel argument: an address `offset` bytes behind the first element of a tensor."""
+    """A kernel argument: the address `offset` bytes after the first element of a tensor."""
 
     name: str
     offset: int
@@ -113,10 +113,10 @@ class Step:
     """One launch of a plan.
 
     Args:
-        launch: What ``Kernel.bind`` gave.
-        arguments: Those of the kernel, in its order: the name of a tensor (its address goes in, 0 if it is absent) or
-            of a number of the call, ``Boxes``, ``Offset``, or a number. Numbers, and zeros for absent tensors, are
-            packed one time, not each time.
+        launch: The result of ``Kernel.bind``.
+        arguments: Arguments of the kernel, in order: the name of a tensor (passed by address, 0 if absent) or of a
+            number of the call, ``Boxes``, ``Offset``, or a number. Numbers, and zeros for absent tensors, are packed
+            only once.
     """
 
     __slots__ = ("arguments", "launch")
@@ -126,19 +126,19 @@ class Step:
 
 
 class Steps:
-    """What a declared operator's ``plan`` returns: launches, one after the other, and the memory they share.
+    """The result of a declared operator's ``plan``: consecutive launches and the memory they share.
 
     Args:
-        steps: May be none: the results are then left as they were made. Those without blocks are left out.
-        scratch: Memory that lives as long as the call, by name.
-        zeros: How many int32 zeros an argument of this name gets, cleared for this call.
-        kept: Tensors that a plan uses in every call, by name.
-        before: Called first, in every call.
-        after: Called last.
-        kept_zeros: How many int32 an argument of this name gets that kernels leave as zeros, as they found them.
-        if_not_resident: Makes other steps, for a device that refuses a launch whose blocks must all be resident.
-        converted: Arguments that are converted first: to other dtypes, and dense, or by a function.
-        instead: Instead of launches, a function of the operator's arguments that calls other operators.
+        steps: The launches; those without blocks are left out. Without any, results stay as allocated.
+        scratch: Memory that is freed after the call, by name.
+        zeros: Number of int32 zeros, cleared for this call, for the argument of this name.
+        kept: Tensors that the plan uses in every call, by name.
+        before: Called at the beginning of every call.
+        after: Called at the end of every call.
+        kept_zeros: Number of int32 zeros for the argument of this name, which kernels leave as zeros.
+        if_not_resident: Returns other steps, for a device that refuses a launch whose blocks must all be resident.
+        converted: Arguments that are converted first: to a dtype, and to dense memory, or by a function.
+        instead: A function of the operator's arguments that calls other operators instead of launching.
     """
 
     __slots__ = (
@@ -158,25 +158,39 @@ class Steps:
         self.kept_zeros, self.kept, self.before, self.after = dict(kept_zeros or {}), dict(kept or {}), before, after
 
 
-IN_TORCH = Steps()  # instead of launches: plain torch does what this call asks for, on its device
+IN_TORCH = Steps()  # instead of launches: the reference computes this call, on its device
+
+
+class _Spec(NamedTuple):
+    """What a ``StepPlan`` is built from; see there."""
+
+    name: str
+    arguments: Sequence[str]
+    numbers: Sequence[str]
+    outputs: Mapping[str, Memory | None]
+    returned: str
+    steps: Steps
+    device: int
+    absent: Collection[str]
+    guards: Sequence[Guard]
 
 
 class StepPlan(Plan):
-    """A plan whose ``run`` is written out from its steps.
+    """A plan whose ``run`` is generated from its steps.
 
     Args:
-        name: The operator's, for tracebacks.
+        name: Name of the operator, for tracebacks.
         arguments: Names of the operator's tensors, in the order of its schema.
         numbers: Names of the numbers that follow the addresses.
-        outputs: Results by name, in the order in which they are returned; None for one that nobody asked for.
-        returned: How: the only one itself ("single"), a "tuple" or a "list".
-        steps: What the operator's ``plan`` gave.
+        outputs: Results by name, in the order in which they are returned; None for one that was not requested.
+        returned: How results are returned: a "single" tensor, a "tuple" or a "list".
+        steps: The result of the operator's ``plan``.
         device: CUDA ordinal, or -1.
         absent: Arguments that are None in all calls of this plan.
         guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
-    __slots__ = ("_launches", "_made_of", "converted", "run", "source", "steps")
+    __slots__ = ("_launches", "_spec", "converted", "run", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
@@ -184,22 +198,22 @@ class StepPlan(Plan):
     ) -> None:  # fmt: skip
         super().__init__()
         self.converted, self.steps = steps.converted, steps.steps
-        self._made_of = name, arguments, numbers, outputs, returned, steps, device, absent, guards
-        made = self.memory()
-        if both := {*arguments, *numbers} & {*made, *steps.scratch}:
+        self._spec = _Spec(name, arguments, numbers, outputs, returned, steps, device, absent, guards)
+        allocated = self.memory()
+        if both := {*arguments, *numbers} & {*allocated, *steps.scratch}:
             raise ValueError(f"{name}: {', '.join(both)} is the name of two tensors")
         self._launches = self._fixed_launches()
         scope: dict[str, Any] = {"ResidencyError": ResidencyError, "fresh_zeros": fresh_zeros}
         allocations: list[str] = []
-        for variable, memory in made.items():
+        for variable, memory in allocated.items():
             layout = layout_of(memory)
             scope |= {f"{part}_{variable}": value for part, value in zip(_PARTS, layout, strict=True)}
-            allocated = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
-            source = f"fresh_zeros({device}, {memory.shape[0]})" if memory.fresh else allocated
+            source = f"allocate(shape_{variable}, strides_{variable}, dtype_{variable})"
+            source = f"fresh_zeros({device}, {memory.shape[0]})" if memory.fresh else source
             allocations.append(f"t_{variable} = {source}{fill_call(memory)}")
         given = {argument: f"p_{argument}" for argument in arguments} | {number: number for number in numbers}
-        where = {variable: f"t_{variable}.data_ptr()" for variable in made}
-        for variable in (variable for variable in made if self.uses(variable) > 1):
+        where = {variable: f"t_{variable}.data_ptr()" for variable in allocated}
+        for variable in (variable for variable in allocated if self.uses(variable) > 1):
             allocations.append(f"p_{variable} = {where[variable]}")
             where[variable] = f"p_{variable}"
         before, launches = self.launch_lines("", given | where, scope)
@@ -229,34 +243,34 @@ class StepPlan(Plan):
     @property
     def arguments(self) -> Sequence[str]:
         """Names of the operator's tensors, and then of its numbers."""
-        return [*self._made_of[1], *self._made_of[2]]
+        return [*self._spec.arguments, *self._spec.numbers]
 
     @property
     def results(self) -> Sequence[str]:
-        """Names of what it returns."""
-        return [*self._made_of[3]]
+        """Names of its results."""
+        return [*self._spec.outputs]
 
     @property
     def is_straight(self) -> bool:
-        """Whether other functions may have its lines among their own (``launch_lines``)."""
-        return self._made_of[5].if_not_resident is None
+        """Whether other functions may inline it (``launch_lines``)."""
+        return self._spec.steps.if_not_resident is None
 
     def memory(self) -> dict[str, Memory]:
-        """Return what it makes by name, results first; empty for results that nobody asked for."""
-        outputs, steps = self._made_of[3], self._made_of[5]
+        """Return the memory it allocates by name, results first; results that were not requested are empty."""
+        outputs, steps = self._spec.outputs, self._spec.steps
         return {name: memory or Memory((0,), torch.float32) for name, memory in outputs.items()} | steps.scratch
 
     def uses(self, name: str) -> int:
-        """Return how many arguments of launches have the address of a tensor."""
+        """Return how many arguments of launches are the address of a tensor."""
         names = [getattr(a, "name", a) for step in self.steps for a in step.arguments]
         return 0 if name in self._absent() else names.count(name)
 
     def _absent(self) -> set[str]:
         """Return the names whose address is 0 in all calls."""
-        return {*self._made_of[7], *(name for name, memory in self._made_of[3].items() if memory is None)}
+        return {*self._spec.absent, *(name for name, memory in self._spec.outputs.items() if memory is None)}
 
     def _fixed_launches(self) -> list[tuple[Launch, list[Any]]]:
-        """Return launches with the arguments that are left, those fixed that are the same in all calls."""
+        """Return the launches, with arguments that never change already fixed, and the remaining arguments."""
         absent, found = self._absent(), []
         for step in self.steps:
             fixed = {
@@ -271,14 +285,14 @@ class StepPlan(Plan):
         return found
 
     def launch_lines(self, prefix: str, known: Mapping[str, str], scope: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the lines that come before memory is allocated, and those that launch.
+        """Return the lines that run before memory is allocated, and those that launch.
 
         Args:
-            prefix: Of names that the lines use besides.
-            known: Expressions of the addresses of arguments, results and scratch, and of numbers.
-            scope: Gets what the lines refer to.
+            prefix: Prefix of all other names in the lines.
+            known: Expressions for the addresses of arguments, results and scratch, and for numbers.
+            scope: Receives the objects that the lines refer to.
         """
-        steps, device = self._made_of[5:7]
+        steps, device = self._spec.steps, self._spec.device
         scope |= {"allocate": allocator(device), "zero_words": zero_words, "kept_zeros": kept_zeros}
         known, lines = dict(known) | dict.fromkeys(self._absent(), "0"), []
         for variable, count in steps.zeros.items():
@@ -305,17 +319,17 @@ class StepPlan(Plan):
         return first, lines
 
     def is_asked_for(self, name: str) -> bool:
-        """Return True for scratch, and for a result that this call is to make."""
-        return self._made_of[3].get(name, True) is not None
+        """Return True for scratch, and for a result that was requested."""
+        return self._spec.outputs.get(name, True) is not None
 
     def is_allocated(self, i: int) -> bool:
-        """Return True if memory of its own is allocated for a result."""
-        memory = [*self._made_of[3].values()][i]
+        """Return True if a result is allocated separately."""
+        memory = [*self._spec.outputs.values()][i]
         return memory is not None and not memory.fresh
 
     def with_layouts(self, layouts: Mapping[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> StepPlan:
         """Return this plan with other shapes, strides and dtypes of some results, in memory of the same size."""
-        name, arguments, numbers, outputs, *rest = self._made_of
+        name, arguments, numbers, outputs, *rest = self._spec
         changed = dict(outputs)
         for i, (shape, strides, dtype) in layouts.items():
             key = [*outputs][i]
@@ -324,20 +338,20 @@ class StepPlan(Plan):
 
 
 def layout_of(memory: Memory) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Return shape, strides and dtype, as allocators want them."""
+    """Return shape, strides and dtype in the form that allocators take."""
     strides = dense_strides(memory.shape) if memory.strides is None else tuple(memory.strides)
     return tuple(memory.shape), strides, memory.dtype
 
 
 def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[str, Any]) -> str:
-    """Return the expression of an argument of a launch."""
+    """Return the expression for an argument of a launch."""
     if isinstance(argument, str):
         return known[argument]
     if isinstance(argument, Offset):
         return f"{known[argument.name]} + {argument.offset}"
     if isinstance(argument, _Maps):
         scope[f"map_{place}"] = argument
-        scope[f"kept_{place}"] = argument.kept.get  # a method of C, which nearly always has the map
+        scope[f"kept_{place}"] = argument.kept.get  # a C method, which nearly always finds the map
         address = known[argument.boxes.name]
         if address.isidentifier():
             return f"(kept_{place}({address}) or map_{place}({address}))"
@@ -347,12 +361,12 @@ def _written(place: str, argument: Any, known: Mapping[str, str], scope: dict[st
 
 
 def fill_call(memory: Memory) -> str:
-    """Return what is written behind an allocation: a call that fills it, or nothing."""
+    """Return the method call that initialises newly allocated memory, or ""."""
     return ".zero_()" if memory.zero else "" if memory.fill is None else f".fill_({memory.fill})"
 
 
 class _Maps:
-    """The tensor maps of one argument, by address: allocators give the same ones time and time over."""
+    """The tensor maps of one argument, by address: allocators return the same addresses repeatedly."""
 
     __slots__ = ("boxes", "kept")
 
@@ -360,11 +374,11 @@ class _Maps:
         self.boxes, self.kept = boxes, {}
 
     def __call__(self, address: int) -> Any:
-        """Make the map of an address that ``kept`` does not have."""
+        """Encode the map of an address that is not in ``kept``."""
         b = self.boxes
-        made = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
-        if not hasattr(address, "tensor"):  # in the emulator addresses are those of one call's tensors
+        encoded = tiled_map(address + b.offset, b.token, b.sizes, b.strides, b.box, b.swizzle, b.promote)
+        if not hasattr(address, "tensor"):  # in the emulator, an address belongs to a tensor of one call
             if len(self.kept) >= _MAPS_PER_STEP:
                 self.kept.clear()
-            self.kept[address] = made
-        return made
+            self.kept[address] = encoded
+        return encoded

@@ -1,4 +1,4 @@
-"""Calls that autograd would have to record although their results go to memory of the caller."""
+"""Refuses memory for results in calls that autograd records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rtkernels.errors import ArgumentError
 
 
 def refuse_outputs(**outputs: Tensor | None) -> None:
-    """Raise an ArgumentError that names memory given for a result of a call that needs gradients."""
+    """Raise an ArgumentError that names a given output, for calls that need gradients."""
     for name, t in outputs.items():
         if t is not None:
             raise ArgumentError(

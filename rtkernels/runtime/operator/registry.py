@@ -1,4 +1,4 @@
-"""What an op declares, and what everything else (warming, listing, tests, benches) reads from it."""
+"""The records of all ops, which warming, listing, tests and benchmarks read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class Op:
-    """One op: everything ``ops/<family>/<name>.py`` offers to the rest of the library.
+    """One op: everything that ``ops/<family>/<name>.py`` provides to the rest of the library.
 
     Attributes:
         name: Name of its module.
         public: Names of its public functions.
-        kernels: Every kernel of its own.
-        torch_ops: Its operators in the dispatcher.
-        uses: Names of all other ops whose kernels its public functions launch: who warms it needs those, too.
+        kernels: All kernels that it owns.
+        torch_ops: Its operators that are registered with torch.
+        uses: Names of all other ops whose kernels its public functions launch; warming includes them.
     """
 
     name: str
@@ -62,11 +62,11 @@ def get(name: str) -> Op:
 
 
 def public(name: str) -> Any:
-    """Return a public function by looking through all ops, or None: ``_public.py`` finds one by importing less."""
+    """Return a public function by searching all ops, or None. ``_public.py`` imports less to find one."""
     for op in ops():
         if name in op.public:
             ours = [m for n, m in sys.modules.items() if n.startswith("rtkernels.ops.")]
-            # None of ours: an op that somebody else registered is called by its own module.
+            # None for an op that was registered outside this package: its users import its own module.
             return next((getattr(m, name) for m in ours if getattr(m, "OP", None) is op), None)
     return None
 

@@ -1,4 +1,4 @@
-"""How operators work on the shards of a DTensor: rules that torch is told when it has DTensors."""
+"""How operators work on the shards of a DTensor: sharding rules, registered once torch has DTensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _pending: list[tuple[Any, Callable[..., Any]]] = []
 
 
 def shard(op: TorchOp, ways: Callable[[dict[str, Any]], Iterable[Way]]) -> None:
-    """Declare how an operator works on shards, besides on tensors that are whole everywhere.
+    """Declare how an operator works on shards; replicated tensors always work.
 
     Args:
         op: The operator.
-        ways: Gets its arguments by name, tensors as torch's descriptions of them, which have a shape. Gives ways that
-            the tensors may lie: placements of all results, and those of arguments that are not whole everywhere.
+        ways: Takes the arguments by name, with torch's tensor metadata, which has a shape, in place of tensors. Yields
+            supported shardings: placements of all results, and of the arguments that are not replicated.
     """
     names = [argument.name for argument in op.overload._schema.arguments]
     results = len(op.overload._schema.returns)
@@ -35,24 +35,24 @@ def shard(op: TorchOp, ways: Callable[[dict[str, Any]], Iterable[Way]]) -> None:
         tensors = [hasattr(arg, "placements") for arg in args]
         whole = [Replicate() if is_tensor else None for is_tensor in tensors]
         found: list[tuple[list[Any], list[Any]]] = [([Replicate()] * results, whole)]
-        for made, given in ways(dict(zip(names, args, strict=True))):
+        for outputs, given in ways(dict(zip(names, args, strict=True))):
             places = [given.get(name, other) for name, other in zip(names, whole, strict=True)]
             places = [place if is_tensor else None for place, is_tensor in zip(places, tensors, strict=True)]
-            found.append((list(made), places))
+            found.append((list(outputs), places))
         return found
 
     _pending.append((op.overload, rule))
-    register_rules()  # calls that are compiled cannot do it later
+    register_rules()  # compiled calls cannot do it later
 
 
 def shard_rows(op: TorchOp, rows: Sequence[str], sums: int = 0) -> None:
     """Declare an operator whose rows, all but the last dimension, are independent of one another.
 
     Args:
-        op: The operator. Its other tensors have to be whole everywhere.
-        rows: Names of the tensors that have these rows; one of them is the first argument.
-        sums: How many results, the last ones, are sums over rows: each process has those of its own rows, and they are
-            added where they are used. The others have the rows.
+        op: The operator. All other tensors must be replicated.
+        rows: Names of the tensors with these rows; one of them is the first argument.
+        sums: Number of results, the last ones, that are sums over rows: each process has the sums over its own rows,
+            and torch adds them when they are used. All other results have the rows.
     """
     results = len(op.overload._schema.returns)
 
@@ -66,7 +66,7 @@ def shard_rows(op: TorchOp, rows: Sequence[str], sums: int = 0) -> None:
 
 
 def register_rules() -> None:
-    """Tell torch the rules, unless it cannot have made a DTensor yet. Plain eager calls never need them."""
+    """Register the rules with torch once DTensors can exist. Plain eager calls never need them."""
     if not _pending or "torch.distributed.tensor" not in sys.modules:
         return
     try:
@@ -80,12 +80,12 @@ def register_rules() -> None:
 
 def is_sharded(t: Any) -> bool:
     """Return True for a DTensor."""
-    if type(t) in TENSOR_TYPES:  # Dynamo, which sees these alone, must not look at a table that others change
+    if type(t) in TENSOR_TYPES:  # Dynamo sees only these, and must not read sys.modules, which changes
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
 
 
 def local(t: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has: its memory, not a copy. Callers are under ``no_grad``."""
+    """Return the local shard of a tensor, not a copy. Callers disable gradients."""
     return t.to_local() if is_sharded(t) else t
