@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.zoo import products
 from bench.zoo.build import Built
 from bench.zoo.steps import (
     FACTOR,
@@ -233,7 +234,8 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
         try:
             if name == "fp8" and count:
                 models.unpatch(model)
-                found["dtype"] = _check_fp8(model, before)
+                with products.rounded_once():
+                    found["dtype"] = _check_fp8(model, before)
                 models.patch(model, **options)
                 _check_copy(model, before, True)
             elif name != "default" and not count and known.get("default") is not None:
@@ -248,7 +250,8 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
             models.unpatch(model)
         before.check_restored(model, "unpatched")
         if name == "attention" and count:
-            found["dtype"] = _check_half(model, before.built, options)
+            with products.rounded_once():
+                found["dtype"] = _check_half(model, before.built, options)
     found["status"] = "kept" if count else "nothing"
     return found
 
