@@ -21,7 +21,10 @@ from bench.zoo.steps import (
     FLOOR,
     FLOOR_HALF,
     ROUNDING,
+    SEEN,
+    SEEN_HALF,
     Changed,
+    NotRepeatable,
     Step,
     Tolerance,
     check_equal,
@@ -42,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "router": {"router": True},
     "fp8": {"fp8": True},
 }
+OTHER = 1 + 2.0**-10  # a factor of weights that every result shows, and none overflows by
 _KIND = {"fused_layers": "fused"}  # names of kinds in reports that are not those of the option
 
 
@@ -59,7 +63,7 @@ class Before:
     """A model as it is before it is patched: its steps, and how far others may be from them.
 
     Raises:
-        Changed: It does not repeat its own results.
+        NotRepeatable: It does not repeat its own results.
     """
 
     def __init__(self, model: nn.Module, built: Built) -> None:
@@ -85,7 +89,10 @@ class Before:
                 self.no_generate = f"{type(error).__name__}: {str(error)[:120]}"
                 del self.ways[way]
                 continue
-            check_equal(run(model, built), self.steps[way], "does not repeat itself")
+            try:
+                check_equal(run(model, built), self.steps[way], f"{way} gives other results when it is called again")
+            except Changed as error:
+                raise NotRepeatable(str(error)) from None
             others = []
             for number in (11, 12):
                 with rounded(model, built, ROUNDING, number) as other:
@@ -143,7 +150,7 @@ def _check_copy(model: nn.Module, before: Before, same_bits: bool) -> None:
     with torch.no_grad():
         for p in other.parameters():
             if p.is_floating_point():
-                p.mul_(1.0625)  # results of much larger ones overflow in deep models, whose loss then raises
+                p.mul_(OTHER)
     train(other, before.built)
     before.check_same(train(model, before.built), wanted, "the model whose copy has other weights")
     models.unpatch(other)
@@ -180,21 +187,20 @@ def half_tolerance(
     return Tolerance(run(*exact_of(half, given)), others, factor, FLOOR_HALF, half=True)
 
 
-def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> str:
-    """Compare a model in bf16 before and after it is patched; returns what was compared."""
+def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare a model in bf16 before and after it is patched; returns how, and how far apart they were."""
     half, given = half_of(model, built)
     try:
         tolerances = {run: half_tolerance(half, given, run) for run in (train, evaluate)}
     except Exception:  # many models have no bf16 on the CPU
-        return "no bf16"
+        return {"dtype": "no bf16"}
     models.patch(half, **options)
-    for run, tolerance in tolerances.items():
-        tolerance.check(run(half, given))
-    return "bf16"
+    worst = max(tolerance.check(run(half, given)) for run, tolerance in tolerances.items())
+    return {"dtype": "bf16", "worst half": round(worst, 3), "seen half": tolerances[train].seen(SEEN_HALF)}
 
 
-def _check_fp8(model: nn.Module, before: Before) -> str:
-    """Compare a model in fp8 with itself under noise of fp8's size; returns what was compared."""
+def _check_fp8(model: nn.Module, before: Before) -> dict[str, Any]:
+    """Compare a model in fp8 with itself under noise of fp8's size; returns how, and how far apart they were."""
     built = before.built
     half, given = half_of(model, built)
     dtype = "bf16"
@@ -213,11 +219,11 @@ def _check_fp8(model: nn.Module, before: Before) -> str:
     for number in range(31, 34):
         with like_codes(half, names, number):
             others.append(train(half, given))
-    half_tolerance(half, given, train, others).check(got)
+    worst = half_tolerance(half, given, train, others).check(got)
     same = all(not d for a, b in zip(got, wanted, strict=True) for d in distances(a, b).values())
     if same:
         raise Changed(f"{len(names)} layers are in fp8, and nothing differs")
-    return dtype
+    return {"dtype": dtype, "worst": round(worst, 3)}
 
 
 def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +241,7 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
             if name == "fp8" and count:
                 models.unpatch(model)
                 with products.rounded_once():
-                    found["dtype"] = _check_fp8(model, before)
+                    found |= _check_fp8(model, before)
                 models.patch(model, **options)
                 _check_copy(model, before, True)
             elif name != "default" and not count and known.get("default") is not None:
@@ -244,6 +250,7 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
                 found["worst"] = round(before.check(model), 3)
                 if name == "default":
                     known["default"] = train(model, before.built)
+                    found["seen"] = before.tolerances["train"].seen(SEEN)
                 if count:
                     _check_copy(model, before, name != "fused_layers")
         finally:
@@ -251,7 +258,7 @@ def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]
         before.check_restored(model, "unpatched")
         if name == "attention" and count:
             with products.rounded_once():
-                found["dtype"] = _check_half(model, before.built, options)
+                found |= _check_half(model, before.built, options)
     found["status"] = "kept" if count else "nothing"
     return found
 

@@ -1,4 +1,4 @@
-"""Products in bf16 on CPUs that have no instructions for them, where torch's take 200 times as long as those in fp32."""
+"""Products in bf16 on CPUs that have no instructions for them: there torch's take 200 times as long as in fp32."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rounded_once() -> Iterator[None]:
     if not are_slow():
         yield
         return
-    products = {name: _in_fp32(name) for name in _PRODUCTS}  # of the kernels that are there before the first is exchanged
+    products = {name: _in_fp32(name) for name in _PRODUCTS}  # they read torch's kernels
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, product in products.items():

@@ -24,6 +24,7 @@ FLOOR, FLOOR_HALF = 4e-6, 2.0**-8  # of a tensor's norm: sums of several terms i
 # gradient of a bias of keys is. That of scores is a difference of two numbers of the size of the gradient of values,
 # each with a rounding; where values hardly differ, nothing else is left of it.
 SMALLEST, SMALLEST_HALF = 1e-7, 2.0**-8
+SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
 NEW_TOKENS = 5
 
 
@@ -36,6 +37,10 @@ class Step(NamedTuple):
 
 class Changed(Exception):
     """A patched model gives other results; says which."""
+
+
+class NotRepeatable(Exception):
+    """A model that is not patched gives other results when it is called again; says which."""
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -173,6 +178,16 @@ class Tolerance:
                 name: factor * max((m[name] for m in moved), default=0.0) + floor * norm + zero
                 for name, norm in norms.items()
             })  # fmt: skip
+
+    def seen(self, part: float) -> list[int]:
+        """Return of how many floating-point tensors a change by this part of their norm is seen, and how many are."""
+        found = [0, 0]
+        for tensors, allowed in zip(self.wanted, self.allowed, strict=True):
+            for name, t in tensors.items():
+                if t.is_floating_point() and (norm := _norm(torch.nan_to_num(t.float(), 0, 0, 0))):
+                    found[0] += allowed[name] < part * norm
+                    found[1] += 1
+        return found
 
     def check(self, got: Step) -> float:
         """Return the largest distance by what is allowed.
