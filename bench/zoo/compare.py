@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.zoo import products
-from bench.zoo.build import Built
+from bench.zoo.build import Built, _line
 from bench.zoo.steps import (
     FACTOR,
     FACTOR_FP8,
@@ -203,8 +203,8 @@ def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> dict
     half, given = half_of(model, built)
     try:
         tolerances = {run: half_tolerance(half, given, run) for run in (train, evaluate)}
-    except Exception:  # many models have no bf16 on the CPU
-        return {"dtype": "no bf16"}
+    except Exception as error:  # many models have no bf16 on the CPU
+        return {"dtype": "no bf16", "why not": _line(error)}
     models.patch(half, **options)
     got, worst = {run: run(half, given) for run in tolerances}, 0.0
     models.unpatch(half)
@@ -223,10 +223,11 @@ def _check_fp8(model: nn.Module, before: Before) -> dict[str, Any]:
     built = before.built
     half, given = half_of(model, built)
     dtype = "bf16"
+    reason: dict[str, str] = {}
     try:
         wanted = train(half, given)
-    except Exception:
-        half, given, dtype = copy.deepcopy(model), built, "fp32"
+    except Exception as error:
+        half, given, dtype, reason = copy.deepcopy(model), built, "fp32", {"why not": _line(error)}
         wanted = train(half, given)
     report = models.patch(half, fp8=True)
     names = [site.name for site in report.sites if site.kind == "fp8" and site.reason is None]
@@ -242,7 +243,7 @@ def _check_fp8(model: nn.Module, before: Before) -> dict[str, Any]:
     same = all(not d for a, b in zip(got, wanted, strict=True) for d in distances(a, b).values())
     if same:
         raise Changed(f"{len(names)} layers are in fp8, and nothing differs")
-    return {"dtype": dtype, "worst": round(worst, 3)}
+    return {"dtype": dtype, "worst": round(worst, 3), **reason}
 
 
 def _compared(name: str, model: nn.Module, before: Before, known: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,10 @@ def are_slow() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported() and hasattr(torch.library, "get_kernel")
 
 
+def _wider(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+
+
 def _in_fp32(name: str) -> Any:
     operator = getattr(torch.ops.aten, name).default
     kernel = torch.library.get_kernel(operator, "CPU")
@@ -32,8 +36,7 @@ def _in_fp32(name: str) -> Any:
         dtype = next(a.dtype for a in args if isinstance(a, Tensor))
         if dtype not in _HALVES:
             return kernel.call_boxed(keys, *args, **kwargs)
-        args = tuple(a.float() if isinstance(a, Tensor) and a.dtype in _HALVES else a for a in args)
-        found = operator(*args, **kwargs)
+        found = operator(*map(_wider, args), **{name: _wider(value) for name, value in kwargs.items()})
         if isinstance(found, Tensor):
             return found.to(dtype)
         return tuple(t if t is None or i in kept else t.to(dtype) for i, t in enumerate(found))
