@@ -209,11 +209,17 @@ def record(path: Path, found: list[dict[str, Any]], of: int, note: str = "") -> 
     path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
+def page() -> Path:
+    """Return the page of the guide that has the tables."""
+    (found,) = (p for p in sorted((meta.ROOT / "docs").rglob("*.md")) if table.MARK in p.read_text(encoding="utf-8"))
+    return found
+
+
 def write(path: Path) -> None:
-    """Put the tables of a record into docs/models.md."""
+    """Put the tables of a record into the guide."""
     made = json.loads(path.read_text(encoding="utf-8"))
     lines = table.lines_of(made["results"], made["versions"], made["classes"], made.get("note", ""))
-    document = meta.ROOT / "docs" / "models.md"
+    document = page()
     document.write_text(table.written(document.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 
@@ -235,9 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--record", nargs="?", const=RECORD, type=Path, help="write counts and results there")
     parser.add_argument("--note", default="", help="with --record: a sentence for the record: the date, the choice")
-    parser.add_argument(
-        "--write", action="store_true", help="run nothing: put the tables of a record into docs/models.md"
-    )
+    parser.add_argument("--write", action="store_true", help="run nothing: put the tables of a record into the guide")
     chosen = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     if chosen.write:

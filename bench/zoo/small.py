@@ -69,6 +69,8 @@ _KEEP = re.compile(
     r"token_id|token_index|type_vocab|drop|kernel|stride|ratio|factor|mult|eps|version|num_stages|ignore|group_size|freq"
     r"|num_local_patches|sampling|window"
 )
+
+
 def _channels(config: Any) -> list[int]:
     """Return the widths of the last stages of a detector's backbone."""
     return list(config.backbone_config.hidden_sizes)[-len(config.encoder_in_channels) :]

@@ -1,4 +1,4 @@
-"""Results of the zoo, counted by kind, and the table in docs/models.md."""
+"""Results of the zoo, counted by kind, and the tables in the guide."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _power(results: list[dict[str, Any]]) -> list[str]:
 
 
 def written(document: str, lines: list[str]) -> str:
-    """Return docs/models.md with another table."""
+    """Return a page of the guide with other tables."""
     before, _, rest = document.partition(MARK)
     _, _, after = rest.partition(MARK)
     return f"{before}{MARK}\n" + "\n".join(lines) + f"\n{MARK}{after}"

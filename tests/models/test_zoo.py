@@ -14,7 +14,6 @@ from torch import nn
 pytest.importorskip("transformers", minversion="5.0")
 
 import rtkernels.models.attention
-from bench import meta
 from bench.zoo import build, compare, diffusion, products, run, steps, table
 
 CHEAP = {  # a class and the options that have something to replace in it
@@ -296,7 +295,7 @@ def test_a_run_is_continued(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table_in_the_guide() -> None:
-    document = (meta.ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    document = run.page().read_text(encoding="utf-8")
     assert document.count(table.MARK) == 2
     twice = table.written(table.written(document, ["one"]), ["| two |"])
     assert f"{table.MARK}\n| two |\n{table.MARK}" in twice and "one" not in twice.split(table.MARK)[1]
