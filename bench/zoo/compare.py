@@ -22,6 +22,7 @@ from bench.zoo.steps import (
     FLOOR_HALF,
     MORE_SAMPLES,
     ROUNDING,
+    SAMPLES_FP8,
     SAMPLES_HALF,
     SEEN,
     SEEN_HALF,
@@ -195,11 +196,22 @@ def half_tolerance(
     return Tolerance(run(*exact_of(half, given)), others, factor, FLOOR_HALF, half=True)
 
 
-def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare a model in bf16 before and after it is patched; returns how, and how far apart they were.
+def _explained(got: Step, tolerance: Tolerance, more: Iterator[Step]) -> float:
+    """Return the largest distance by what is allowed; where few samples of the model's own error are less, by more.
 
-    An error is sampled: where a few samples of the model's own do not explain that of ours, more have to.
+    Raises:
+        Changed: More samples do not explain it either.
     """
+    try:
+        return tolerance.check(got)
+    except Changed:
+        for sample in more:
+            tolerance.add(sample)
+        return tolerance.check(got)
+
+
+def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare a model in bf16 before and after it is patched; returns how, and how far apart they were."""
     half, given = half_of(model, built)
     try:
         tolerances = {run: half_tolerance(half, given, run) for run in (train, evaluate)}
@@ -209,12 +221,8 @@ def _check_half(model: nn.Module, built: Built, options: dict[str, Any]) -> dict
     got, worst = {run: run(half, given) for run in tolerances}, 0.0
     models.unpatch(half)
     for run, tolerance in tolerances.items():
-        try:
-            worst = max(worst, tolerance.check(got[run]))
-        except Changed:
-            for sample in samples(half, given, run, 21 + SAMPLES_HALF, MORE_SAMPLES):
-                tolerance.add(sample)
-            worst = max(worst, tolerance.check(got[run]))
+        more = samples(half, given, run, 21 + SAMPLES_HALF, MORE_SAMPLES)
+        worst = max(worst, _explained(got[run], tolerance, more))
     return {"dtype": "bf16", "worst half": round(worst, 3), "seen half": tolerances[train].seen(SEEN_HALF)}
 
 
@@ -235,11 +243,14 @@ def _check_fp8(model: nn.Module, before: Before) -> dict[str, Any]:
     models.unpatch(half)
     if before.copies_repeat():
         check_equal(train(half, given), wanted, "unpatched")
-    others = []
-    for number in range(31, 34):
-        with like_codes(half, names, number):
-            others.append(train(half, given))
-    worst = half_tolerance(half, given, train, others).check(got)
+
+    def noisy(first: int, count: int) -> Iterator[Step]:
+        for number in range(first, first + count):
+            with like_codes(half, names, number):
+                yield train(half, given)
+
+    tolerance = half_tolerance(half, given, train, list(noisy(31, SAMPLES_FP8)))
+    worst = _explained(got, tolerance, noisy(31 + SAMPLES_FP8, MORE_SAMPLES))
     same = all(not d for a, b in zip(got, wanted, strict=True) for d in distances(a, b).values())
     if same:
         raise Changed(f"{len(names)} layers are in fp8, and nothing differs")

@@ -27,7 +27,7 @@ SMALLEST = 1e-7  # of the largest norm of a gradient in fp32: what is zero but f
 # size of the gradient of values, one of which attention computes from its rounded result. Where values hardly differ
 # nothing else is left of it, and in the gradient of a bias of keys, which is zero, nothing at all.
 SMALLEST_HALF = 2.0**-9
-SAMPLES_HALF, MORE_SAMPLES = 4, 12  # of the error of a model in bf16: at first, and more if they do not explain ours
+SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 12  # of a model's own error: at first; more if they do not explain ours
 SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
 NEW_TOKENS = 5
 

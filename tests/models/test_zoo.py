@@ -140,6 +140,27 @@ def test_gradients_that_are_zero_but_for_rounding() -> None:
                 tolerance.check(steps.Step({}, {**gradients, name: torch.full((4,), size if small else 10 * size)}))
 
 
+def test_more_samples_explain_an_error_or_do_not() -> None:
+    def step(value: float) -> steps.Step:
+        return steps.Step({"x": torch.full((4,), value)}, {})
+
+    more, asked = [step(1.1), step(1.2)], []
+
+    def samples(count: int):
+        for sample in more[:count]:
+            asked.append(sample)
+            yield sample
+
+    def tolerance() -> steps.Tolerance:
+        return steps.Tolerance(step(1.0), [step(1.05)], 1.5, 0.0)
+
+    assert compare._explained(step(1.07), tolerance(), samples(2)) == pytest.approx(0.07 / 0.075, rel=1e-3)
+    assert not asked  # few samples are enough
+    assert compare._explained(step(1.25), tolerance(), samples(2)) == pytest.approx(0.25 / 0.3, rel=1e-3)
+    with pytest.raises(steps.Changed, match="result x"):
+        compare._explained(step(1.4), tolerance(), samples(2))
+
+
 def test_models_that_write_to_their_inputs() -> None:
     class Writer(nn.Module):
         def __init__(self) -> None:
