@@ -3,8 +3,8 @@
     python -m bench zoo [--only CLASS ...] [--kind KIND ...] [--every N] [--jobs N] [--seconds S] [--json FILE]
 
 `build` makes transformers' models (`small` their configurations, `inputs` what they read), `diffusion` those of
-diffusers; `compare` patches them, `steps` says how far results may be apart, `run` shares classes among processes,
-`table` counts.
+diffusers; `compare` patches them, `steps` says how far results may be apart, `products` computes those of bf16 fast
+where torch does not, `run` shares classes among processes, `table` counts.
 """
 
 from __future__ import annotations

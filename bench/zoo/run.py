@@ -57,8 +57,8 @@ def result_of(
         if kinds and found["kind"] not in kinds:
             return None
         found["reason"] = str(error)[:400]
-    except steps.Changed as error:
-        found["reason"] = str(error)[:400]
+    except steps.NotRepeatable as error:
+        found |= {"outcome": table.NOT_REPEATABLE, "reason": str(error)[:400]}
     except Exception as error:  # of a model that is not patched yet
         found["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     found["seconds"] = round(time.perf_counter() - begin, 1)
@@ -127,6 +127,8 @@ class Worker:
             if time.monotonic() - self.begin <= seconds:
                 return None
             found = {"reason": f"took more than {seconds:.0f} s {self.stage}"}
+            if self.stage == COMPARING:
+                found["outcome"] = table.TOO_SLOW
         except EOFError:  # of a patched model, that is a crash
             found = {"reason": "the process ended"}
             if self.stage == COMPARING:
@@ -184,22 +186,40 @@ def versions() -> dict[str, str | None]:
     return {name: meta._version(name) for name in ("transformers", "diffusers", "torch")}
 
 
+def versions_of(found: list[dict[str, Any]]) -> dict[str, str | None]:
+    """Return the versions that results were made with; several, where a run was continued with others."""
+    made: dict[str, list[str]] = {name: [] for name in versions()}
+    for result in found:
+        for name, version in result.get("versions", dict.fromkeys(made, "not recorded")).items():
+            if version and version not in made[name]:
+                made[name].append(version)
+    return {name: " and ".join(sorted(known)) or None for name, known in made.items()}
+
+
 def record(path: Path, found: list[dict[str, Any]], of: int, note: str = "") -> None:
     """Write the results of a run with their counts: one line for a class. `of` is how many classes there are."""
     found = sorted(found, key=lambda r: (r["kind"], r["class"]))
-    head: dict[str, Any] = {"schema": 1, "versions": versions(), "classes": of, "note": note}
+    head: dict[str, Any] = {"schema": 1, "versions": versions_of(found), "classes": of, "note": note}
     head["counts"] = {kind: dict(count) for kind, count in sorted(table.counts(found).items())}
     head["options"] = {name: dict(count) for name, count in table.by_option(found).items()}
+    if " and " not in str(head["versions"]):  # those of every result
+        found = [{name: value for name, value in result.items() if name != "versions"} for result in found]
     lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
+def page() -> Path:
+    """Return the page of the guide that has the tables."""
+    (found,) = (p for p in sorted((meta.ROOT / "docs").rglob("*.md")) if table.MARK in p.read_text(encoding="utf-8"))
+    return found
+
+
 def write(path: Path) -> None:
-    """Put the tables of a record into docs/models.md."""
+    """Put the tables of a record into the guide."""
     made = json.loads(path.read_text(encoding="utf-8"))
     lines = table.lines_of(made["results"], made["versions"], made["classes"], made.get("note", ""))
-    document = meta.ROOT / "docs" / "models.md"
+    document = page()
     document.write_text(table.written(document.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 
@@ -221,9 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--record", nargs="?", const=RECORD, type=Path, help="write counts and results there")
     parser.add_argument("--note", default="", help="with --record: a sentence for the record: the date, the choice")
-    parser.add_argument(
-        "--write", action="store_true", help="run nothing: put the tables of a record into docs/models.md"
-    )
+    parser.add_argument("--write", action="store_true", help="run nothing: put the tables of a record into the guide")
     chosen = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     if chosen.write:
@@ -240,10 +258,10 @@ def main(argv: list[str] | None = None) -> int:
     stream = chosen.json.open("a", encoding="utf-8") if chosen.json else None
     found = [r for name, r in known.items() if name in wanted]
     for result in results(tasks, chosen.jobs, chosen.seconds, chosen.kind, chosen.options):
-        found.append(result)
+        found.append(result | {"versions": versions()})
         status = table.status_of(result)
         if stream is not None:
-            print(json.dumps(result, sort_keys=True), file=stream, flush=True)
+            print(json.dumps(found[-1], sort_keys=True), file=stream, flush=True)
         why = [
             f"{name}: {o['status']}: {o['why']}"
             for name, o in result.get("options", {}).items()
@@ -253,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{len(found):5} {result['kind']:15} {result['class']}: {status} {more}", flush=True)
     if chosen.record:
         record(chosen.record, found, len(everything), chosen.note)
-    print("\n".join(table.lines_of(found, versions(), len(everything), chosen.note)))
+    print("\n".join(table.lines_of(found, versions_of(found), len(everything), chosen.note)))
     return int(any(table.status_of(r) in ("changed", "crashed") for r in found))
 
 

@@ -69,6 +69,14 @@ _KEEP = re.compile(
     r"token_id|token_index|type_vocab|drop|kernel|stride|ratio|factor|mult|eps|version|num_stages|ignore|group_size|freq"
     r"|num_local_patches|sampling|window"
 )
+
+
+def _channels(config: Any) -> list[int]:
+    """Return the widths of the last stages of a detector's backbone."""
+    return list(config.backbone_config.hidden_sizes)[-len(config.encoder_in_channels) :]
+
+
+_DETECTOR = {"encoder_in_channels": _channels, "decoder_in_channels": lambda c: [WIDTH] * len(c.decoder_in_channels)}
 # What names do not tell, by model type. Dots reach into nested configurations.
 CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
@@ -82,6 +90,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "musicgen": {"num_codebooks": 1, "decoder.num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1, "decoder.num_codebooks": 1},
     "dia": {"decoder_config.num_channels": 1},
+    "rt_detr": _DETECTOR,
+    "rt_detr_v2": _DETECTOR,
 }
 
 

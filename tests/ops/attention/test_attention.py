@@ -12,6 +12,7 @@ from support.compare import poisoned, running_on
 from support.places import at, emulated, error_tests
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rtkernels
 from rtkernels import attention, attention_varlen, emulate
@@ -107,6 +108,34 @@ def test_values_and_gradients(name: str, place: str) -> None:
 def test_widths(name: str, place: str) -> None:
     with running_on(place) as device:
         check(*WIDTHS[name], device, backend="mma")
+
+
+@at("cpu", "sm_80", "cuda")
+def test_gradients_where_values_hardly_differ_are_as_near_as_those_of_torchs_flash_attention(place: str) -> None:
+    """There the gradient of a score is a difference of nearly equal numbers, one of them from the rounded result."""
+    size = (2, 33, 65, 2, 2, 64)
+    q, k, v = inputs(size, BF16, "cpu")
+    dout = normal(2, 33, 2, 64, seed=3)
+    v = (v[:, :1].float() + 0.01 * normal(2, 65, 2, 64, seed=4, dtype=torch.float32)).to(BF16)
+
+    def gradients(function: Any, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (q, k, v)]
+        return [g.double().cpu() for g in torch.autograd.grad(function(*leaves), leaves, dout.to(device, dtype))]
+
+    def torchs(kind: SDPBackend) -> Any:
+        def call(*heads: Tensor) -> Tensor:
+            with sdpa_kernel(kind):
+                made = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in heads))
+            return made.transpose(1, 2)
+
+        return call
+
+    exact = gradients(torchs(SDPBackend.MATH), torch.float64)
+    theirs = gradients(torchs(SDPBackend.FLASH_ATTENTION), BF16)
+    with running_on(place) as device:
+        ours = gradients(lambda *heads: attention(*heads), BF16, device)
+    for wanted, other, got in zip(exact, theirs, ours, strict=True):
+        assert (got - wanted).norm() <= 1.25 * (other - wanted).norm()
 
 
 def emulated_coverage() -> None:
