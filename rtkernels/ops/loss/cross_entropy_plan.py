@@ -1,4 +1,4 @@
-"""The kernels of cross entropy, and which one runs how for which tensors."""
+"""The kernels of cross entropy, the choice between them, and their launches."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def slab_columns(device: int) -> int:
 
 
 class Slab(NamedTuple):
-    """Columns of the logits that are made, used and turned into gradients together."""
+    """Columns of the logits that are computed and turned into gradients together."""
 
     first: int
     end: int

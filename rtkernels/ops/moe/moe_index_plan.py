@@ -1,4 +1,4 @@
-"""The kernels that build the index of routed tokens, and which one runs how for which tensors."""
+"""The kernels that build the index of routed tokens, the choice between them, and their launches."""
 
 from __future__ import annotations
 

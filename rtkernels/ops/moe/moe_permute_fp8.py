@@ -22,7 +22,7 @@ from rtkernels.runtime.operator.registry import Op
 
 
 def _in_two(x, rows, slots, offsets, probs, experts, output, dtype, pow2_scale) -> tuple[Tensor, ...]:
-    """Permute, then quantise; what lies behind the last expert's rows is cleared."""
+    """Permute, then quantise; everything after the last expert's rows is cleared."""
     y, _, probs_out = PERMUTE.launch(x, rows, slots, None, probs, experts)
     counts = offsets.diff()
     codes = quantizer.QUANTIZE.launch(y, counts, output, dtype, pow2_scale)
@@ -50,7 +50,7 @@ QUANTIZE = Operator(
 
 
 class MoePermutedFp8(NamedTuple):
-    """Codes and scales of the permuted rows, as :class:`QuantizedExperts` has them; None for what was not asked for.
+    """Codes and scales of the permuted rows, as :class:`QuantizedExperts` has them; None if not requested.
 
     Attributes:
         q: ``[R, H]``.

@@ -106,7 +106,7 @@ _INDEX, _CODES = ("slots", "offsets", "probs", "experts"), ("q", "scale", "q_t",
 def _tile_steps(
     x: Meta, rows: Meta, slots: Meta, offsets: Meta, probs: Meta | None, stride: int, f: str, pow2: int, device: int
 ) -> Steps:
-    """Return the launch of one kernel for everything that is asked for."""
+    """Return the launch of one kernel that computes all requested results."""
     (tokens, cols), count, top_k, experts = x.shape, slots.shape[0], rows.shape[1], offsets.shape[0] - 1
     tiles, blocks, info = groups_of(cols), row_blocks_of(count, experts), device_info(device)
     sizes = tokens * top_k, top_k, divisor(top_k), count, cols, stride, experts, blocks, tiles
@@ -124,7 +124,7 @@ def _tile_steps(
 def _row_steps(
     x: Meta, rows: Meta, slots: Meta, offsets: Meta, probs: Meta | None, stride: int, f: str, pow2: int, device: int
 ) -> Steps:
-    """Return the launches for codes by rows alone: made one time per token; then the scales go where they belong."""
+    """Return the launches for codes by rows alone: computed once per token, then the scales are distributed."""
     (tokens, cols), count, top_k, experts = x.shape, slots.shape[0], rows.shape[1], offsets.shape[0] - 1
     parts, groups = -(-cols // _ROW_COLUMNS), groups_of(cols)
     tasks = tokens * parts + -(-count // 32)

@@ -1,4 +1,4 @@
-"""The kernels that move rows between tokens and experts, and which one runs how for which tensors."""
+"""The kernels that move rows between tokens and experts, the choice between them, and their launches."""
 
 from __future__ import annotations
 

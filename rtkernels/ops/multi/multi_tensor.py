@@ -267,7 +267,7 @@ def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: An
 
 
 def scale_to_norm_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale tensors of which `norm` is the norm, here and elsewhere, to at most `max_norm`."""
+    """Scale tensors whose total norm, over all processes, is `norm`, to at most `max_norm`."""
     _scale(tensors, norm, 1.0, _largest(max_norm))
 
 

@@ -17,7 +17,7 @@ def out_dtype(kind: int, raw: bool) -> torch.dtype:
 
 
 def reduce(tensors: Sequence[Tensor], kind: int, per_tensor: bool, raw: bool) -> Tensor:
-    """Return the reduction of all tensors, then of each if asked for."""
+    """Return the reduction of all tensors, then of each if requested."""
     place = tensors[0].device if len(tensors) else "cpu"
     each = [_reduce_one(t.detach(), kind) for t in tensors]
     zero = torch.zeros(1, dtype=torch.float64, device=place)

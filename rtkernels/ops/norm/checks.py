@@ -1,4 +1,4 @@
-"""What all normalisations over the last dimension demand of their tensors, and of memory that the caller gives."""
+"""Checks of tensors, and of the caller's memory, for all normalisations over the last dimension."""
 
 from __future__ import annotations
 

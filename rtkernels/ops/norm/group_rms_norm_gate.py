@@ -18,7 +18,7 @@ from rtkernels.runtime.operator.registry import Op
 
 
 def _grouped(t: Tensor, groups: int, cols: int, lead: int, swap: bool) -> Tensor:
-    """Return a tensor as fp32 (or wider) [tokens..., groups, cols], its first two dimensions swapped if asked for."""
+    """Return a tensor as fp32 (or wider) [tokens..., groups, cols], its first two dimensions swapped on request."""
     grouped = t.to(torch.promote_types(t.dtype, torch.float32)).reshape(*t.shape[:lead], groups, cols)
     return grouped.transpose(0, 1) if swap else grouped
 

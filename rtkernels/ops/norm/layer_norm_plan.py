@@ -1,4 +1,4 @@
-"""The kernels of layer_norm, and which one runs how for which tensors."""
+"""The kernels of layer_norm, the choice between them, and their launches."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check_bwd(
 
 
 def parameter_sums(weight: Any, bias: Any, wanted: bool) -> tuple[int, torch.dtype | None]:
-    """Return how many parameter gradients a backward call makes, and their dtype. dbias always follows dweight."""
+    """Return the number of parameter gradients of a backward call, and their dtype. dbias always follows dweight."""
     if not wanted:
         return 0, None
     return (1, weight.dtype) if bias is None else (2, bias.dtype)

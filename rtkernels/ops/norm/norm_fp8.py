@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.registry import Op
 
 
 class NormFp8(NamedTuple):
-    """Codes, scales and statistics of a normalised tensor ``[..., n]``; None for what was not asked for.
+    """Codes, scales and statistics of a normalised tensor ``[..., n]``; None if not requested.
 
     With ``[m, n]`` for x whose leading dimensions are flattened:
 

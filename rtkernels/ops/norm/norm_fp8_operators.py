@@ -1,4 +1,4 @@
-"""The operators behind the quantised normalisations: launchers, the same in plain torch, shapes for fakes."""
+"""The operators behind the quantised normalisations: launchers, references in plain torch, shapes for fakes."""
 
 from __future__ import annotations
 

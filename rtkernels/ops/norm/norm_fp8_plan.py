@@ -143,7 +143,7 @@ def plan(given: Normed, device: int, single_read: bool = True) -> Steps:
 
 
 def _row_step(given: Normed, found: _Rows, device: int) -> Step:
-    """Return the launch that makes statistics and codes of rows together."""
+    """Return the launch that computes statistics and codes of rows together."""
     rows, cols, *_ = found.sizes
     vectors = -(-cols // found.vec)
     threads = max(group_threads(-(-vectors // _ROW_CHUNKS), _ROW_THREADS), GROUP // found.vec)
@@ -208,7 +208,7 @@ def _stats(found: _Rows, first: int, centred: bool, ticket: str | int, eps: floa
 
 
 def _stats_rows(row_bytes: int, warps: int) -> int:
-    """Return how many rows a block makes statistics of: a power of two, at least one per warp, at most 128."""
+    """Return the rows per block of the statistics kernel: a power of two, at least one per warp, at most 128."""
     rows = 2 * warps if 2 * warps * row_bytes <= _MAX_STATS_BYTES else warps
     while rows < GROUP and 2 * rows * row_bytes <= _STATS_BYTES:
         rows *= 2

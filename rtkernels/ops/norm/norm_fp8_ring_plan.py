@@ -87,7 +87,7 @@ def serves(x: Matrix) -> bool:
 
 
 def single_read_blocks(x: Matrix) -> int:
-    """Return how many blocks of the kernel that makes 1/rms as well serve x; 0 if it does not.
+    """Return the number of blocks of the kernel that also computes 1/rms; 0 if it does not support x.
 
     They wait for each other, so all must run at the same time on the SMs that this process may use: MPS and
     green contexts leave fewer than the device has. There are as few as take no more tiles each than with all of these:
@@ -130,7 +130,7 @@ def single_read_steps(
     x: Matrix, blocks: int, scale_strides: tuple[int, int], tensors: tuple[str | int, ...], *, weight_fp32: bool,
     pow2: bool, eps: float, offset: float, two_passes: Callable[[], Steps],
 ) -> Steps:  # fmt: skip
-    """Return the launch that makes 1/rms as well. `blocks`: of single_read_blocks; others as for ring_step.
+    """Return the launch that also computes 1/rms. `blocks`: from single_read_blocks; others as for ring_step.
 
     `two_passes` makes what runs instead on a device that refuses it.
     """

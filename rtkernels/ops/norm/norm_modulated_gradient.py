@@ -70,7 +70,7 @@ def _in_one_launch(
     h: Tensor, gate: Tensor | None, bias: Tensor | None, weight: Tensor | None, norm_bias: Tensor | None,
     scale: Tensor | None, shift: Tensor | None, channel_scale: Tensor | None, numbers: tuple[float, float, bool],
 ) -> None:  # fmt: skip
-    """Fill in all gradients that are wanted but those of weights: one launch, and sums for operands with fewer rows."""
+    """Compute all needed gradients except those of weights: one launch, and sums for operands with fewer rows."""
 
     def memory(needed: bool) -> Tensor | None:
         return torch.empty(h.shape, dtype=h.dtype, device=h.device) if needed else None

@@ -135,7 +135,7 @@ def plan(given: Modulated, device: int) -> Steps:
 
 
 def _around(given: Modulated) -> tuple[list[str], list[str]]:
-    """Return the operands before and behind the statistics."""
+    """Return the operands before and after the statistics."""
     present = [name for name, meta in given.operands.items() if meta is not None]
     return [name for name in present if name in _BEFORE], [name for name in present if name in _BEHIND]
 

@@ -65,7 +65,7 @@ def with_statistics(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, rstd: Tensor | None,
     mean: Tensor | None, eps: float, offset: float, centred: bool, wanted: bool,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """Normalise with given statistics, or return those worked out: y, then the sum, then (`wanted`) rstd and mean."""
+    """Normalise with given or computed statistics. Returns y, then the sum, then (`wanted`) rstd and mean."""
     if recorded(x, weight, bias, residual):
         if is_dynamo_compiling():
             eps, offset = constant(eps), constant(offset)

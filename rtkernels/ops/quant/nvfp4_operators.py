@@ -1,4 +1,4 @@
-"""Operators of the block formats of four and eight bits: what they demand, and the same in plain torch."""
+"""Operators of the 4-bit and 8-bit block formats: checks, and references in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALES = {"mxfp8": torch.float8_e8m0fnu, "mxfp4": torch.float8_e8m0fnu, "nvfp4"
 
 
 def scale_shape(shape: tuple[int, ...], block: int, swizzled: bool) -> tuple[int, ...]:
-    """Return the shape of the scales of values, `block` of which share one."""
+    """Return the shape of the scales, one per `block` values."""
     blocks = -(-shape[-1] // block)
     return (formats.swizzled_bytes(row_count(shape), blocks),) if swizzled else (*shape[:-1], blocks)
 

@@ -98,7 +98,7 @@ QUANTIZE = Operator(
 
 
 class QuantizedExperts(NamedTuple):
-    """Codes and scales of the experts' rows, one expert after the other; None for what was not asked for.
+    """Codes and scales of the experts' rows, one expert after the other; None if not requested.
 
     For x ``[t, n]`` with ``g = ceil(n/128)``, and an expert with rows ``s`` to ``s + c - 1``, before which there are
     ``b`` blocks of 128 rows (the last one of each expert may be shorter):

@@ -73,7 +73,7 @@ def check_options(granularity: str, layout: str) -> None:
 def check_quantize(
     x: Meta | Tensor, dtype: torch.dtype, granularity: str = "tensor", scale_layout: str = "row"
 ) -> None:
-    """Raise an ArgumentError unless x can be quantised as asked."""
+    """Raise an ArgumentError unless x can be quantised with these options."""
     check_options(granularity, scale_layout)
     token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)

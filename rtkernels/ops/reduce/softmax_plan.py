@@ -1,4 +1,4 @@
-"""The kernels of softmax, and which one runs how for which tensors."""
+"""The kernels of softmax, the choice between them, and their launches."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Rotations(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Everything a kernel needs to know about the tables besides their addresses."""
+    """Everything a kernel needs to know about the tables except their addresses."""
 
     table_rows: int
     table_stride: int

@@ -1,4 +1,4 @@
-"""The router's linear layer: logits of 16-bit activations in fp32, with the precision the caller asks for."""
+"""The router's linear layer: logits of 16-bit activations in fp32, with the precision that the caller requests."""
 
 from __future__ import annotations
 

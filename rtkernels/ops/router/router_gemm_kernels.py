@@ -158,7 +158,7 @@ def input_gradient_launch(device: int, left: int, right: int, rows: int, depth: 
 
 
 class DwPlan(NamedTuple):
-    """How the weight's gradient is made."""
+    """How the weight's gradient is computed."""
 
     launch: Launch
     splits: int

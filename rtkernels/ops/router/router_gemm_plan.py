@@ -1,4 +1,4 @@
-"""The three products of the router as steps: operands made ready, kernels launched."""
+"""The three products of the router as steps: preparing operands, launching kernels."""
 
 from __future__ import annotations
 
