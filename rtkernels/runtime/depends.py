@@ -14,13 +14,14 @@ default dtype        yes                                               where tor
 deterministic mode   yes                                               where torch computes a part of the call
 environment          nothing                                           RTKERNELS_DEBUG, if the call asked for it
 emulation            changing the target forgets all calls             likewise
-dispatch modes, ...  such calls are neither recorded nor replayed      asked before anything else
-stream, capture      nothing: launches go to the current stream        likewise
+dispatch modes       such calls are neither recorded nor replayed      asked before anything else
+stream               nothing: launches go to the current stream        likewise
+capture              nothing: a graph gets scratch of its own          likewise
 threads              nothing: kept scratch belongs to a thread         likewise
 plans                forgetting plans forgets all calls                likewise
 ===================  ================================================  ============================================
 
-Dispatch modes and the like: functorch transforms, forward-mode differentiation, tracing, Dynamo.
+Dispatch modes: also functorch transforms, forward-mode differentiation, tracing and Dynamo.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ import torch
 
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
+# Tests change each of these between two calls (``tests/contracts/test_depends.py``).
+ITEMS = (
+    "tensors", "lazy negatives", "aliasing", "other arguments", "gradients", "inference mode", "autocast",
+    "default dtype", "deterministic mode", "environment", "emulation", "dispatch modes", "stream", "capture", "threads",
+    "plans",
+)  # fmt: skip
 MAX_PARTS = 16  # elements of a list among the arguments
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
