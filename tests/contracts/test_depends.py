@@ -68,11 +68,9 @@ def test_all_public_functions(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", planted.DEFECTS, ids=lambda d: d.name.replace(" ", "_"))
 def test_planted_defects_are_found(defect: Defect) -> None:
-    """And nothing is found without the defect."""
+    """What is found here is not found without the defect: the tests above make the same changes."""
     where = f"--kind={defect.kinds}", f"--calls={defect.only}", f"--items={defect.place}", f"--changes={defect.variation}"
     assert _run(*where, f"--plant={defect.name}")["failures"]
-    without = _run(*where)
-    assert without["changes"] and not without["failures"]
 
 
 def test_every_item_has_a_planted_defect() -> None:

@@ -22,7 +22,7 @@ from contracts.fuzz.memory import Arena, Layout, dense, layouts, placed
 from rtkernels.runtime.launch.plans import Plans
 
 Given = dict[str, Any]
-Run = Callable[[Callable[[], Any], list[Any]], Any]  # calls it; adds what it saw to the list
+Run = Callable[[Callable[[], Any], list[Any]], Any]  # makes a call; adds what it sees to the list, "wrong" if that is
 
 
 def plainly(call: Callable[[], Any], seen: list[Any]) -> Any:
@@ -275,7 +275,8 @@ def _on_another_stream(call: Callable[[], Any], seen: list[Any]) -> Any:
     State.streams.clear()
     with on_stream(7):
         result = plainly(call, seen)
-    seen.append(("streams", sorted(State.streams)))
+    if State.streams - {7}:
+        seen.append(("wrong", "launches go to another stream than the current one"))
     return result
 
 
@@ -308,12 +309,15 @@ def _with_new_plans(call: Callable[[], Any], seen: list[Any]) -> Any:
 
 
 def _for_two_targets(call: Callable[[], Any], seen: list[Any]) -> Any:
+    Plans.forget_all()
+    State.plans = 0
     with rtkernels.emulate("sm_80"):
         plainly(call, seen)
-    State.plans = 0
+    made, State.plans = State.plans, 0
     with rtkernels.emulate("sm_90"):
         result = plainly(call, seen)
-    seen.append(("plans", bool(State.plans)))
+    if made and not State.plans:
+        seen.append(("wrong", "plans of another target are used"))
     return result
 
 
@@ -345,8 +349,8 @@ def surroundings(call: Call) -> Iterator[Change]:
         lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
     )
     yield around("deterministic mode", "on", deterministic, other="torch")
-    yield around("inference mode", "on", _inside(torch.inference_mode))
-    yield around("inference mode", "off", plainly, _inside(torch.inference_mode))
+    yield around("inference mode", "on", _inside(torch.inference_mode), other="always")
+    yield around("inference mode", "off", plainly, _inside(torch.inference_mode), other="always")
     inside = Way(lambda: _made_in_inference_mode(make))
     yield Change("inference mode", "of tensors", plain, inside)
     leaf = Way(maker(call.given, lambda made: [t.requires_grad_() if _floating(t) else t for t in made]))

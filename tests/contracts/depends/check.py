@@ -78,6 +78,8 @@ class Checker:
         """Return what is wrong after a change, or None."""
         name = f"{call.name} | {change.item}: {change.name}"
         wanted_after, wanted_before = fresh(call, change.after), fresh(call, change.before)
+        for kind, text in filter(_is_wrong, wanted_after):
+            return f"{name} | {kind}: {text}"
         Plans.forget_all()
         for number in range(WARM):
             if wrong := self._differs(call, change.before, wanted_before):
@@ -110,6 +112,10 @@ class Checker:
             return None
         pairs = [(a, b) for a, b in zip(got, wanted, strict=False) if a != b] or [(got, wanted)]
         return f"{str(pairs[0][0])[:300]} instead of {str(pairs[0][1])[:300]}"
+
+
+def _is_wrong(seen: Any) -> bool:
+    return isinstance(seen, tuple) and seen[:1] == ("wrong",)
 
 
 def _known(call: Call) -> int:
