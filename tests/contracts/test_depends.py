@@ -54,6 +54,22 @@ def test_public_functions() -> None:
 
 @emulated
 @without_cuda
+def test_overloads_of_aten() -> None:
+    found = _run("--kind=aten", "--count=5", "--each=1", "--seed=3", "--fresh=2")
+    _check(found)
+    assert set(found["items"]) == set(depends.ITEMS) - {"emulation"}  # see tests/aten
+
+
+@emulated
+@without_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_overloads_of_aten(part: int) -> None:
+    _check(_run("--kind=aten", f"--part={part}/{PARTS}"))
+
+
+@emulated
+@without_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_public_functions(part: int) -> None:

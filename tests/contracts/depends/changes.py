@@ -191,6 +191,7 @@ def out(call: Call) -> Iterator[Change]:
 def options(call: Call, rng: random.Random) -> Iterator[Change]:
     """Arguments that are no tensors: their types, signs of zeros, values; lists and tuples; None."""
     make = maker(call.given)
+    always = "" if call.aten else "always"  # the dispatcher makes numbers of their types
 
     def with_value(name: str, value: Any) -> Way:
         return Way(lambda: {**make(), name: value})
@@ -212,11 +213,11 @@ def options(call: Call, rng: random.Random) -> Iterator[Change]:
             pairs = [(value, torch.float16), (value, None)]
         for first, second in pairs:
             values = with_value(name, first), with_value(name, second)
-            yield Change("other arguments", f"{name} {first!r:.20} {second!r:.20}", *values, "always")
+            yield Change("other arguments", f"{name} {first!r:.20} {second!r:.20}", *values, always)
         if kind in (list, tuple):
             other = tuple if kind is list else list
             after = Way(lambda name=name, other=other: (made := make()) | {name: other(made[name])})
-            yield Change("other arguments", f"{name} as a {other.__name__}", Way(make), after, "always")
+            yield Change("other arguments", f"{name} as a {other.__name__}", Way(make), after, always)
         if isinstance(value, Tensor) and name != next(iter(call.given)):
             yield Change("other arguments", f"{name} None", Way(make), with_value(name, None))
 
@@ -330,6 +331,7 @@ def surroundings(call: Call) -> Iterator[Change]:
     """What is around a call: modes, dtypes, threads, streams, the environment, plans."""
     make = maker(call.given)
     plain = Way(make)
+    always = "" if call.aten else "always"  # what an override does is below that
 
     def around(item: str, name: str, run: Run, before: Run = plainly, other: str = "") -> Change:
         return Change(item, name, Way(make, before), Way(make, run), other)
@@ -349,8 +351,8 @@ def surroundings(call: Call) -> Iterator[Change]:
         lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
     )
     yield around("deterministic mode", "on", deterministic, other="torch")
-    yield around("inference mode", "on", _inside(torch.inference_mode), other="always")
-    yield around("inference mode", "off", plainly, _inside(torch.inference_mode), other="always")
+    yield around("inference mode", "on", _inside(torch.inference_mode), other=always)
+    yield around("inference mode", "off", plainly, _inside(torch.inference_mode), other=always)
     inside = Way(lambda: _made_in_inference_mode(make))
     yield Change("inference mode", "of tensors", plain, inside)
     leaf = Way(maker(call.given, lambda made: [t.requires_grad_() if _floating(t) else t for t in made]))
