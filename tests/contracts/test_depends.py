@@ -85,7 +85,12 @@ def test_all_public_functions(part: int) -> None:
 @pytest.mark.parametrize("defect", planted.DEFECTS, ids=lambda d: d.name.replace(" ", "_"))
 def test_planted_defects_are_found(defect: Defect) -> None:
     """What is found here is not found without the defect: the tests above make the same changes."""
-    where = f"--kind={defect.kinds}", f"--calls={defect.only}", f"--items={defect.place}", f"--changes={defect.variation}"
+    where = (
+        f"--kind={defect.kinds}",
+        f"--calls={defect.only}",
+        f"--items={defect.place}",
+        f"--changes={defect.variation}",
+    )
     assert _run(*where, f"--plant={defect.name}")["failures"]
 
 

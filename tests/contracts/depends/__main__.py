@@ -64,7 +64,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
                 if compared < options.fresh:
                     compared += 1
                     if (child := _in_a_fresh_process(call, change)) != (here := repr(fresh(call, change.after))):
-                        failures.append(f"{call.name} | {change.name} | a fresh process: {child[:300]}, not {here[:300]}")
+                        failures.append(
+                            f"{call.name} | {change.name} | a fresh process: {child[:300]}, not {here[:300]}"
+                        )
                 began = time.monotonic()
                 if wrong := checker.check(call, change):
                     failures.append(wrong)

@@ -107,7 +107,11 @@ class _Blocks:
             self._found[start] = tensor = torch.frombuffer(memory, dtype=torch.uint8)
             targets = self._device.tables.get(start)
             if targets is not None:
-                points_to(tensor, {word: self.pointer(target).tensor for word, target in targets.items() if target})
+                # Memory of a table that is gone may hold anything, and a table may outlive what it names.
+                words = (ctypes.c_uint64 * (size // 8)).from_address(start)
+                there = {word: at for word, at in targets.items() if at and word < len(words) and words[word] == at}
+                there = {word: at for word, at in there.items() if self._device.module.block_of(at) is not None}
+                points_to(tensor, {word: self.pointer(at).tensor for word, at in there.items()})
         made = Pointer(address)
         made.tensor = self._found[start]
         return made
