@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="which part of the calls")
     parser.add_argument("--fresh", type=int, default=0, help="changes that are compared with a fresh process")
+    parser.add_argument("--old-plans", action="store_true", help="plans of numbers that are equal are not cleared")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--plant", help="the name of a defect in planted.py")
     options = parser.parse_args()
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     wanted = set(filter(None, options.items.split(",")))
     checker, failures, names = Checker(), [], []
     compared = 0
+    checker.new_plans = not options.old_plans
     for call in found:
         names.append(call.name)
         by_item: dict[str, list] = {}

@@ -48,6 +48,7 @@ class Change(NamedTuple):
         after: The call that must not be taken for one of them.
         other: The call after the change is no replay of one before, even if results are the same: "always", or where
             "torch" computes a part of the call.
+        new_plans: Plans of operators, whose keys take 0.0 for -0.0 and 1 for True, are made anew before each call.
     """
 
     item: str
@@ -55,6 +56,7 @@ class Change(NamedTuple):
     before: Way
     after: Way
     other: str = ""
+    new_plans: bool = False
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -188,6 +190,10 @@ def out(call: Call) -> Iterator[Change]:
         yield Change(item, f"{item}, with out", with_out, with_out._replace(run=run))
 
 
+def _are_equal(a: Any, b: Any) -> bool:
+    return isinstance(a, (int, float)) and isinstance(b, (int, float)) and a == b
+
+
 def options(call: Call, rng: random.Random) -> Iterator[Change]:
     """Arguments that are no tensors: their types, signs of zeros, values; lists and tuples; None."""
     make = maker(call.given)
@@ -213,7 +219,9 @@ def options(call: Call, rng: random.Random) -> Iterator[Change]:
             pairs = [(value, torch.float16), (value, None)]
         for first, second in pairs:
             values = with_value(name, first), with_value(name, second)
-            yield Change("other arguments", f"{name} {first!r:.20} {second!r:.20}", *values, always)
+            yield Change(
+                "other arguments", f"{name} {first!r:.20} {second!r:.20}", *values, always, _are_equal(first, second)
+            )
         if kind in (list, tuple):
             other = tuple if kind is list else list
             after = Way(lambda name=name, other=other: (made := make()) | {name: other(made[name])})
