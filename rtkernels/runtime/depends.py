@@ -7,7 +7,6 @@ tensors              dtype, shape, strides, device, address modulo 16  one compa
 lazy negatives       such calls are not recorded; yes in aten copies   dispatch keys, compared in C++
 aliasing             which arguments are one tensor                    ``is``; pairs found apart are compared again
 other arguments      type and value, the sign of a zero                likewise
-floats for launches  type only, in aten overrides that say so          passed to the launch
 gradients            calls that record one are not recorded            ``requires_grad`` in C++; grad mode
 inference mode       yes                                               dispatch keys, compared in C++
 autocast             whether, and to which dtype                       dispatch keys in C++; the dtype
@@ -15,13 +14,15 @@ default dtype        yes                                               where tor
 deterministic mode   yes                                               where torch computes a part of the call
 environment          nothing                                           RTKERNELS_DEBUG, if the call asked for it
 emulation            changing the target forgets all calls             likewise
-dispatch modes, ...  such calls are neither recorded nor replayed      asked before anything else
-stream, capture      nothing: launches go to the current stream        likewise
+dispatch modes       such calls are neither recorded nor replayed      asked before anything else
+stream               nothing: launches go to the current stream        likewise
+capture              nothing: a graph gets scratch of its own          likewise
 threads              nothing: kept scratch belongs to a thread         likewise
 plans                forgetting plans forgets all calls                likewise
 ===================  ================================================  ============================================
 
-Dispatch modes and the like: functorch transforms, forward-mode differentiation, tracing, Dynamo.
+Other arguments: floats that only a launch takes are passed to it in aten overrides that say so; keys hold their type.
+Dispatch modes: also functorch transforms, forward-mode differentiation, tracing and Dynamo.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ import torch
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
 MISS = object()  # returned by a replay for a call that is not like the recorded one
+# Tests change each of these between two calls (``tests/contracts/test_depends.py``).
+ITEMS = (
+    "tensors", "lazy negatives", "aliasing", "other arguments", "gradients", "inference mode", "autocast",
+    "default dtype", "deterministic mode", "environment", "emulation", "dispatch modes", "stream", "capture", "threads",
+    "plans",
+)  # fmt: skip
 MAX_PARTS = 16  # elements of a list among the arguments
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 

@@ -108,7 +108,11 @@ class _Blocks:
             self._found[start] = tensor = torch.frombuffer(memory, dtype=torch.uint8)
             table, targets = self._device.tables.get(start, (lambda: None, {}))
             if table() is not None:  # or its memory is another one's by now
-                points_to(tensor, {word: self.pointer(target).tensor for word, target in targets.items() if target})
+                # Memory of a table that is gone may hold anything, and a table may outlive what it names.
+                words = (ctypes.c_uint64 * (size // 8)).from_address(start)
+                there = {word: at for word, at in targets.items() if at and word < len(words) and words[word] == at}
+                there = {word: at for word, at in there.items() if self._device.module.block_of(at) is not None}
+                points_to(tensor, {word: self.pointer(at).tensor for word, at in there.items()})
         made = Pointer(address)
         made.tensor = self._found[start]
         return made
