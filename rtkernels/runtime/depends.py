@@ -50,6 +50,13 @@ def meta_code(x: str, address: str | None = None) -> str:
     return f"{x}.dtype, {x}.shape, {x}.stride(), {x}.get_device(), {address or f'{x}.data_ptr()'} & 15"
 
 
+def option_code(x: str, kind: str) -> str:
+    """Return the expression of what tells options of a schema's type apart that are equal: 0.0 and -0.0, 3 and 3.0."""
+    if "float" in kind:
+        return f"{x} or str({x})"
+    return f"{x}, {x}.__class__" if kind in ("int", "SymInt") else x
+
+
 def lazy_code(x: str) -> str:
     """Return the expression of whether the memory of a tensor holds other values: for calls that may be given such."""
     return f"{x}.is_neg(), {x}.is_conj()"

@@ -79,7 +79,6 @@ def test_all_public_functions(part: int) -> None:
 @emulated
 @without_cuda
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="keys of plans (runtime/operator/declared.py) take -0.0 for 0.0 and 3.0 for 3")
 @pytest.mark.parametrize(("call", "change"), [("rope()", "mscale 0.0 -0.0"), ("topk()", "k 3 3.0")])
 def test_plans_tell_equal_numbers_apart(call: str, change: str) -> None:
     _check(_run(f"--calls={call}", "--items=other arguments", f"--changes={change}", "--old-plans"))

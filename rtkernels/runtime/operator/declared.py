@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.depends import meta_code
+from rtkernels.runtime.depends import meta_code, option_code
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
@@ -119,6 +119,7 @@ class Declared:
         self.arguments = tuple(a for a in declared if isinstance(a, Argument))
         self.names = tuple(a.name if isinstance(a, Argument) else a.split("=")[0].split()[-1] for a in declared)
         self.option_names = tuple(n for n, a in zip(self.names, declared, strict=True) if isinstance(a, str))
+        self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
         self.results = None if results is None else tuple(results.split())
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
@@ -154,14 +155,16 @@ class Declared:
 
     def _key(self) -> str:
         """Return the expression that looks up the plan of a call; its key consists of plain tuples."""
-        keys = []
+        keys, told_apart = [], []
         for name, kind in zip(self.names, self._kinds, strict=True):
             if kind is None:
                 keys += [] if name in self._numbers else [name]
+                code = option_code(name, self._option_types[name])
+                told_apart += [] if name in self._numbers or code == name else [code]
                 continue
             meta = f"({meta_code(name)})"
             keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
-        return f"plans[{', '.join(keys)},]"
+        return f"plans[{', '.join([*keys, *told_apart])},]"  # ``_build`` does not look at the last ones
 
     def _write_out(self, operator: str) -> dict[str, Any]:
         """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is generated.
@@ -210,7 +213,7 @@ def launch({names}):
         """Generate ``run_and_keep``, for calls whose plan was run before, but not by one of the last calls."""
         names = ", ".join(self.names)
         kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
-        tensors, options = ", ".join(kinds), "".join(f"{name}, " for name in self.option_names)
+        tensors = ", ".join(kinds)
         pointers = "".join(f"    pointer_{name} = {self._address(name, kind)}\n" for name, kind in kinds.items())
         run = ", ".join([*(f"pointer_{name}" for name in kinds), *self._numbers])
         counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
@@ -226,7 +229,7 @@ def run_and_keep({names}):
 {pointers}\
     if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
         return run_and_keep_slowly(plan, {names})
-    last_calls = last_with(last_calls, matches, plan.run, ({options}))
+    last_calls = last_with(last_calls, matches, plan.run, options_of({names}))
     returned = plan.run({run})
 {counted}    return returned
 """

@@ -11,6 +11,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 from rtkernels.runtime import env
+from rtkernels.runtime.depends import option_code
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.memory import call_state
 from rtkernels.runtime.launch.plans import Plans
@@ -172,8 +173,14 @@ def call({names}):
         if self._plan is not None:
             scope["last_calls"] = ()
             Plans.replays.append(lambda: scope.update(last_calls=()))
+            options = [self._option(a) for i, a in enumerate(arguments) if i not in self._tensors]
+            source += f"\ndef options_of({names}):\n    return ({''.join(f'{option}, ' for option in options)})\n"
         exec(written_code(source, f"<rtkernels {self.name}>"), scope)
         return scope["call"]
+
+    def _option(self, argument: Any) -> str:
+        """Return the expression of an option in comparisons with recent calls; plans do not depend on numbers."""
+        return argument.name if argument.name in self._numbers else option_code(argument.name, str(argument.type))
 
     def _refusal(self) -> str:
         """Return the lines of ``call`` that refuse tensors with tangents of forward-mode differentiation."""
@@ -190,7 +197,7 @@ def call({names}):
         for i, argument in enumerate(self.overload._schema.arguments):
             name = argument.name
             if i not in self._tensors:
-                options.append(name)
+                options.append(self._option(argument))
                 continue
             tensors.append(name)
             absent = "" if str(argument.type) == "Tensor" else f"0 if {name} is None else "
@@ -248,7 +255,7 @@ def call({names}):
                     self._count_versions(args)
                     return results
                 plan.matches = same_tensors(given)
-            options = tuple(value for i, value in enumerate(args) if i not in self._tensors)
+            options = scope["options_of"](*args)
             # A single assignment, so that other threads see all of it or nothing.
             scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
         elif self._lazy(args):
