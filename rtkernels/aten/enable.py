@@ -244,10 +244,23 @@ def _native_kernel(name: str, key: str) -> Any:
     """Return torch's own kernel, looked up while it is not overridden; None where this torch has none for the key."""
     if (name, key) not in _native:
         try:
-            _native[name, key] = torch.library.get_kernel(f"aten::{name}", key)
+            _native[name, key] = None if _is_composite(name, key) else torch.library.get_kernel(f"aten::{name}", key)
         except RuntimeError:  # a CPU build has no CUDA kernels
             _native[name, key] = None
     return _native[name, key]
+
+
+def _is_composite(name: str, key: str) -> bool:
+    """Return True for an overload with a gradient that is a composite of others at a key (``_fused_rms_norm`` on CPUs).
+
+    With a kernel there, autograd would use its formula instead of the composite, and call a backward that is not there.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return (
+        has(f"aten::{name}", "CompositeImplicitAutograd")
+        and not has(f"aten::{name}", key)
+        and has(f"aten::{name}", "Autograd")
+    )
 
 
 # ---- records --------------------------------------------------------------------------------------------------------

@@ -382,3 +382,14 @@ def test_switching_while_threads_call_on_the_gpu() -> None:
         assert not _call_while_switching(close, want, 100, ("all", ("abs", "sum"), "red"))
     finally:
         table.MIN_ELEMENTS.update(limits)
+
+
+def test_overloads_that_are_composites_keep_their_gradients() -> None:
+    """Where an overload is a composite of others, autograd uses a formula for it as soon as it has a kernel there."""
+    import torch.nn.functional as F
+
+    with rtkernels.emulate("sm_80"), rtkernels.use("all"):
+        x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+        got = torch.autograd.grad(F.rms_norm(x, (16,), weight, 1e-5).sum(), (x, weight))
+    want = torch.autograd.grad(F.rms_norm(x, (16,), weight, 1e-5).sum(), (x, weight))
+    torch.testing.assert_close(got, want)
