@@ -22,7 +22,7 @@ from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
 from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import never, same_tensors
 
 _LIMIT = 4096  # calls that an override remembers
@@ -156,7 +156,7 @@ def key_of({_listed(arguments)}):
             "stand_ins": _STAND_INS, "compare": _comparison, "only": _only_index, "SMALL": table.SMALL,
             "SEVERAL": table.SEVERAL, "MISS": MISS, "last": (never, None, *[None] * len(kept)),
         }  # fmt: skip
-        exec(written_code(source, f"<rtkernels recent calls of aten {self.row.name}>"), self._scope)
+        generated(source, f"<rtkernels recent calls of aten {self.row.name}>", self._scope)
 
     def call(self, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the handler for a call that ``find`` did not find, and record what it launches."""

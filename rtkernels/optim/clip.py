@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.ops.multi.multi_tensor import clip_norm_, multi_norm, norm_over_groups, scale_to_norm_
+from rtkernels.ops.multi.multi_tensor import multi_clip_norm_, multi_norm, norm_over_groups, scale_to_norm_
 from rtkernels.runtime.operator.sharding import is_sharded, local
 
 
@@ -57,9 +57,9 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is {float(norm)}; pass error_if_nonfinite=False to "
             "scale by it anyway"
         )
-    if not sharded:
-        return clip_norm_(grads, max_norm, norm_type, group)
     with torch.no_grad():
+        if not sharded:
+            return multi_clip_norm_(grads, max_norm, norm_type, group=group)
         scale_to_norm_([local(g) for g in grads], norm, max_norm)
     return norm
 

@@ -28,7 +28,7 @@ def test_functions_of_a_declaration_name_what_they_take() -> None:
     primitives = _primitives()
     assert len(primitives) > 20
     for primitive in primitives:
-        assert primitive._steps.name == primitive.name
+        assert primitive._declared.name == primitive.name
 
 
 def test_functions_are_short() -> None:

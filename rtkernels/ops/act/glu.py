@@ -17,7 +17,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap, nothing
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.recorded import refuse_outputs
@@ -75,7 +75,7 @@ BACKWARD = Operator(
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
-BACKWARD_OVER = InPlaceOperator(
+BACKWARD_OVER = Operator(
     "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
     options="str act, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,),

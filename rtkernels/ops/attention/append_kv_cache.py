@@ -18,7 +18,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Rows
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -168,7 +168,7 @@ def _reference(
     v_cache[page, place] = _encoded(v, v_cache, v_scale)[fits]
 
 
-APPEND = InPlaceOperator(
+APPEND = Operator(
     "append_kv_cache",
     (
         Heads("k", HALVES), Heads("v", HALVES), _WrittenCache("k_cache", None), _WrittenCache("v_cache", None),

@@ -26,7 +26,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Dense, InPlaceOperator, Meta, Operator
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -95,7 +95,7 @@ def _out_outputs(given: Forward) -> tuple[Memory]:
     return (Memory(given.lse_shape, _FLOAT32),)
 
 
-OUT = InPlaceOperator(
+OUT = Operator(
     "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES, over="q")), options=_OPTIONS, results="lse",
     outputs=_out_outputs, plan=_plan_out, reference=_reference_out,
     check=_check_out,

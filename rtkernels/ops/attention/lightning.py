@@ -30,7 +30,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceOperator, InPlaceVectors, Meta, Operator
+from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -268,7 +268,7 @@ def _plan_step(q: Meta, k: Meta, v: Meta, scale: float, device: int) -> Steps:
     return Steps(step(DTYPE_TOKEN[q.dtype], q.shape, v.shape[-1], [strides(t) for t in (q, k, v)], scale, device))
 
 
-ONE = InPlaceOperator(
+ONE = Operator(
     "lightning_attention_step_",
     (
         Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("decay", (_FLOAT32,)),

@@ -25,7 +25,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -83,7 +83,7 @@ BACKWARD = Operator(
     outputs=lambda dy, rows: (Memory((rows, dy.shape[-1]), dy.dtype),),
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
-ADD = InPlaceOperator(
+ADD = Operator(
     "embedding_bwd_into", (InPlace("main_grad", None), Rows("dy"), Dense("ids", None)),
     options="int start, int padding", results="", plan=plan_add, reference=_reference_add, check=check_add,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rtkernels.ops.index import row_moves_plan as plans
 from rtkernels.runtime.layout import may_overlap, nothing
-from rtkernels.runtime.operator.declared import Dense, DenseFloat, InPlace, InPlaceOperator, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, DenseFloat, InPlace, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory
 
 _X, _INDICES = Rows("x", None), Dense("indices", None)
@@ -41,7 +41,7 @@ SELECT = Operator(
     outputs=lambda x, indices, scale: (Memory((indices.shape[0], x.shape[1]), x.dtype), _moved(indices, scale)),
     plan=plans.plan_select, reference=_reference_select, check=plans.check_select,
 )  # fmt: skip
-SELECT_INTO = InPlaceOperator(
+SELECT_INTO = Operator(
     "index_select_into", (InPlace("out", None), _X, _INDICES, _SCALE), results="moved",
     outputs=lambda out, x, indices, scale: (_moved(indices, scale),), plan=plans.plan_select_into,
     reference=_reference_select_into, check=plans.check_select_into, prepare=_apart,
@@ -83,7 +83,7 @@ SCATTER = Operator(
     outputs=lambda x, indices, rows, weights: (Memory((rows, x.shape[1]), x.dtype),),
     plan=plans.plan_scatter, reference=_reference_scatter, check=plans.check_scatter,
 )  # fmt: skip
-SCATTER_INTO = InPlaceOperator(
+SCATTER_INTO = Operator(
     "scatter_add_into", (InPlace("out", None), _X, _INDICES, _WEIGHTS), options="bool accumulate", results="",
     plan=plans.plan_scatter_into, reference=_reference_scatter_into, check=plans.check_scatter_into,
     prepare=_prepare_scatter,

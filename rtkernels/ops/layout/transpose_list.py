@@ -12,7 +12,7 @@ from torch import Tensor
 from rtkernels.ops.layout.transpose_plan import list_steps, padded
 from rtkernels.runtime.launch.tables import Tables, check_list, upload
 from rtkernels.runtime.layout import GRID_LIMIT
-from rtkernels.runtime.operator.lists import ListOperator, Tensors
+from rtkernels.runtime.operator.declared import Operator, Tensors
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
@@ -44,13 +44,13 @@ def _plan(table: _Table, pad_to: int) -> Steps:
     return list_steps(table.count, table.rows, table.cols, table.size, table.misaligned, pad_to, table.device)
 
 
-def _output(matrices: Sequence[Tensor], pad_to: int) -> Memory:
+def _outputs(matrices: Sequence[Tensor], pad_to: int) -> tuple[Memory]:
     rows, cols = matrices[0].shape
-    return Memory((len(matrices), cols, padded(rows, pad_to)), matrices[0].dtype)
+    return (Memory((len(matrices), cols, padded(rows, pad_to)), matrices[0].dtype),)
 
 
 def _reference(matrices: Sequence[Tensor], pad_to: int) -> Tensor:
-    memory = _output(matrices, pad_to)
+    (memory,) = _outputs(matrices, pad_to)
     dtype = torch.uint8 if memory.dtype.itemsize == 1 else memory.dtype
     result = torch.zeros(memory.shape, dtype=dtype, device=matrices[0].device).view(memory.dtype)
     for y, x in zip(result, matrices, strict=True):
@@ -58,8 +58,8 @@ def _reference(matrices: Sequence[Tensor], pad_to: int) -> Tensor:
     return result
 
 
-MATRICES = ListOperator(
-    "transpose_list", (Tensors("matrices"),), options="int pad_to", result="y", output=_output,
+MATRICES = Operator(
+    "transpose_list", (Tensors("matrices"),), options="int pad_to", results="y", outputs=_outputs,
     tables=Tables(_Table, _check), plan=_plan, reference=_reference,
 )  # fmt: skip
 

@@ -12,8 +12,9 @@ from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, Call, check, check_options
 from rtkernels.ops.loss.label_report import reported
+from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.declared import InPlaceOperator, Internal, Operator
+from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, Meta, OwnRows, Rows
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 
@@ -201,7 +202,7 @@ BACKWARD = Operator(
     outputs=lambda logits: (Memory.like(logits),), plan=_plan_bwd, reference=reference.backward, check=_check_bwd,
     plans_empty=True,
 )  # fmt: skip
-BACKWARD_IN_PLACE = InPlaceOperator(
+BACKWARD_IN_PLACE = Operator(
     "cross_entropy_bwd_in_place", (DenseFloat("dloss", None), OwnRows("logits", None), *_SAVED),
     options=f"{_OPTIONS}, int first, int vocabulary", results="", plan=partial(_plan_bwd, out="logits"),
     reference=_reference_bwd_in_place, check=_check_bwd, plans_empty=True,
@@ -214,20 +215,20 @@ ONE_PASS = Operator(
     ),
     plan=_plan_grad, reference=_reference_grad, check=_check_fwd,
 )  # fmt: skip
-ONE_PASS_IN_PLACE = InPlaceOperator(
+ONE_PASS_IN_PLACE = Operator(
     "cross_entropy_grad_in_place", (OwnRows("logits", None), _LABELS),
     options=f"{_OPTIONS}, int reduction, bool accuracy", results="loss hits stats", outputs=_outputs,
     plan=partial(_plan_grad, out="logits"), reference=_reference_grad_in_place, check=_check_fwd,
 )  # fmt: skip
-SCALE = InPlaceOperator(
+SCALE = Operator(
     "cross_entropy_scale", (InPlace("dlogits", None), DenseFloat("dloss", None)), results="", plan=plans.plan_scale,
     reference=_reference_scale, check=_check_scale,
 )  # fmt: skip
 # Overwrites dense logits [rows, vocabulary] with their gradient (times factor[0]) and fills in losses and stats: for
 # callers that go through a long batch in chunks. No checks.
-CHUNK = Internal(
+CHUNK = Primitive(
     "cross_entropy_chunk",
     (InPlace("logits", None), _LABELS, InPlace("losses", None), InPlace("stats", None),
      InPlace("correct", None, optional=True), Argument("factor", None, optional=True)),
-    options=_OPTIONS, results="", plan=_plan_chunk, reference=None,
+    _OPTIONS, results="", plan=_plan_chunk,
 )  # fmt: skip

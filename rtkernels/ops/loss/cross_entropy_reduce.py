@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, Call, reduce_step
+from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.runtime.layout import nothing
-from rtkernels.runtime.operator.declared import Dense, Internal, Meta
+from rtkernels.runtime.operator.declared import Dense, Meta
 from rtkernels.runtime.operator.plan import Memory, Steps
 
 
@@ -34,14 +35,14 @@ def _no_rows(losses: Tensor, correct: Tensor | None) -> tuple[Tensor, Tensor]:
 _NUMBER = Memory((), torch.float32)
 _LABELS = Dense("labels", None)
 # 1 / rows that count, [1].
-COUNT = Internal(
-    "cross_entropy_count", (_LABELS,), options="int ignore_index", results="factor",
-    outputs=lambda: (Memory((1,), torch.float32),), plan=_plan_count, reference=None, plans_empty=True,
+COUNT = Primitive(
+    "cross_entropy_count", (_LABELS,), "ignore_index", results="factor",
+    outputs=lambda: (Memory((1,), torch.float32),), plan=_plan_count, plans_empty=True,
 )  # fmt: skip
 # Loss and accuracy from the numbers of the rows.
-REDUCE = Internal(
+REDUCE = Primitive(
     "cross_entropy_reduce", (Dense("losses", None), Dense("correct", None, optional=True), _LABELS),
-    options="int ignore_index, int reduction", results="loss accuracy",
+    "ignore_index, reduction", results="loss accuracy",
     outputs=lambda correct: (_NUMBER, None if correct is None else _NUMBER), plan=_plan_reduce,
     reference=_no_rows,
 )  # fmt: skip

@@ -246,7 +246,7 @@ def _row_gradient(forward, backward_in_place, logits, labels, g, options):
 
 def _gradient_launch(logits, labels, losses, correct, factor, options):
     stats = torch.empty(2, labels.numel(), dtype=torch.float32, device=logits.device)
-    rows_ops.CHUNK.launch(logits, labels, losses, stats, correct, factor, *options)
+    rows_ops.CHUNK(logits, labels, losses, stats, correct, factor, *options)
     return stats
 
 
@@ -264,8 +264,8 @@ _KERNELS = _Functions(
     rows=partial(_rows, rows_ops.FORWARD.launch),
     gradient=_gradient_launch,
     row_gradient=partial(_row_gradient, rows_ops.FORWARD.launch, rows_ops.BACKWARD_IN_PLACE.launch),
-    count=reduction_ops.COUNT.launch,
-    reduce=reduction_ops.REDUCE.launch,
+    count=reduction_ops.COUNT,
+    reduce=reduction_ops.REDUCE,
     of_slabs=slabs.KERNELS,
 )
 

@@ -14,7 +14,7 @@ from rtkernels.ops.multi.multi_tables import THREADS, Table, check_one, check_to
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import Tables, check_list
 from rtkernels.runtime.layout import FLOAT_DTYPES
-from rtkernels.runtime.operator.lists import ListOperator, Number, Tensors
+from rtkernels.runtime.operator.declared import Number, Operator, Tensors
 from rtkernels.runtime.operator.plan import Step, Steps
 
 _IN_FLIGHT = 2  # groups of four elements a thread requests before it works on the first
@@ -109,7 +109,7 @@ def _single(number: float | Tensor) -> float | Tensor:
 
 
 _NUMBERS = "lr log_beta1 log_beta2 rest1 rest2 eps decay sign"
-STEP = ListOperator(
+STEP = Operator(
     "multi_adamw_",
     (
         Tensors("weights", written=True), Tensors("grads"), Tensors("exp_avgs", written=True, counted=False),
@@ -118,6 +118,6 @@ STEP = ListOperator(
         Number("found_inf"),
     ),
     options="float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize",
-    numbers="lr beta1 beta2 eps weight_decay maximize", derived=(_NUMBERS, _numbers), tables=_TABLES, plan=_plan,
-    reference=_reference,
+    numbers="lr beta1 beta2 eps weight_decay maximize", derived=(_NUMBERS, _numbers), results="",
+    tables=_TABLES, plan=_plan, reference=_reference,
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.lists import ListOperator, Number
-from rtkernels.runtime.operator.lists import Tensors as ListOf
+from rtkernels.runtime.operator.declared import Number, Operator
+from rtkernels.runtime.operator.declared import Tensors as ListOf
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
+
+Tensors = Sequence[Tensor] | Iterable[Tensor]
 
 _KINDS = {2.0: SQUARES, 1.0: MAGNITUDES, math.inf: LARGEST}
 _FINISH_WARPS = 32
@@ -78,33 +80,55 @@ def _plan_reduce(table: Table, kind: int, per_tensor: bool, raw: bool) -> Steps:
 
 def _plan_clip(table: Table, kind: int) -> Steps:
     norm = _reduce_steps(table, kind, False, False, "norm")
-    return Steps(*norm, *_scale_steps(table, "norm", 1.0, "most", overlap=_overlaps(table)), scratch=_partial(table))
+    scale = _scale_steps(table, "norm", 1.0, "max_norm", overlap=_overlaps(table))
+    return Steps(*norm, *scale, scratch=_partial(table))
+
+
+def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors of a function that is not differentiable, unless one of them requires a gradient."""
+    if is_grad_enabled() and (type(tensors) is not TensorList or tensors.requires_grad):
+        refuse_gradients(op, tensors)
+    return tensors
+
+
+def _prepare_one(op: str) -> Callable[..., tuple[Any, ...]]:
+    return lambda tensors, *rest: (_overwritten(op, _listed(tensors)), *rest)
+
+
+def _prepare_copy(outputs: Tensors, inputs: Tensors, *rest: Any) -> tuple[Any, ...]:
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    if len(outputs) != len(inputs):
+        raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
+    _overwritten("multi_copy_", inputs)
+    return _overwritten("multi_copy_", outputs), inputs, *rest
 
 
 _TENSORS = ListOf("tensors", written=True)
 _BY = Number("by", called="scale")
-REDUCE = ListOperator(
-    "multi_reduce", (ListOf("tensors"),), options="int kind, bool per_tensor, bool raw", result="out",
-    output=lambda tensors, kind, each, raw: Memory((1 + (len(tensors) if each else 0),), out_dtype(kind, raw)),
+REDUCE = Operator(
+    "multi_reduce", (ListOf("tensors"),), options="int kind, bool per_tensor, bool raw", results="out",
+    outputs=lambda tensors, kind, per_tensor, raw: (
+        Memory((1 + (len(tensors) if per_tensor else 0),), out_dtype(kind, raw)),
+    ),
     tables=ONE, plan=_plan_reduce, reference=plain.reduce,
 )  # fmt: skip
-SCALE = ListOperator(
-    "multi_scale_", (_TENSORS, _BY), options="float scale, float most", numbers="scale most", tables=ONE,
-    plan=lambda table: Steps(*_scale_steps(table, "by", "scale", "most")), reference=plain.scale_,
+SCALE = Operator(
+    "multi_scale_", (_TENSORS, _BY), options="float scale, float max_norm", numbers="scale max_norm", results="",
+    tables=ONE, plan=lambda table: Steps(*_scale_steps(table, "by", "scale", "max_norm")), reference=plain.scale_,
+    prepare=_prepare_one("multi_scale_"),
 )  # fmt: skip
-CLIP = ListOperator(
-    "multi_clip_norm_", (_TENSORS,), options="int kind, float most", numbers="most", result="norm",
-    output=lambda tensors, kind, max_norm: Memory((), torch.float32), tables=ONE, plan=_plan_clip,
-    reference=plain.clip_,
+CLIP = Operator(
+    "multi_clip_norm_", (_TENSORS,), options="int kind, float max_norm", numbers="max_norm", results="norm",
+    outputs=lambda: (Memory((), torch.float32),), tables=ONE, plan=_plan_clip, reference=plain.clip_,
+    prepare=_prepare_one("multi_clip_norm_"),
 )  # fmt: skip
-COPY = ListOperator(
+COPY = Operator(
     "multi_copy_", (ListOf("outputs", written=True), ListOf("inputs"), _BY), options="float scale", numbers="scale",
-    tables=TWO, plan=lambda table: Steps(*_scale_steps(table, "by", "scale", -1.0)), reference=plain.copy_,
+    results="", tables=TWO, plan=lambda table: Steps(*_scale_steps(table, "by", "scale", -1.0)),
+    reference=plain.copy_, prepare=_prepare_copy,
 )  # fmt: skip
 
 _reduce, _scale, _clip, _copy = REDUCE.call, SCALE.call, CLIP.call, COPY.call
-
-Tensors = Sequence[Tensor] | Iterable[Tensor]
 
 
 @public(recent=False)
@@ -203,8 +227,7 @@ def multi_scale_(tensors: Tensors, scale: float | Tensor) -> None:
         Nothing.
     """
     by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(check_number("scale", scale)))
-    if SCALE.replay(tensors, by, number, -1.0) is None:
-        _scale(_overwritten("multi_scale_", _listed(tensors)), by, number, -1.0)
+    _scale(tensors, by, number, -1.0)
 
 
 @public(recent=False)
@@ -224,13 +247,7 @@ def multi_copy_(outputs: Tensors, inputs: Tensors, scale: float | Tensor = 1.0) 
         Nothing.
     """
     by, number = (scale, 1.0) if isinstance(scale, Tensor) else (None, float(check_number("scale", scale)))
-    if COPY.replay(outputs, inputs, by, number) is not None:
-        return
-    outputs, inputs = _listed(outputs), _listed(inputs)
-    if len(outputs) != len(inputs):
-        raise ArgumentError(f"inputs has {len(inputs)} tensors; expected {len(outputs)}, as many as outputs")
-    _overwritten("multi_copy_", inputs)
-    _copy(_overwritten("multi_copy_", outputs), inputs, by, number)
+    _copy(outputs, inputs, by, number)
 
 
 @public(recent=False)
@@ -250,17 +267,9 @@ def multi_clip_norm_(tensors: Tensors, max_norm: float, ord: float = 2.0, *, gro
     Returns:
         The norm before clipping, 0-d fp32 on the device of the tensors.
     """
-    norm = CLIP.replay(tensors, _kind_of(ord), _largest(max_norm)) if group is None else None
-    if norm is not None:
-        return norm
-    return clip_norm_(_overwritten("multi_clip_norm_", _listed(tensors)), max_norm, ord, group)
-
-
-def clip_norm_(tensors: Sequence[Tensor], max_norm: float, ord: float, group: Any) -> Tensor:
-    """Do what ``multi_clip_norm_`` does, as under ``torch.no_grad()``."""
-    kind = _kind_of(ord)
     if group is None:
-        return _clip(tensors, kind, _largest(max_norm))
+        return _clip(tensors, _kind_of(ord), _largest(max_norm))
+    tensors = _overwritten("multi_clip_norm_", _listed(tensors))
     norm = multi_norm(tensors, ord, group=group)
     scale_to_norm_(tensors, norm, max_norm)
     return norm
@@ -301,13 +310,6 @@ def _listed(tensors: Tensors) -> Sequence[Tensor]:
         tensors = list(tensors)
     if tensors and not isinstance(tensors[0], Tensor):
         tensors = [interop.to_torch(t) if hasattr(t, "__dlpack__") else t for t in tensors]
-    return tensors
-
-
-def _overwritten(op: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors of a function that is not differentiable, unless one of them requires a gradient."""
-    if is_grad_enabled() and (type(tensors) is not TensorList or tensors.requires_grad):
-        refuse_gradients(op, tensors)
     return tensors
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.ops.norm import reference
 from rtkernels.ops.norm.checks import check_inputs, check_over
 from rtkernels.ops.norm.layer_norm_plan import check_bwd, parameter_sums, plan_bwd, plan_fwd
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -58,7 +58,7 @@ BACKWARD = Operator(
     outputs=lambda h, weight, bias, parameter_grad: (Memory.like(h), *_gradients(h, weight, bias, parameter_grad)),
 )  # fmt: skip
 # Writes the gradient over h; the result is the second one of layer_norm_bwd.
-BACKWARD_OVER = InPlaceOperator(
+BACKWARD_OVER = Operator(
     "layer_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _BWD_BIAS, _DSUM),
     options=f"{_OPTIONS}, bool parameter_grad", results="gradients", outputs=_gradients, plan=_plan_over,
     reference=reference.layer_bwd_over, check=check_bwd, prepare=_prepare_over,

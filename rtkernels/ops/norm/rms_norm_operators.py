@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.ops.norm import reference
 from rtkernels.ops.norm.checks import check_inputs, check_over
 from rtkernels.ops.norm.rms_norm_plan import check_bwd, plan_bwd, plan_fwd
-from rtkernels.runtime.operator.declared import Dense, InPlace, InPlaceOperator, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlace, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.sharding import shard_rows
 
@@ -48,7 +48,7 @@ BACKWARD = Operator(
     outputs=lambda h, weight, weight_grad: (Memory.like(h), Memory.like(weight) if weight_grad else None),
 )  # fmt: skip
 # Writes the gradient over h; the result is that of the weight, or empty.
-BACKWARD_OVER = InPlaceOperator(
+BACKWARD_OVER = Operator(
     "rms_norm_bwd_over", (_DY, InPlace("h", None), _WEIGHT, _DSUM),
     options="float eps, float offset, bool weight_grad", results="dweight",
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,), plan=_plan_over,

@@ -15,7 +15,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.layout import nothing, row_count
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.declared import InPlaceOperator, Operator
+from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride, meta_of
 from rtkernels.runtime.operator.plan import Memory
@@ -109,7 +109,7 @@ BACKWARD = Operator(
         Memory.like(x) if need_x else None, Memory.like(weight) if need_weight else None,
     ),
 )  # fmt: skip
-BACKWARD_INTO = InPlaceOperator(
+BACKWARD_INTO = Operator(
     "router_gemm_bwd_into", (InPlaceExact("main_grad", None), _DY, _X), options="int precision", results="",
     plan=plan_into, reference=_reference_into, check=_check_into,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from rtkernels.runtime.depends import MISS as MISS
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
@@ -112,7 +112,7 @@ class _Writer:
         function = re.sub(r"\W", "_", self.name)
         source = f"def {function}({', '.join(self.parameters)}):\n    "
         source += "\n    ".join([*self.comparison(), *self.body]) + "\n"
-        exec(written_code(source, f"<rtkernels replay of {self.name}>"), self.scope)
+        generated(source, f"<rtkernels replay of {self.name}>", self.scope)
         return self.scope[function]
 
     # ---- the guard ----

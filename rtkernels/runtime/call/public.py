@@ -21,7 +21,7 @@ from rtkernels.runtime.call.codegen import MISS
 from rtkernels.runtime.call.explained import explainer
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.recent import Recent, miss
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ def _call({names}):
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,
         "_with_out": with_out, "_with_arrays": interop.with_arrays,
     }  # fmt: skip
-    exec(written_code(source, f"<rtkernels public {function.__name__}>"), scope)
+    generated(source, f"<rtkernels public {function.__name__}>", scope)
     result = scope["_public"] = functools.wraps(function)(scope[function.__name__])
     result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     if recent:

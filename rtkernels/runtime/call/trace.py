@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from rtkernels import emulator
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulate_features
-from rtkernels.runtime.operator.declared import Declared, active_traces
+from rtkernels.runtime.operator.declared import Declared, Operator, active_traces
 from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 
@@ -278,7 +278,7 @@ class DispatchTrace(Trace, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = TorchOp.by_overload.get(func)
-        if isinstance(operator, Declared) and self.refused is None:
+        if isinstance(operator, Operator) and operator.lists is None and self.refused is None:
             return self._run_operator(operator, _all_arguments(func, args, kwargs))
         result = self._as_a_whole(func, *args, **kwargs)
         if self.refused is None:

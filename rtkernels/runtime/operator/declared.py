@@ -2,13 +2,14 @@
 
 The schema, the key of a plan, copies of tensors with unsupported strides, allocation, the fake, empty results and
 replay are derived from it. ``gradient.differentiable`` builds an ``autograd.Function`` from two declared operators.
-``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py`` handles lists of tensors.
+``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py`` finds the plans of operators
+over lists of tensors.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.depends import meta_code, option_code
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
 from rtkernels.runtime.operator.arguments import check_boolean
@@ -39,9 +41,10 @@ from rtkernels.runtime.operator.kinds import (
     dense_as,
     misaligned,
 )
-from rtkernels.runtime.operator.operator import MutatingOp, TorchOp
+from rtkernels.runtime.operator.lists import Lists, Number, Tensors
+from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 
 __all__ = [
     "Aligned",
@@ -54,14 +57,14 @@ __all__ = [
     "InPlaceAligned",
     "InPlaceDense",
     "InPlaceExact",
-    "InPlaceOperator",
     "InPlaceRows",
     "InPlaceVectors",
-    "Internal",
     "Meta",
+    "Number",
     "Operator",
     "OwnRows",
     "Rows",
+    "Tensors",
     "UnitStride",
     "dense_as",
     "misaligned",
@@ -79,16 +82,15 @@ def own_trace() -> Any:
 
 
 class Declared:
-    """What ``Operator`` and ``InPlaceOperator`` share."""
-
-    counts_versions = True  # False: the caller counts the versions of what it overwrites
+    """Check, plan and run, for ``Operator`` and ``Primitive``."""
 
     def __init__(
-        self, name: str, arguments: Sequence[Argument | str], *, options: str = "", numbers: str = "",
-        results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
-        reference: Callable[..., Any], check: Callable[..., None] | None = None,
+        self, name: str, arguments: Sequence[Argument | Tensors | Number | str], *, options: str = "",
+        numbers: str = "", results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
+        reference: Callable[..., Any] | None, check: Callable[..., None] | None = None,
         check_numbers: Callable[..., None] | None = None, prepare: Callable[..., tuple[Any, ...]] | None = None,
-        plans_empty: bool = False,
+        plans_empty: bool = False, counts_versions: bool = True, tables: Tables | None = None,
+        derived: tuple[str, Callable[..., tuple[float, ...]]] | None = None,
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
@@ -97,7 +99,8 @@ class Declared:
 
         Args:
             name: Name of the operator.
-            arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``.
+            arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``. Or ``Tensors``, then
+                ``Number``, for an operator over lists.
             options: Its last arguments, as in a schema: ``"float eps, bool log"``.
             numbers: Names of options that no plan depends on; steps refer to them by name, like tensors. For numbers
                 that change from call to call: there is a plan for each value of every other option.
@@ -111,45 +114,46 @@ class Declared:
             check: ``(*values)``: raises an ArgumentError for what the declaration cannot express.
             check_numbers: ``(*numbers)``: raises an ArgumentError for unsupported numbers.
             prepare: ``(*arguments) -> arguments``, called in every call, for what depends on addresses: copies
-                tensors, or raises an ArgumentError for shared memory. Such operators are not replayed.
+                tensors, or raises an ArgumentError for shared memory. Such operators are not replayed. Over lists it
+                is called unless the lists were used before and none of their tensors requires a gradient.
             plans_empty: Call `plan` for empty tensors, too. Otherwise the reference computes non-empty results of
                 empty tensors, and empty results need no computation.
+            counts_versions: Tell autograd what is overwritten. False if the caller has done so.
+            tables: For lists: returns their table, which has ``device``, ``address`` and a dict ``plans``. `plan` gets
+                the "table" instead of values, and "table" in its steps is the table's address.
+            derived: For lists: names that steps use instead of `numbers`, and a function that computes their values
+                from `numbers`.
         """
         declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
+        self.name, self.counts_versions = name, counts_versions
         self.arguments = tuple(a for a in declared if isinstance(a, Argument))
-        self.names = tuple(a.name if isinstance(a, Argument) else a.split("=")[0].split()[-1] for a in declared)
-        self.option_names = tuple(n for n, a in zip(self.names, declared, strict=True) if isinstance(a, str))
+        self.names = tuple(a.split("=")[0].split()[-1] if isinstance(a, str) else a.name for a in declared)
         self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
+        self.option_names = tuple(self._option_types)
         self.results = None if results is None else tuple(results.split())
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
-        known = [name for name in self.names if name not in self._numbers]
-        self._make_steps = by_name(plan, [*known, "device"])
+        known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
+        self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
         self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
         self._written_reference = reference and by_name(reference, self.names)
         self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
-        self._booleans = tuple(i for i, a in enumerate(declared) if isinstance(a, str) and a.split()[0] == "bool")
-        self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
+        self._places = self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
-        self._plans = Plans(self._build)
-        letters = iter("abcdefgh")
-        kinds = []
-        for a in declared:
-            if isinstance(a, Argument):
-                alias = f"({next(letters)}!)" if a.written else ""
-                a = f"Tensor{alias}{'?' if a.optional else ''} {a.name}"
-            kinds.append(a)
+        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
+        self._plans, self.lists = Plans(self._build), None
+        if tables is not None:
+            self.lists = Lists(name, self.names, arguments, self._numbers, derived, tables, self._build_listed)
+        self._generated = self._generate()
+        self._find, self.launch = self._generated.get("find"), self._generated["launch"]
+
+    def _returned(self) -> str:
         if self.results is None:
-            returned = "Tensor[]"
-        else:
-            returned = ", ".join(["Tensor"] * len(self.results))
-            returned = returned if len(self.results) == 1 else f"({returned})"
-        written = self._write_out(name)
-        self._find, launch = written["find"], written["launch"]
-        plans = {} if prepare else {"plan": self._find, "copied": self._copy_unfit}
-        schema = f"{name}({', '.join(kinds)}) -> {returned}"
-        super().__init__(schema, launch=launch, reference=self._run_reference, fake=self._fake, **plans)
+            return "Tensor[]"
+        returned = ", ".join(["Tensor"] * len(self.results))
+        return returned if len(self.results) == 1 else f"({returned})"
 
     # What a plan depends on: everything except addresses and numbers.
 
@@ -166,12 +170,14 @@ class Declared:
             keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
         return f"plans[{', '.join([*keys, *told_apart])},]"  # ``_build`` does not look at the last ones
 
-    def _write_out(self, operator: str) -> dict[str, Any]:
+    def _generate(self) -> dict[str, Any]:
         """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is generated.
 
         ``find`` returns the plan of a call and builds it if needed. ``launch`` runs it. All other cases (tensors that
         must be copied or converted, or plans without launches) are left to ``_launch_prepared``.
         """
+        if self.lists is not None:
+            return generated(self.lists.source, f"<rtkernels lists of {self.name}>", dict(self.lists.scope))
         names = ", ".join(self.names)
         checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
         prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
@@ -202,8 +208,7 @@ def launch({names}):
             "own_trace": own_trace,
             "operator": self,
         }
-        exec(written_code(source, f"<rtkernels plans of {operator}>"), scope)
-        return scope
+        return generated(source, f"<rtkernels plans of {self.name}>", scope)
 
     @staticmethod
     def _address(name: str, kind: Argument) -> str:
@@ -237,7 +242,7 @@ def run_and_keep({names}):
         scope["run_and_keep_slowly"] = lambda plan, *args: self._run_and_keep(scope, args, plan)
         scope |= {"plans": self._plans, "StepPlan": StepPlan}
         scope["check_numbers"] = self._check_numbers
-        exec(written_code(source, f"<rtkernels replay of {self.name}>"), scope)
+        generated(source, f"<rtkernels replay of {self.name}>", scope)
 
     def values(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
@@ -249,8 +254,8 @@ def run_and_keep({names}):
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that are unsupported or do not go together."""
         given = dict(zip(self.names, values, strict=True))
-        for i in self._booleans:
-            check_boolean(self.names[i], values[i])
+        for name in self._booleans:
+            check_boolean(name, given[name])
         for argument in self.arguments:
             argument.check(given)
             meta = given[argument.name]
@@ -301,6 +306,15 @@ def run_and_keep({names}):
         shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         guards = guards_of(self.arguments, given)
         return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
+
+    def _build_listed(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
+        """Return the plan of a call over lists, which their table keeps."""
+        self.lists.refuse_shared(args)
+        given = dict(zip(self.names, args, strict=True))
+        steps = self._make_steps(table, *(given[name] for name in self.option_names if name not in self._numbers))
+        shape = "single" if len(self.results) == 1 else "tuple"
+        names, numbers = self.lists.addresses, self.lists.run_names
+        return StepPlan(self.name, names, numbers, self._memory(args), shape, steps, table.device)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
@@ -363,6 +377,10 @@ def run_and_keep({names}):
                 torch.autograd.graph.increment_version(args[i])
 
     def _run_reference(self, *args: Any) -> Any:
+        if self.lists is not None:
+            self._generated["check_lists"](*args)
+            self.lists.refuse_shared(args)
+            return self._written_reference(*args)
         self.check(*self.values(*args))
         if self._check_numbers is not None:
             self._check_numbers(*[args[i] for i in self._number_places])
@@ -373,7 +391,7 @@ def run_and_keep({names}):
         return self._written_reference(*args)
 
     def _fake(self, *args: Any) -> Any:
-        first = args[self._places[0]]
+        first = args[self._places[0]] if self.lists is None else args[0][0]
         results = []
         for memory in self._memory(self.values(*args)).values():
             if memory is None:
@@ -387,14 +405,39 @@ def run_and_keep({names}):
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
+def _schema_types(declared: Sequence[Argument | Tensors | Number | str]) -> Iterator[str]:
+    """Yield the arguments of a declaration as a schema spells them."""
+    letters = iter("abcdefgh")
+    for a in declared:
+        if isinstance(a, str):
+            yield a
+            continue
+        alias = f"({next(letters)}!)" if a.written else ""
+        suffix = "[]" if isinstance(a, Tensors) else "?" if isinstance(a, Number) or a.optional else ""
+        yield f"Tensor{alias}{suffix} {a.name}"
+
+
 class Operator(Declared, TorchOp):
-    """A declared operator."""
+    """A declared operator, ``torch.ops.rtkernels.<name>``. Arguments as for ``Declared``."""
+
+    def __init__(self, name: str, arguments: Sequence[Argument | Tensors | Number | str], **declaration: Any) -> None:
+        Declared.__init__(self, name, arguments, **declaration)
+        planned = self._prepare is None and self.lists is None
+        plans = {"plan": self._find, "copied": self._copy_unfit} if planned else {}
+        TorchOp.__init__(self, self.schema, launch=self.launch, reference=self._run_reference, fake=self._fake, **plans)
 
     def _make_call(self) -> Callable[..., Any]:
         self.call = super()._make_call()
         if self._plan is not None:
             self._write_run_and_keep()
         return self.call
+
+    def _first_lines(self) -> tuple[str, dict[str, Any]]:
+        if self.lists is None or self._prepare is None:
+            return super()._first_lines()
+        names = ", ".join(self.names)
+        scope = self.lists.scope | {"prepare": self._prepare}
+        return f"{self.lists.known_lines}    {names} = prepare({names})\n", scope
 
     def at_site(self) -> Callable[..., Any]:
         """Return another ``call`` for one call site, with recent calls of its own.
@@ -407,20 +450,3 @@ class Operator(Declared, TorchOp):
             return self._make_call()
         finally:
             self.call = call
-
-
-class InPlaceOperator(Declared, MutatingOp):
-    """A declared operator that overwrites some of its arguments. Every call goes through the dispatcher."""
-
-
-class _Unregistered:
-    """Replaces ``TorchOp`` as a base class: nothing is registered with torch."""
-
-    def __init__(self, schema: str, launch: Callable[..., Any], **_: Any) -> None:
-        self.name, self._tensors, self.launch = schema.split("(", 1)[0], self._places, launch
-
-    _addresses = TorchOp._addresses
-
-
-class Internal(Declared, _Unregistered):
-    """Steps that launchers of operators run on tensors with ``launch``, unknown to torch."""

@@ -9,7 +9,7 @@ import torch
 
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.operator import TorchOp
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import functorch_transform, is_dynamo_compiling
 
 
@@ -95,7 +95,7 @@ class Function(torch.autograd.Function):
         "call_backward": backward.call,
         "zeros": lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device),
     }
-    exec(written_code(source, f"<rtkernels gradient of {forward.name}>"), scope)
+    generated(source, f"<rtkernels gradient of {forward.name}>", scope)
     function = scope["Function"]
     function.__module__ = __name__
     function.__name__ = function.__qualname__ = forward.name

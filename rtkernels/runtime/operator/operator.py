@@ -20,7 +20,7 @@ from rtkernels.runtime.operator.arguments import ArgumentTypes
 from rtkernels.runtime.operator.autograd import refuse_tangents
 from rtkernels.runtime.operator.plan import Plan, Steps
 from rtkernels.runtime.operator.sharding import register_rules
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import (
     TENSOR_TYPES,
     dispatch_modes,
@@ -125,13 +125,14 @@ class TorchOp:
         # Lazy negatives and conjugates, whose memory holds other values, go to the dispatcher, which copies them. Plans
         # on a GPU and the tables of lists check for them themselves.
         resolved = f"not ({' or '.join(lazy)})" if lazy else "True"
-        replay, globals_, launch, on_gpu = "", "", "launch", resolved
+        globals_, launch, on_gpu = "", "launch", resolved
+        first_lines, more = self._first_lines()
         if self._plan is not None:
-            launch, replay, on_gpu = "run_and_keep", self._replay_lines(), "True"
+            launch, on_gpu = "run_and_keep", "True"
             globals_ = "    global last_calls\n"
         source = f"""
 def call({names}):
-{globals_}{empty}{replay}\
+{globals_}{first_lines}{empty}\
 {self._refusal()}\
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda and {on_gpu}:
@@ -169,14 +170,14 @@ def call({names}):
             "run_and_keep": lambda *args: self._run_and_keep(scope, args),
             "increment_version": torch.autograd.graph.increment_version,
             "last_with": last_with,
+            **more,
         }
         if self._plan is not None:
             scope["last_calls"] = ()
             Plans.replays.append(lambda: scope.update(last_calls=()))
             options = [self._option(a) for i, a in enumerate(arguments) if i not in self._tensors]
             source += f"\ndef options_of({names}):\n    return ({''.join(f'{option}, ' for option in options)})\n"
-        exec(written_code(source, f"<rtkernels {self.name}>"), scope)
-        return scope["call"]
+        return generated(source, f"<rtkernels {self.name}>", scope)["call"]
 
     def _option(self, argument: Any) -> str:
         """Return the expression of an option in comparisons with recent calls; plans do not depend on numbers."""
@@ -190,6 +191,10 @@ def call({names}):
     if forward_ad._current_level >= 0 and not is_dynamo_compiling():
         refuse_tangents({self.name!r}, [{given}])
 """
+
+    def _first_lines(self) -> tuple[str, dict[str, Any]]:
+        """Return the lines with which ``call`` begins, and the objects that they refer to."""
+        return self._replay_lines() if self._plan is not None else "", {}
 
     def _replay_lines(self) -> str:
         """Return the lines of ``call`` that run the plan of a matching recent call."""
@@ -310,39 +315,3 @@ def call({names}):
             emulate_features(features)
             with emulator.recording():
                 return self.launch(*args)
-
-
-class MutatingOp(TorchOp):
-    """An operator that overwrites an argument. Calls always go through the dispatcher, which counts versions."""
-
-    def _make_call(self) -> Callable[..., Any]:
-        arguments = self.overload._schema.arguments
-        names = ", ".join(argument.name for argument in arguments)
-        tensors = ", ".join(argument.name for argument in arguments if "Tensor" in str(argument.type))
-        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        scope = {
-            "overload": self.overload,
-            "check_types": self._check_types,
-            "is_dynamo_compiling": is_dynamo_compiling,
-            "forward_ad": forward_ad,
-            "refuse_tangents": refuse_tangents,
-            "TENSOR_TYPES": TENSOR_TYPES,
-        }
-        source = f"""
-def call({names}):
-{self._refusal()}\
-    for t in ({tensors},):  # for a single meta tensor the dispatcher would do nothing
-        if getattr(t, "is_meta", False) and not is_dynamo_compiling():
-            check_types({names})
-            break
-    for t in ({"".join(f"{name}, " for name in written)}):  # the dispatcher refuses lazy negatives too late
-        if not is_dynamo_compiling() and type(t) in TENSOR_TYPES and (t.is_neg() or t.is_conj()):
-            check_types({names})
-    try:
-        return overload({names})
-    except (RuntimeError, TypeError):
-        check_types({names})
-        raise
-"""
-        exec(written_code(source, f"<rtkernels {self.name}>"), scope)
-        return scope["call"]

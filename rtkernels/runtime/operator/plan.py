@@ -25,7 +25,7 @@ from rtkernels.runtime.launch.memory import (
 )
 from rtkernels.runtime.launch.tensor_map import tiled_map
 from rtkernels.runtime.operator.aliasing import Guard, guard_lines
-from rtkernels.runtime.operator.written import written_code
+from rtkernels.runtime.operator.written import generated
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
 _PARTS = ("shape", "strides", "dtype")  # of a layout
@@ -237,8 +237,7 @@ class StepPlan(Plan):
             lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]
             lines.append(f"except ResidencyError:\n        make_others()\n        return others[0]({names})")
         self.source = f"def run({names}):\n    " + "\n    ".join(lines) + "\n"
-        exec(written_code(self.source, f"<rtkernels plan of {name}>"), scope)
-        self.run = scope["run"]
+        self.run = generated(self.source, f"<rtkernels plan of {name}>", scope)["run"]
 
     @property
     def arguments(self) -> Sequence[str]:

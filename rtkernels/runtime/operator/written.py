@@ -5,10 +5,22 @@ from __future__ import annotations
 import linecache
 from functools import lru_cache
 from types import CodeType
+from typing import Any
+
+
+def generated(source: str, name: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Run generated code and return `scope`, its globals, with what it defines.
+
+    Args:
+        source: The code.
+        name: Its file name in tracebacks, ``<rtkernels glu_fwd>``.
+        scope: The objects that it refers to.
+    """
+    exec(_compiled(source, name), scope)
+    return scope
 
 
 @lru_cache(maxsize=256)
-def written_code(source: str, name: str) -> CodeType:
-    """Compile `source`; `name` (``<rtkernels glu_fwd>``) is its file name in tracebacks."""
+def _compiled(source: str, name: str) -> CodeType:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     return compile(source, name, "exec")

@@ -15,7 +15,7 @@ from contracts import test_dynamic_rows
 from contracts.fuzz import extra_calls
 from contracts.samples import samples_of
 from rtkernels.runtime.operator import registry
-from rtkernels.runtime.operator.declared import Declared
+from rtkernels.runtime.operator.declared import Operator
 
 _ROWS = 6
 # Options and `out` that exclude each other; and one that adds to `out`.
@@ -118,7 +118,7 @@ def operators() -> Iterator[Call]:
         except Exception as error:  # pragma: no cover - says which op it is
             raise RuntimeError(f"samples of {op.name}") from error
         for number, (operator, args) in enumerate(samples):
-            if not isinstance(operator, Declared):
+            if not isinstance(operator, Operator) or operator.lists is not None:
                 continue
             names = operator.names
             call = _call(f"{operator.name}#{number}", op_family(op), _named(operator, names), args, {})
