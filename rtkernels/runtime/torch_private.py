@@ -100,6 +100,17 @@ def _with_absent(absent: tuple[bool, ...]) -> Callable[[Callable[..., bool]], Ca
     return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(none)} and check({there})")
 
 
+def has_address(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor that is traced: by Dynamo, or as a fake by ``torch.export``."""
+    if is_dynamo_compiling():
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def refuse_lazy(name: str, tensor: Tensor) -> None:
     """Raise an ArgumentError if a tensor is a lazy conjugate or negative, so that its memory has other values.
 

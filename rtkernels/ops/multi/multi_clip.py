@@ -10,7 +10,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.torch_private import refuse_lazy
+from rtkernels.runtime.torch_private import is_dynamo_compiling, refuse_lazy
 
 
 @public(recent=False)
@@ -30,12 +30,17 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     if not check_number("limit", limit) >= 0:
         raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
+    if not is_dynamo_compiling():  # which knows neither addresses nor the order of strides
+        _check_memory(tensors)
+    if tensors:
+        with torch.no_grad():
+            torch._foreach_clamp_min_(tensors, -float(limit))
+            torch._foreach_clamp_max_(tensors, float(limit))
+
+
+def _check_memory(tensors: list[torch.Tensor]) -> None:
     refuse_shared_lists([("tensors", tensors, True)])
     for i, t in enumerate(tensors):
         refuse_lazy(f"tensors[{i}]", t)  # torch would, in words of its dispatcher
         if t.numel() and overlaps_itself(t.shape, t.stride()):
             raise ArgumentError(f"tensors[{i}] has strides {t.stride()}; expected memory of its own for every element")
-    if tensors:
-        with torch.no_grad():
-            torch._foreach_clamp_min_(tensors, -float(limit))
-            torch._foreach_clamp_max_(tensors, float(limit))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _INT64 = range(-(2**63), 2**63)
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -61,6 +62,8 @@ def names_one_of(message: str, names: Sequence[str]) -> bool:
 
 def _explain(function: str, parameters: Any, error: Exception, arguments: dict[str, Any]) -> None:
     """Raise an ArgumentError that names an argument, if one is to blame for an error that names none."""
+    if is_dynamo_compiling():  # which raises the error to the user's code as it is
+        return
     if _is_inside_another() or (isinstance(error, RtkError) and not isinstance(error, ArgumentError)):
         return
     if isinstance(error, ArgumentError) and names_one_of(str(error), [*arguments]):

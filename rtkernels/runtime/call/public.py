@@ -66,7 +66,8 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
             if not ({wants_grad or "False"}) or not _is_grad_enabled():
                 return _find({names})
 """
-    call = [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
+    # Dynamo cannot ask a symbolic integer for its attributes, and no integer is an array.
+    call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     if "out" in parameters and not own_out:
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
     call.append(f"return _function({', '.join(passed)})")

@@ -3,7 +3,8 @@
 While one thread of a kernel reads an element, another one may write it. A result may therefore alias an input only if
 every thread reads the elements that it overwrites first, and no others: the same memory with the same layout, for
 arguments that an operator or a function names (``over``). All other overlaps are refused. Operators of ``declared.py``
-compare addresses in every call (their plans know shapes and strides); ``out=`` goes through ``refuse_shared``.
+compare addresses in every call (their plans know shapes and strides); ``out=`` goes through ``refuse_shared``. Tensors
+that are traced have no addresses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.layout import extent, is_dense, may_overlap, sharing
+from rtkernels.runtime.torch_private import has_address
 
 
 def refuse_shared(
@@ -30,7 +32,7 @@ def refuse_shared(
         others: All other tensors that the call reads or writes, with their names.
         over: Names of tensors that it may alias: the same memory, with the same layout and dtype.
     """
-    if written.is_meta:
+    if written.is_meta or not has_address(written):
         return
     for other, t in others:
         if t is None or t.is_meta or t.device != written.device or (other in over and _is_same(written, t)):
@@ -67,6 +69,8 @@ def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> 
     Args:
         lists: For each list its name, its tensors, and whether they are written.
     """
+    if not all(has_address(t) for _, tensors, _ in lists for t in tensors):
+        return
     where = [(number, i) for number, (_, tensors, _) in enumerate(lists) for i in range(len(tensors))]
     flat = [t for _, tensors, _ in lists for t in tensors]
     starts = numpy.array([t.data_ptr() for t in flat], numpy.int64)
