@@ -128,7 +128,7 @@ def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
     for given in ((x, None, None), (x, up, None), (x, None, weight[:4]), (x, up, weight)):
         args, like = (*given, "silu"), (*(None if t is None else t.clone() for t in given), "silu")
         with rtkernels.emulate("sm_90"), emulator.recording():
-            first = op._run_and_keep(op.call.__globals__, args)
+            first = op._launch_slowly(op.call.__globals__, None, args)
             torch.testing.assert_close(first, op.reference(*args))
             assert torch.equal(recent(op, *like), first)
             assert recent(op, *given, "relu") is None
@@ -142,11 +142,11 @@ def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
                 assert recent(op, *like) is None
     with rtkernels.emulate("sm_90"), emulator.recording():
         seen = []
-        op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
+        op._launch_slowly(op.call.__globals__, None, (x, None, None, "silu"))
         torch.func.vmap(lambda row: (row, seen.append(recent(op, x, None, None, "silu")))[0])(x)
         assert seen == [None]
         with torch.inference_mode():
             assert recent(op, x, None, None, "silu") is None  # the result has to be an inference tensor
-            op._run_and_keep(op.call.__globals__, (x, None, None, "silu"))
+            op._launch_slowly(op.call.__globals__, None, (x, None, None, "silu"))
             assert recent(op, x, None, None, "silu").is_inference()
         assert recent(op, x, None, None, "silu") is None

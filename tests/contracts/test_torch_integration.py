@@ -305,15 +305,14 @@ def test_what_is_no_number_is_named_where_packing_a_launch_fails(monkeypatch: py
         is_cuda = True
 
     x = torch.randn(4, 8).as_subclass(OnGpu)
-    launch = "run_and_keep"
     for operator, more in ((rtkernels.ops.reduce.softmax.FORWARD, (False,)), (module.FORWARD, (0.0,))):
         scope = operator.call.__globals__
         monkeypatch.setitem(scope, "TENSOR_TYPES", {OnGpu})
         for failing in (lambda *args: struct.pack("=d", args[2]), lambda *args: args[2] + 1):
-            monkeypatch.setitem(scope, launch, failing)
+            monkeypatch.setitem(scope, "launch", failing)
             with pytest.raises(ArgumentError, match=r"(scale|eps) is '1.0'; expected a number"):
                 operator(x, None, "1.0", *more)
-        monkeypatch.setitem(scope, launch, lambda *args: args[2] + "")
+        monkeypatch.setitem(scope, "launch", lambda *args: args[2] + "")
         with pytest.raises(TypeError, match="unsupported operand"):  # of another origin: unchanged
             operator(x, None, 1.0, *more)
 
@@ -334,8 +333,8 @@ def test_plans_never_see_lazy_negatives(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(scope, "last_calls", scope["last_calls"])
     x, odd = torch.randn(4, 8), torch.randn(9)[1:]
     for t in (x, odd, x):
-        assert module.FORWARD._run_and_keep(scope, (t, None, 1e-6, 0.0)) == (t.data_ptr(), 0)
-        assert module.FORWARD._run_and_keep(scope, (torch._neg_view(t), None, 1e-6, 0.0)) != (t.data_ptr(), 0)
+        assert module.FORWARD._launch_slowly(scope, None, (t, None, 1e-6, 0.0)) == (t.data_ptr(), 0)
+        assert module.FORWARD._launch_slowly(scope, None, (torch._neg_view(t), None, 1e-6, 0.0)) != (t.data_ptr(), 0)
     assert recent(module.FORWARD, x, None, 1e-6, 0.0) == (x.data_ptr(), 0)
     assert recent(module.FORWARD, torch._neg_view(x), None, 1e-6, 0.0) is None
 

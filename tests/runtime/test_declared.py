@@ -64,17 +64,17 @@ def test_replay_needs_the_same_kind_of_call() -> None:
     op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
     with rtkernels.emulate("sm_80"), emulator.recording():
         x, y = torch.randn(4, 16), torch.randn(4, 16)
-        first = op._run_and_keep(scope, (x, y))
+        first = op._launch_slowly(scope, None, (x, y))
         assert torch.equal(recent(op, x.clone(), y.clone()), first)
         assert recent(op, x[:2], y[:2]) is None
         other = torch.randn(2, 16), torch.randn(2, 16)
-        scope["run_and_keep"](*other)
+        scope["launch"](*other)
         assert torch.equal(recent(op, x, y), first) and recent(op, *other) is not None
         assert scope["last_calls"][0][0](*other) and scope["last_calls"][1][0](x, y)
         for rows in range(5, 9):  # more than are remembered
-            scope["run_and_keep"](torch.randn(rows, 16), torch.randn(rows, 16))
+            scope["launch"](torch.randn(rows, 16), torch.randn(rows, 16))
         assert recent(op, x, y) is None
-        assert torch.equal(scope["run_and_keep"](x, y), first) and recent(op, x, y) is not None
+        assert torch.equal(scope["launch"](x, y), first) and recent(op, x, y) is not None
 
 
 def test_a_site_has_recent_calls_of_its_own() -> None:
@@ -84,7 +84,7 @@ def test_a_site_has_recent_calls_of_its_own() -> None:
     assert op.call is call and site is not call
     with rtkernels.emulate("sm_80"), emulator.recording():
         (x, y), (v, w) = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
-        first, second = site.__globals__["run_and_keep"](x, y), scope["run_and_keep"](v, w)
+        first, second = site.__globals__["launch"](x, y), scope["launch"](v, w)
         assert torch.equal(recent(op, x, y, call=site), first) and recent(op, x, y) is None
         assert torch.equal(recent(op, v, w), second)
         Plans.forget_all()
@@ -108,9 +108,9 @@ def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None
     op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
     with rtkernels.emulate("sm_80"), emulator.recording():
         x, y = torch.randn(4, 16), torch.randn(4, 16)
-        first = op._run_and_keep(scope, (x, y))
+        first = op._launch_slowly(scope, None, (x, y))
         assert torch.equal(recent(op, x, y), first)
         Plans.forget_all()
         assert recent(op, x, y) is None
-        torch.testing.assert_close(scope["run_and_keep"](x, x), op.reference(x, x))
+        torch.testing.assert_close(scope["launch"](x, x), op.reference(x, x))
         assert not scope["last_calls"]

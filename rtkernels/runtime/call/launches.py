@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rtkernels.runtime.call.trace import Encoded, NotRepeatable, Number, Record, Trace, View
-from rtkernels.runtime.operator.declared import Declared, active_traces, own_trace
+from rtkernels.runtime.operator.declaration import Declared, active_traces, own_trace
 from rtkernels.runtime.operator.plan import StepPlan
 
 

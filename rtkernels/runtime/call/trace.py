@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from rtkernels import emulator
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulate_features
-from rtkernels.runtime.operator.declared import Declared, Operator, active_traces
+from rtkernels.runtime.operator.declaration import Declared, active_traces
+from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 

@@ -1,27 +1,23 @@
-"""Declared operators: one declaration says what the arguments must be and what the results look like.
+"""The two kinds of declarations: operators, which torch knows, and primitives, which only our code calls.
 
-The schema, the key of a plan, copies of tensors with unsupported strides, allocation, the fake, empty results and
-replay are derived from it. ``gradient.differentiable`` builds an ``autograd.Function`` from two declared operators.
-``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py`` finds the plans of operators
-over lists of tensors.
+Both are checked and planned alike (``declaration.py``). ``kinds.py`` has the kinds of arguments, which this module
+re-exports, ``lists.py`` those of operators over lists of tensors.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from rtkernels import emulator
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.depends import meta_code, option_code
+from rtkernels.runtime.depends import option_code
+from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.launch.tables import Tables
-from rtkernels.runtime.layout import check_same, overlaps_itself
-from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
-from rtkernels.runtime.operator.arguments import check_boolean
-from rtkernels.runtime.operator.by_name import by_name
+from rtkernels.runtime.operator.declaration import Declared
 from rtkernels.runtime.operator.kinds import (
     Aligned,
     Argument,
@@ -41,15 +37,14 @@ from rtkernels.runtime.operator.kinds import (
     dense_as,
     misaligned,
 )
-from rtkernels.runtime.operator.lists import Lists, Number, Tensors
+from rtkernels.runtime.operator.lists import Number, Tensors
 from rtkernels.runtime.operator.operator import TorchOp
-from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
-from rtkernels.runtime.operator.written import generated
+from rtkernels.runtime.operator.plan import Plan, StepPlan, Steps
+from rtkernels.runtime.torch_private import same_tensors
 
 __all__ = [
     "Aligned",
     "Argument",
-    "Declared",
     "Dense",
     "DenseFloat",
     "Exact",
@@ -63,6 +58,7 @@ __all__ = [
     "Number",
     "Operator",
     "OwnRows",
+    "Primitive",
     "Rows",
     "Tensors",
     "UnitStride",
@@ -70,374 +66,27 @@ __all__ = [
     "misaligned",
 ]
 
-
-active_traces: list[Any] = []  # ``trace.Trace`` of all threads
-
-
-def own_trace() -> Any:
-    """Return the active trace of this thread, unless it records the current operator as a whole."""
-    thread = threading.get_ident()
-    others = tuple(active_traces)  # other threads may remove theirs at any time
-    return next((trace for trace in others if trace.thread == thread and not trace.inside), None)
+_FIRST_TRIED = 4  # recent calls that are compared before a look-up, because layers of different shapes alternate
 
 
-class Declared:
-    """Check, plan and run, for ``Operator`` and ``Primitive``."""
-
-    def __init__(
-        self, name: str, arguments: Sequence[Argument | Tensors | Number | str], *, options: str = "",
-        numbers: str = "", results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
-        reference: Callable[..., Any] | None, check: Callable[..., None] | None = None,
-        check_numbers: Callable[..., None] | None = None, prepare: Callable[..., tuple[Any, ...]] | None = None,
-        plans_empty: bool = False, counts_versions: bool = True, tables: Tables | None = None,
-        derived: tuple[str, Callable[..., tuple[float, ...]]] | None = None,
-    ) -> None:  # fmt: skip
-        """Declare ``torch.ops.rtkernels.<name>``.
-
-        Below, `values` are the operator's arguments with a ``Meta`` (or None) in place of each tensor. Functions get
-        the values or arguments that their parameters name, and the device, or a NamedTuple of them (``by_name``).
-
-        Args:
-            name: Name of the operator.
-            arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``. Or ``Tensors``, then
-                ``Number``, for an operator over lists.
-            options: Its last arguments, as in a schema: ``"float eps, bool log"``.
-            numbers: Names of options that no plan depends on; steps refer to them by name, like tensors. For numbers
-                that change from call to call: there is a plan for each value of every other option.
-            results: Names of the tensors it returns, ``"y rstd"``; empty for an operator that only overwrites; None for
-                a list of tensors, named by `outputs`.
-            outputs: ``(*values) -> (Memory, ...)``, one for each result, None for one that was not requested; for a
-                list, a dictionary of Memory by name.
-            plan: ``(*values without numbers, device) -> Steps``. Called only if there is something to compute, and
-                only with tensors that fit.
-            reference: ``(*arguments)``: the same in plain torch, on any device.
-            check: ``(*values)``: raises an ArgumentError for what the declaration cannot express.
-            check_numbers: ``(*numbers)``: raises an ArgumentError for unsupported numbers.
-            prepare: ``(*arguments) -> arguments``, called in every call, for what depends on addresses: copies
-                tensors, or raises an ArgumentError for shared memory. Such operators are not replayed. Over lists it
-                is called unless the lists were used before and none of their tensors requires a gradient.
-            plans_empty: Call `plan` for empty tensors, too. Otherwise the reference computes non-empty results of
-                empty tensors, and empty results need no computation.
-            counts_versions: Tell autograd what is overwritten. False if the caller has done so.
-            tables: For lists: returns their table, which has ``device``, ``address`` and a dict ``plans``. `plan` gets
-                the "table" instead of values, and "table" in its steps is the table's address.
-            derived: For lists: names that steps use instead of `numbers`, and a function that computes their values
-                from `numbers`.
-        """
-        declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
-        self.name, self.counts_versions = name, counts_versions
-        self.arguments = tuple(a for a in declared if isinstance(a, Argument))
-        self.names = tuple(a.split("=")[0].split()[-1] if isinstance(a, str) else a.name for a in declared)
-        self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
-        self.option_names = tuple(self._option_types)
-        self.results = None if results is None else tuple(results.split())
-        self._numbers = tuple(numbers.split())
-        self._written = [argument.name for argument in self.arguments if argument.written]
-        known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
-        self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
-        self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
-        self._written_reference = reference and by_name(reference, self.names)
-        self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
-        self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
-        self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
-        self._places = self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
-        self._number_places = tuple(self.names.index(number) for number in self._numbers)
-        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
-        self._plans, self.lists = Plans(self._build), None
-        if tables is not None:
-            self.lists = Lists(name, self.names, arguments, self._numbers, derived, tables, self._build_listed)
-        self._generated = self._generate()
-        self._find, self.launch = self._generated.get("find"), self._generated["launch"]
-
-    def _returned(self) -> str:
-        if self.results is None:
-            return "Tensor[]"
-        returned = ", ".join(["Tensor"] * len(self.results))
-        return returned if len(self.results) == 1 else f"({returned})"
-
-    # What a plan depends on: everything except addresses and numbers.
-
-    def _key(self) -> str:
-        """Return the expression that looks up the plan of a call; its key consists of plain tuples."""
-        keys, told_apart = [], []
-        for name, kind in zip(self.names, self._kinds, strict=True):
-            if kind is None:
-                keys += [] if name in self._numbers else [name]
-                code = option_code(name, self._option_types[name])
-                told_apart += [] if name in self._numbers or code == name else [code]
-                continue
-            meta = f"({meta_code(name)})"
-            keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
-        return f"plans[{', '.join([*keys, *told_apart])},]"  # ``_build`` does not look at the last ones
-
-    def _generate(self) -> dict[str, Any]:
-        """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is generated.
-
-        ``find`` returns the plan of a call and builds it if needed. ``launch`` runs it. All other cases (tensors that
-        must be copied or converted, or plans without launches) are left to ``_launch_prepared``.
-        """
-        if self.lists is not None:
-            return generated(self.lists.source, f"<rtkernels lists of {self.name}>", dict(self.lists.scope))
-        names = ", ".join(self.names)
-        checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
-        prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
-        given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
-        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
-        counted = "".join(map(counting.format, self._written)) if self.counts_versions else ""
-        source = f"""
-def find({names}):
-    {checks}return {self._key()}
-
-def launch({names}):
-    if active_traces and (trace := own_trace()) is not None:
-        return trace.launched(operator, ({names},))
-    {prepare}{checks}plan = {self._key()}
-    if type(plan) is StepPlan and not plan.converted:
-        returned = plan.run({", ".join([*given, *self._numbers])})
-        {counted}return returned
-    return launch_prepared({names})
-"""
-        scope = {
-            "plans": self._plans,
-            "check_numbers": self._check_numbers,
-            "prepare": self._prepare,
-            "StepPlan": StepPlan,
-            "increment_version": torch.autograd.graph.increment_version,
-            "launch_prepared": self._launch_prepared,
-            "active_traces": active_traces,
-            "own_trace": own_trace,
-            "operator": self,
-        }
-        return generated(source, f"<rtkernels plans of {self.name}>", scope)
-
-    @staticmethod
-    def _address(name: str, kind: Argument) -> str:
-        return f"0 if {name} is None else {name}.data_ptr()" if kind.optional else f"{name}.data_ptr()"
-
-    def _write_run_and_keep(self) -> None:
-        """Generate ``run_and_keep``, for calls whose plan was run before, but not by one of the last calls."""
-        names = ", ".join(self.names)
-        kinds = {name: kind for name, kind in zip(self.names, self._kinds, strict=True) if kind}
-        tensors = ", ".join(kinds)
-        pointers = "".join(f"    pointer_{name} = {self._address(name, kind)}\n" for name, kind in kinds.items())
-        run = ", ".join([*(f"pointer_{name}" for name in kinds), *self._numbers])
-        counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
-        counted = "".join(map(counting.format, self._written))
-        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
-        source = f"""
-def run_and_keep({names}):
-    global last_calls
-{checks}    plan = {self._key()}
-    matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
-    if matches is None or not matches({tensors}):
-        return run_and_keep_slowly(plan, {names})
-{pointers}\
-    if ({" | ".join(f"pointer_{name}" for name in kinds)}) & 15:
-        return run_and_keep_slowly(plan, {names})
-    last_calls = last_with(last_calls, matches, plan.run, options_of({names}))
-    returned = plan.run({run})
-{counted}    return returned
-"""
-        scope = self.call.__globals__
-        scope["run_and_keep_slowly"] = lambda plan, *args: self._run_and_keep(scope, args, plan)
-        scope |= {"plans": self._plans, "StepPlan": StepPlan}
-        scope["check_numbers"] = self._check_numbers
-        generated(source, f"<rtkernels replay of {self.name}>", scope)
-
-    def values(self, *args: Any) -> tuple[Any, ...]:
-        """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
-        return tuple(
-            a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
-            for kind, a in zip(self._kinds, args, strict=True)
-        )
-
-    def check(self, *values: Any) -> None:
-        """Raise an ArgumentError for metas and options that are unsupported or do not go together."""
-        given = dict(zip(self.names, values, strict=True))
-        for name in self._booleans:
-            check_boolean(name, given[name])
-        for argument in self.arguments:
-            argument.check(given)
-            meta = given[argument.name]
-            if argument.written and meta is not None and 0 not in meta.shape:
-                if overlaps_itself(meta.shape, meta.stride):
-                    raise ArgumentError(
-                        f"{argument.name} has strides {tuple(meta.stride)} for shape {tuple(meta.shape)}; expected "
-                        f"memory of its own for every element"
-                    )
-        if self._check_all is not None:
-            self._check_all(*values)
-        there = [argument.name for argument in self.arguments if given[argument.name] is not None]
-        for name in there[1:]:
-            check_same(name, given[name].device, given[there[0]].device, "device index", of=there[0])
-
-    def _memory(self, values: Sequence[Any]) -> dict[str, Memory | None]:
-        if self.results is None:
-            return self._outputs(*values)
-        return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
-
-    def _build(self, *key: Any) -> Plan | None:
-        keys = iter(key)
-        values = []
-        for name, kind in zip(self.names, self._kinds, strict=True):
-            value = None if name in self._numbers else next(keys)
-            values.append(value if kind is None or value is None else Meta(*value))
-        self.check(*values)
-        for kind, value in zip(self._kinds, values, strict=True):
-            if kind is not None and value is not None and not kind.fits(value):
-                return None
-        device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
-        outputs = self._memory(values)
-        targets = [memory for memory in outputs.values() if memory is not None]
-        for kind, value in zip(self._kinds, values, strict=True):
-            targets += [value] if kind is not None and kind.written and value is not None else []
-        if not self._plans_empty and all(0 in memory.shape for memory in targets):
-            steps = Steps()
-        elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
-            steps = IN_TORCH
-        else:
-            known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
-            steps = self._make_steps(*known, device)
-        if steps is IN_TORCH or steps.instead is not None:
-            return steps
-        names = [argument.name for argument in self.arguments]
-        given = dict(zip(self.names, values, strict=True))
-        absent = [name for name in names if given[name] is None]
-        shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
-        guards = guards_of(self.arguments, given)
-        return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
-
-    def _build_listed(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
-        """Return the plan of a call over lists, which their table keeps."""
-        self.lists.refuse_shared(args)
-        given = dict(zip(self.names, args, strict=True))
-        steps = self._make_steps(table, *(given[name] for name in self.option_names if name not in self._numbers))
-        shape = "single" if len(self.results) == 1 else "tuple"
-        names, numbers = self.lists.addresses, self.lists.run_names
-        return StepPlan(self.name, names, numbers, self._memory(args), shape, steps, table.device)
-
-    def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
-        copied = list(args)
-        for i, value in enumerate(self.values(*args)):
-            if isinstance(value, Meta) and not self._kinds[i].fits(value._replace(misaligned=args[i].data_ptr() & 15)):
-                copied[i] = self._kinds[i].copied(args[i])
-        return tuple(copied)
-
-    # Running a call.
-
-    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
-        if self._written:
-            self._refuse_shared(args)
-        plan = plan or self._find(*args)
-        if plan is None:
-            args = self._copy_unfit(*args)
-            plan = self._find(*args)
-        if plan.converted:
-            args = list(args)
-            for name, how in plan.converted.items():
-                i = self.names.index(name)
-                converted = how(args[i]) if callable(how) else args[i].to(how).contiguous()
-                # Plans rely on newly allocated, aligned memory (``dense_as``). A tensor that needed no conversion is
-                # the caller's and may be misaligned.
-                args[i] = converted.clone() if converted.data_ptr() & 15 else converted
-            args = tuple(args)
-        return plan, args
-
-    def _refuse_shared(self, args: Sequence[Any]) -> None:
-        """Raise an ArgumentError if an argument that is overwritten shares memory with another one."""
-        given = [(kind, args[i]) for i, kind in enumerate(self._kinds) if kind is not None and args[i] is not None]
-        for i, (kind, tensor) in enumerate(given):
-            if kind.written:
-                others = [(k.name, t) for j, (k, t) in enumerate(given) if j > i or (j < i and not k.written)]
-                refuse_shared(kind.name, tensor, others, kind.over)
-
-    def _launch_planned(self, *args: Any) -> Any:
-        return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
-
-    def _launch_prepared(self, *args: Any) -> Any:
-        return self._run_planned(*self._planned(args), args)
-
-    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        if plan is IN_TORCH:
-            results = self._written_reference(*used)
-        elif type(plan) is Steps:
-            results = plan.instead(*used)
-        else:
-            results = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
-        if self._written:
-            for i in self._places:
-                if self._kinds[i].written and used[i] is not args[i]:
-                    args[i].copy_(used[i])
-            self._count_versions(args)
-        return results
-
-    def _count_versions(self, args: tuple[Any, ...]) -> None:
-        for i in self._places if self.counts_versions else ():
-            if self._kinds[i].written and args[i] is not None and not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
-
-    def _run_reference(self, *args: Any) -> Any:
-        if self.lists is not None:
-            self._generated["check_lists"](*args)
-            self.lists.refuse_shared(args)
-            return self._written_reference(*args)
-        self.check(*self.values(*args))
-        if self._check_numbers is not None:
-            self._check_numbers(*[args[i] for i in self._number_places])
-        if self._prepare is not None:
-            args = self._prepare(*args)
-        if self._written:
-            self._refuse_shared(args)
-        return self._written_reference(*args)
-
-    def _fake(self, *args: Any) -> Any:
-        first = args[self._places[0]] if self.lists is None else args[0][0]
-        results = []
-        for memory in self._memory(self.values(*args)).values():
-            if memory is None:
-                results.append(first.new_empty(0, dtype=torch.float32))
-            elif memory.strides is None:
-                results.append(first.new_empty(memory.shape, dtype=memory.dtype))
-            else:
-                results.append(first.new_empty_strided(memory.shape, memory.strides, dtype=memory.dtype))
-        if self.results is None:
-            return results
-        return None if not results else results[0] if len(results) == 1 else tuple(results)
-
-
-def _schema_types(declared: Sequence[Argument | Tensors | Number | str]) -> Iterator[str]:
-    """Yield the arguments of a declaration as a schema spells them."""
-    letters = iter("abcdefgh")
-    for a in declared:
-        if isinstance(a, str):
-            yield a
-            continue
-        alias = f"({next(letters)}!)" if a.written else ""
-        suffix = "[]" if isinstance(a, Tensors) else "?" if isinstance(a, Number) or a.optional else ""
-        yield f"Tensor{alias}{suffix} {a.name}"
+def last_with(
+    calls: tuple[Any, ...], matches: Callable[..., bool], run: Callable[..., Any], options: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the recent calls of an operator with a new one in front: comparison, plan and options of each."""
+    return (matches, run, options), *[call for call in calls if call[1] is not run][: _FIRST_TRIED - 1]
 
 
 class Operator(Declared, TorchOp):
-    """A declared operator, ``torch.ops.rtkernels.<name>``. Arguments as for ``Declared``."""
+    """A declared operator, ``torch.ops.rtkernels.<name>``. Arguments as for ``Declared``.
+
+    A call that matches one of the last few runs its plan, found by one comparison in C++. This also serves calls that
+    autograd records, which are not replayed as a whole.
+    """
 
     def __init__(self, name: str, arguments: Sequence[Argument | Tensors | Number | str], **declaration: Any) -> None:
         Declared.__init__(self, name, arguments, **declaration)
-        planned = self._prepare is None and self.lists is None
-        plans = {"plan": self._find, "copied": self._copy_unfit} if planned else {}
-        TorchOp.__init__(self, self.schema, launch=self.launch, reference=self._run_reference, fake=self._fake, **plans)
-
-    def _make_call(self) -> Callable[..., Any]:
-        self.call = super()._make_call()
-        if self._plan is not None:
-            self._write_run_and_keep()
-        return self.call
-
-    def _first_lines(self) -> tuple[str, dict[str, Any]]:
-        if self.lists is None or self._prepare is None:
-            return super()._first_lines()
-        names = ", ".join(self.names)
-        scope = self.lists.scope | {"prepare": self._prepare}
-        return f"{self.lists.known_lines}    {names} = prepare({names})\n", scope
+        self._compared = self.resolves_lazy = self._prepare is None and self.lists is None
+        TorchOp.__init__(self, self.schema, launch=self.launch, reference=self._run_reference, fake=self._fake)
 
     def at_site(self) -> Callable[..., Any]:
         """Return another ``call`` for one call site, with recent calls of its own.
@@ -445,8 +94,171 @@ class Operator(Declared, TorchOp):
         If several call sites alternate, each with its own metadata, no call matches the one before it. But in a model
         of equal layers, each call matches the last one from the same call site.
         """
-        call = self.call
-        try:
-            return self._make_call()
-        finally:
-            self.call = call
+        return self._make_call()
+
+    def _short_cuts(self) -> tuple[str, str, dict[str, Any]]:
+        names = ", ".join(self.names)
+        if self.lists is not None and self._prepare is not None:
+            scope = self.lists.scope | {"prepare": self._prepare}
+            return f"{self.lists.known_lines}    {names} = prepare({names})\n", "", scope
+        if not self._compared:
+            return "", "", {}
+        scope: dict[str, Any] = {
+            "last_calls": (), "last_with": last_with, "StepPlan": StepPlan, "plans": self._plans,
+            "check_numbers": self._check_numbers, "increment_version": torch.autograd.graph.increment_version,
+        }  # fmt: skip
+        options = "".join(f"{self._option(name)}, " for name in self.option_names)
+        functions = f"{self._launch_lines()}\ndef options_of({names}):\n    return ({options})\n"
+        return self._replay_lines(), functions, scope
+
+    def _make_call(self) -> Callable[..., Any]:
+        call = super()._make_call()
+        if self._compared:
+            scope = call.__globals__
+            scope["launch_slowly"] = lambda plan, *args: self._launch_slowly(scope, plan, args)
+            Plans.replays.append(lambda: scope.update(last_calls=()))
+        return call
+
+    def _option(self, name: str) -> str:
+        """Return the expression of an option in comparisons with recent calls; plans do not depend on numbers."""
+        return name if name in self._numbers else option_code(name, self._option_types[name])
+
+    def _replay_lines(self) -> str:
+        """Return the lines of ``call`` that run the plan of a matching recent call."""
+        options = [self._option(name) for name in self.option_names]
+        addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
+        run = f"return run({', '.join([*addresses, *self._numbers])})"
+        if self._written:
+            counted = "; ".join(
+                f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
+            )
+            run = f"returned = {run.removeprefix('return ')}; {counted}; return returned"
+        assign = "".join(f"                {pointer} = {address}\n" for pointer, address in addresses.items())
+        same = f" and options == ({', '.join(options)},)" if options else ""
+        return f"""\
+    global last_calls
+    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
+        calls = last_calls
+        for one in calls:
+            matches, run, options = one
+            if matches({", ".join(a.name for a in self.arguments)}){same}:
+{assign}\
+                if not ({" | ".join(addresses)}) & 15:
+                    if one is not calls[0] and calls is last_calls:
+                        last_calls = last_with(calls, *one)
+                    {run}
+"""
+
+    def _launch_lines(self) -> str:
+        """Return ``launch`` for calls that match none of the last ones: it looks up their plans and keeps them."""
+        names = ", ".join(self.names)
+        addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
+        assign = "".join(f"    {pointer} = {address}\n" for pointer, address in addresses.items())
+        counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
+        counted = "".join(map(counting.format, self._written))
+        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
+        return f"""
+def launch({names}):
+    global last_calls
+{checks}    plan = {self._key()}
+    matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
+    if matches is None or not matches({", ".join(a.name for a in self.arguments)}):
+        return launch_slowly(plan, {names})
+{assign}\
+    if ({" | ".join(addresses)}) & 15:
+        return launch_slowly(plan, {names})
+    last_calls = last_with(last_calls, matches, plan.run, options_of({names}))
+    returned = plan.run({", ".join([*addresses, *self._numbers])})
+{counted}    return returned
+"""
+
+    def _launch_slowly(self, scope: dict[str, Any], plan: Plan | None, args: tuple[Any, ...]) -> Any:
+        """Run a plan, and keep it in front of the recent calls if its tensors can be compared in C++."""
+        plan, used = self._planned(args, plan)
+        if type(plan) is Steps:  # nothing to replay
+            return self._launch_resolved(args) if self._lazy(args) else self._run_planned(plan, used, args)
+        addresses = self._addresses(used)
+        if used is args and not any(address & 15 for address in addresses):
+            given = [args[i] for i in self._tensors]
+            if plan.matches is None or not plan.matches(*given):  # or created in inference mode
+                if self._lazy(args):
+                    return self._launch_resolved(args)
+                there = [tensor for tensor in given if tensor is not None]
+                if len(set(map(id, there))) < len(there):  # the comparison needs distinct tensors
+                    results = plan.run(*addresses, *[args[i] for i in self._number_places])
+                    self._count_versions(args)
+                    return results
+                plan.matches = same_tensors(given)
+            options = scope["options_of"](*args)
+            # A single assignment, so that other threads see all of it or nothing.
+            scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
+        elif self._lazy(args):
+            return self._launch_resolved(args)
+        if used is not args and self._written:
+            return self._run_planned(plan, used, args)  # writes copies back
+        results = plan.run(*addresses, *[args[i] for i in self._number_places])
+        self._count_versions(args)
+        return results
+
+    def _lazy(self, args: tuple[Any, ...]) -> bool:
+        """Return True if a tensor is a lazy negative (``z.conj().imag``) or a lazy conjugate."""
+        return any(args[i] is not None and (args[i].is_neg() or args[i].is_conj()) for i in self._tensors)
+
+    def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
+        if self._written:
+            self._check_types(*args)
+        return self._launch_planned(
+            *(a.resolve_neg().resolve_conj() if isinstance(a, torch.Tensor) else a for a in args)
+        )
+
+
+class Primitive:
+    """Steps on tensors, planned from metadata and hashable options.
+
+    Versions of what it overwrites are counted around it: by the dispatcher, or not at all for scratch.
+
+    Args:
+        name: For tracebacks.
+        arguments: Its tensors.
+        options: Its other arguments, hashable ones: names separated by commas, with types as in a schema on request.
+        results: Names of what it returns.
+        outputs: Returns a Memory for each result, as for ``Operator``.
+        plan: Returns ``Steps``, as for ``Operator``; not called for results without elements.
+        numbers: Names of options that no plan depends on.
+        reference: Computes results of empty tensors. None: these are refused, and torch's own operator has the call.
+        plans_empty: As for ``Operator``.
+    """
+
+    def __init__(
+        self, name: str, arguments: Sequence[Argument], options: str = "", *, results: str,
+        outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps], numbers: str = "",
+        reference: Callable[..., Any] | None = None, plans_empty: bool = False,
+    ) -> None:  # fmt: skip
+        self.name = name
+        typed = (o if " " in o else f"int {o}" for o in map(str.strip, options.split(",")) if o)
+        self._declaration = {
+            "arguments": arguments, "options": ", ".join(typed), "results": results, "outputs": outputs or (lambda: ()),
+            "plan": plan, "reference": reference or self._has_no_reference, "numbers": numbers,
+            "plans_empty": plans_empty, "counts_versions": False,
+        }  # fmt: skip
+
+    @cached_property
+    def _declared(self) -> Declared:
+        """The steps, declared by the first call: `rtkernels.enable()` imports all primitives, and calls none."""
+        return Declared(self.name, **self._declaration)
+
+    def _has_no_reference(self) -> Any:
+        """Torch's own operator is the reference; an override that raises this gives the call back to it."""
+        raise ArgumentError(f"{self.name}: a tensor has no elements; expected at least one")
+
+    def __call__(self, *args: Any) -> Any:
+        first = args[0]
+        if first.is_cuda:
+            return self._declared.launch(*args)
+        features = emulator.active()
+        if features is None:
+            raise ArgumentError(f"{self.name}: tensors are on {first.device}; expected a CUDA device, or the emulator")
+        with emulator.lock:
+            emulate_features(features)
+            with emulator.recording():
+                return self._declared.launch(*args)

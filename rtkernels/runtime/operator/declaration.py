@@ -1,0 +1,344 @@
+"""``Declared``: one declaration says what the arguments must be and what the results look like.
+
+The schema, the key of a plan, copies of tensors with unsupported strides, allocation, the fake and empty results are
+derived from it. ``declared.py`` has the two kinds: operators and primitives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rtkernels.errors import ArgumentError
+from rtkernels.runtime.depends import meta_code, option_code
+from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.tables import Tables
+from rtkernels.runtime.layout import check_same, overlaps_itself
+from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
+from rtkernels.runtime.operator.arguments import check_boolean
+from rtkernels.runtime.operator.by_name import by_name
+from rtkernels.runtime.operator.kinds import Argument, Meta
+from rtkernels.runtime.operator.lists import Lists, Number, Tensors
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
+from rtkernels.runtime.operator.written import generated
+
+active_traces: list[Any] = []  # ``trace.Trace`` of all threads
+
+
+def own_trace() -> Any:
+    """Return the active trace of this thread, unless it records the current operator as a whole."""
+    thread = threading.get_ident()
+    others = tuple(active_traces)  # other threads may remove theirs at any time
+    return next((trace for trace in others if trace.thread == thread and not trace.inside), None)
+
+
+class Declared:
+    """Check, plan and run, for ``Operator`` and ``Primitive``."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[Argument | Tensors | Number | str], *, options: str = "",
+        numbers: str = "", results: str | None, outputs: Callable[..., Any] | None = None, plan: Callable[..., Steps],
+        reference: Callable[..., Any] | None, check: Callable[..., None] | None = None,
+        check_numbers: Callable[..., None] | None = None, prepare: Callable[..., tuple[Any, ...]] | None = None,
+        plans_empty: bool = False, counts_versions: bool = True, tables: Tables | None = None,
+        derived: tuple[str, Callable[..., tuple[float, ...]]] | None = None,
+    ) -> None:  # fmt: skip
+        """Declare ``torch.ops.rtkernels.<name>``.
+
+        Below, `values` are the operator's arguments with a ``Meta`` (or None) in place of each tensor. Functions get
+        the values or arguments that their parameters name, and the device, or a NamedTuple of them (``by_name``).
+
+        Args:
+            name: Name of the operator.
+            arguments: Its tensors; options between them as in a schema, ``"SymInt rows"``. Or ``Tensors``, then
+                ``Number``, for an operator over lists.
+            options: Its last arguments, as in a schema: ``"float eps, bool log"``.
+            numbers: Names of options that no plan depends on; steps refer to them by name, like tensors. For numbers
+                that change from call to call: there is a plan for each value of every other option.
+            results: Names of the tensors it returns, ``"y rstd"``; empty for an operator that only overwrites; None for
+                a list of tensors, named by `outputs`.
+            outputs: ``(*values) -> (Memory, ...)``, one for each result, None for one that was not requested; for a
+                list, a dictionary of Memory by name.
+            plan: ``(*values without numbers, device) -> Steps``. Called only if there is something to compute, and
+                only with tensors that fit.
+            reference: ``(*arguments)``: the same in plain torch, on any device.
+            check: ``(*values)``: raises an ArgumentError for what the declaration cannot express.
+            check_numbers: ``(*numbers)``: raises an ArgumentError for unsupported numbers.
+            prepare: ``(*arguments) -> arguments``, called in every call, for what depends on addresses: copies
+                tensors, or raises an ArgumentError for shared memory. Such operators are not replayed. Over lists it
+                is called unless the lists were used before and none of their tensors requires a gradient.
+            plans_empty: Call `plan` for empty tensors, too. Otherwise the reference computes non-empty results of
+                empty tensors, and empty results need no computation.
+            counts_versions: Tell autograd what is overwritten. False if the caller has done so.
+            tables: For lists: returns their table, which has ``device``, ``address`` and a dict ``plans``. `plan` gets
+                the "table" instead of values, and "table" in its steps is the table's address.
+            derived: For lists: names that steps use instead of `numbers`, and a function that computes their values
+                from `numbers`.
+        """
+        declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
+        self.name, self.counts_versions = name, counts_versions
+        self.arguments = tuple(a for a in declared if isinstance(a, Argument))
+        self.names = tuple(a.split("=")[0].split()[-1] if isinstance(a, str) else a.name for a in declared)
+        self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
+        self.option_names = tuple(self._option_types)
+        self.results = None if results is None else tuple(results.split())
+        self._numbers = tuple(numbers.split())
+        self._written = [argument.name for argument in self.arguments if argument.written]
+        known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
+        self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
+        self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
+        self._written_reference = reference and by_name(reference, self.names)
+        self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
+        self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
+        self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
+        self._places = self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self._number_places = tuple(self.names.index(number) for number in self._numbers)
+        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
+        self._plans, self.lists = Plans(self._build), None
+        if tables is not None:
+            self.lists = Lists(name, self.names, arguments, self._numbers, derived, tables, self._build_listed)
+        self._generated = self._generate()
+        self._find, self.launch = self._generated.get("find"), self._generated["launch"]
+
+    def _returned(self) -> str:
+        if self.results is None:
+            return "Tensor[]"
+        returned = ", ".join(["Tensor"] * len(self.results))
+        return returned if len(self.results) == 1 else f"({returned})"
+
+    # What a plan depends on: everything except addresses and numbers.
+
+    def _key(self) -> str:
+        """Return the expression that looks up the plan of a call; its key consists of plain tuples."""
+        keys, told_apart = [], []
+        for name, kind in zip(self.names, self._kinds, strict=True):
+            if kind is None:
+                keys += [] if name in self._numbers else [name]
+                code = option_code(name, self._option_types[name])
+                told_apart += [] if name in self._numbers or code == name else [code]
+                continue
+            meta = f"({meta_code(name)})"
+            keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
+        return f"plans[{', '.join([*keys, *told_apart])},]"  # ``_build`` does not look at the last ones
+
+    def _generate(self) -> dict[str, Any]:
+        """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is.
+
+        ``find`` returns the plan of a call and builds it if needed. ``launch`` runs it. All other cases (tensors that
+        must be copied or converted, or plans without launches) are left to ``_launch_prepared``.
+        """
+        if self.lists is not None:
+            return generated(self.lists.source, f"<rtkernels lists of {self.name}>", dict(self.lists.scope))
+        names = ", ".join(self.names)
+        checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
+        prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
+        given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
+        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
+        counted = "".join(map(counting.format, self._written)) if self.counts_versions else ""
+        source = f"""
+def find({names}):
+    {checks}return {self._key()}
+
+def launch({names}):
+    if active_traces and (trace := own_trace()) is not None:
+        return trace.launched(operator, ({names},))
+    {prepare}{checks}plan = {self._key()}
+    if type(plan) is StepPlan and not plan.converted:
+        returned = plan.run({", ".join([*given, *self._numbers])})
+        {counted}return returned
+    return launch_prepared({names})
+"""
+        scope = {
+            "plans": self._plans,
+            "check_numbers": self._check_numbers,
+            "prepare": self._prepare,
+            "StepPlan": StepPlan,
+            "increment_version": torch.autograd.graph.increment_version,
+            "launch_prepared": self._launch_prepared,
+            "active_traces": active_traces,
+            "own_trace": own_trace,
+            "operator": self,
+        }
+        return generated(source, f"<rtkernels plans of {self.name}>", scope)
+
+    @staticmethod
+    def _address(name: str, kind: Argument) -> str:
+        return f"0 if {name} is None else {name}.data_ptr()" if kind.optional else f"{name}.data_ptr()"
+
+    def values(self, *args: Any) -> tuple[Any, ...]:
+        """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
+        return tuple(
+            a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
+            for kind, a in zip(self._kinds, args, strict=True)
+        )
+
+    def check(self, *values: Any) -> None:
+        """Raise an ArgumentError for metas and options that are unsupported or do not go together."""
+        given = dict(zip(self.names, values, strict=True))
+        for name in self._booleans:
+            check_boolean(name, given[name])
+        for argument in self.arguments:
+            argument.check(given)
+            meta = given[argument.name]
+            if argument.written and meta is not None and 0 not in meta.shape:
+                if overlaps_itself(meta.shape, meta.stride):
+                    raise ArgumentError(
+                        f"{argument.name} has strides {tuple(meta.stride)} for shape {tuple(meta.shape)}; expected "
+                        f"memory of its own for every element"
+                    )
+        if self._check_all is not None:
+            self._check_all(*values)
+        there = [argument.name for argument in self.arguments if given[argument.name] is not None]
+        for name in there[1:]:
+            check_same(name, given[name].device, given[there[0]].device, "device index", of=there[0])
+
+    def _memory(self, values: Sequence[Any]) -> dict[str, Memory | None]:
+        if self.results is None:
+            return self._outputs(*values)
+        return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
+
+    def _build(self, *key: Any) -> Plan | None:
+        keys = iter(key)
+        values = []
+        for name, kind in zip(self.names, self._kinds, strict=True):
+            value = None if name in self._numbers else next(keys)
+            values.append(value if kind is None or value is None else Meta(*value))
+        self.check(*values)
+        for kind, value in zip(self._kinds, values, strict=True):
+            if kind is not None and value is not None and not kind.fits(value):
+                return None
+        device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
+        outputs = self._memory(values)
+        targets = [memory for memory in outputs.values() if memory is not None]
+        for kind, value in zip(self._kinds, values, strict=True):
+            targets += [value] if kind is not None and kind.written and value is not None else []
+        if not self._plans_empty and all(0 in memory.shape for memory in targets):
+            steps = Steps()
+        elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
+            steps = IN_TORCH
+        else:
+            known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
+            steps = self._make_steps(*known, device)
+        if steps is IN_TORCH or steps.instead is not None:
+            return steps
+        names = [argument.name for argument in self.arguments]
+        given = dict(zip(self.names, values, strict=True))
+        absent = [name for name in names if given[name] is None]
+        shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
+        guards = guards_of(self.arguments, given)
+        return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
+
+    def _build_listed(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
+        """Return the plan of a call over lists, which their table keeps."""
+        self.lists.refuse_shared(args)
+        given = dict(zip(self.names, args, strict=True))
+        steps = self._make_steps(table, *(given[name] for name in self.option_names if name not in self._numbers))
+        shape = "single" if len(self.results) == 1 else "tuple"
+        names, numbers = self.lists.addresses, self.lists.run_names
+        return StepPlan(self.name, names, numbers, self._memory(args), shape, steps, table.device)
+
+    def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
+        copied = list(args)
+        for i, value in enumerate(self.values(*args)):
+            if isinstance(value, Meta) and not self._kinds[i].fits(value._replace(misaligned=args[i].data_ptr() & 15)):
+                copied[i] = self._kinds[i].copied(args[i])
+        return tuple(copied)
+
+    # Running a call.
+
+    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+        if self._written:
+            self._refuse_shared(args)
+        plan = plan or self._find(*args)
+        if plan is None:
+            args = self._copy_unfit(*args)
+            plan = self._find(*args)
+        if plan.converted:
+            args = list(args)
+            for name, how in plan.converted.items():
+                i = self.names.index(name)
+                converted = how(args[i]) if callable(how) else args[i].to(how).contiguous()
+                # Plans rely on newly allocated, aligned memory (``dense_as``). A tensor that needed no conversion is
+                # the caller's and may be misaligned.
+                args[i] = converted.clone() if converted.data_ptr() & 15 else converted
+            args = tuple(args)
+        return plan, args
+
+    def _refuse_shared(self, args: Sequence[Any]) -> None:
+        """Raise an ArgumentError if an argument that is overwritten shares memory with another one."""
+        given = [(kind, args[i]) for i, kind in enumerate(self._kinds) if kind is not None and args[i] is not None]
+        for i, (kind, tensor) in enumerate(given):
+            if kind.written:
+                others = [(k.name, t) for j, (k, t) in enumerate(given) if j > i or (j < i and not k.written)]
+                refuse_shared(kind.name, tensor, others, kind.over)
+
+    def _launch_planned(self, *args: Any) -> Any:
+        return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
+
+    def _launch_prepared(self, *args: Any) -> Any:
+        return self._run_planned(*self._planned(args), args)
+
+    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        if plan is IN_TORCH:
+            results = self._written_reference(*used)
+        elif type(plan) is Steps:
+            results = plan.instead(*used)
+        else:
+            results = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
+        if self._written:
+            for i in self._places:
+                if self._kinds[i].written and used[i] is not args[i]:
+                    args[i].copy_(used[i])
+            self._count_versions(args)
+        return results
+
+    def _addresses(self, args: tuple[Any, ...]) -> list[int]:
+        return [0 if args[i] is None else args[i].data_ptr() for i in self._places]
+
+    def _count_versions(self, args: tuple[Any, ...]) -> None:
+        for i in self._places if self.counts_versions else ():
+            if self._kinds[i].written and args[i] is not None and not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+
+    def _run_reference(self, *args: Any) -> Any:
+        if self.lists is not None:
+            self._generated["check_lists"](*args)
+            self.lists.refuse_shared(args)
+            return self._written_reference(*args)
+        self.check(*self.values(*args))
+        if self._check_numbers is not None:
+            self._check_numbers(*[args[i] for i in self._number_places])
+        if self._prepare is not None:
+            args = self._prepare(*args)
+        if self._written:
+            self._refuse_shared(args)
+        return self._written_reference(*args)
+
+    def _fake(self, *args: Any) -> Any:
+        first = args[self._places[0]] if self.lists is None else args[0][0]
+        results = []
+        for memory in self._memory(self.values(*args)).values():
+            if memory is None:
+                results.append(first.new_empty(0, dtype=torch.float32))
+            elif memory.strides is None:
+                results.append(first.new_empty(memory.shape, dtype=memory.dtype))
+            else:
+                results.append(first.new_empty_strided(memory.shape, memory.strides, dtype=memory.dtype))
+        if self.results is None:
+            return results
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _schema_types(declared: Sequence[Argument | Tensors | Number | str]) -> Iterator[str]:
+    """Yield the arguments of a declaration as a schema spells them."""
+    letters = iter("abcdefgh")
+    for a in declared:
+        if isinstance(a, str):
+            yield a
+            continue
+        alias = f"({next(letters)}!)" if a.written else ""
+        suffix = "[]" if isinstance(a, Tensors) else "?" if isinstance(a, Number) or a.optional else ""
+        yield f"Tensor{alias}{suffix} {a.name}"
