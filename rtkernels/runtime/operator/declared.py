@@ -1,8 +1,8 @@
 """Declared operators: one declaration says what the arguments must be and what the results look like.
 
 The schema, the key of a plan, copies of tensors with unsupported strides, allocation, the fake, empty results and
-replay are derived from it. ``gradient.differentiable`` builds an ``autograd.Function`` from two declared operators.
-``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py`` handles lists of tensors.
+replay are derived from it. ``kinds.py`` defines the kinds of arguments, which this module re-exports; ``lists.py``
+handles lists of tensors.
 """
 
 from __future__ import annotations
