@@ -118,7 +118,6 @@ class Declared:
         declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
         self.arguments = tuple(a for a in declared if isinstance(a, Argument))
         self.names = tuple(a.name if isinstance(a, Argument) else a.split("=")[0].split()[-1] for a in declared)
-        self.option_names = tuple(n for n, a in zip(self.names, declared, strict=True) if isinstance(a, str))
         self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
         self.results = None if results is None else tuple(results.split())
         self._numbers = tuple(numbers.split())
