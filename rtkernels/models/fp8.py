@@ -37,8 +37,7 @@ from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 from rtkernels.runtime.layout import row_count
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 

@@ -17,8 +17,7 @@ from rtkernels.models.fp8_products import WEIGHT_GRADIENT
 from rtkernels.models.reuse import free, is_kept
 from rtkernels.ops.act import glu_fp8
 from rtkernels.runtime.layout import in_shape
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 
 _SIDE = 128  # rows that share a scale
 _WORD = torch.int64  # codes are copied as 8-byte words

@@ -20,8 +20,7 @@ from rtkernels.ops.gemm.scaled_mm import FORWARD as PRODUCT
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8 import BOTH, QUANTIZE
 from rtkernels.runtime.layout import in_shape, row_count
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 
 E4M3 = torch.float8_e4m3fn
 VALUES, WEIGHT_GRADIENT = "block_1x128_128x128", "block_1x128_1x128"  # recipes of ``scaled_mm``

@@ -21,8 +21,7 @@ from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy import Lazy, is_good, place_in_graph
 from rtkernels.models.reuse import stand_in
 from rtkernels.ops.norm import norm_fp8, rms_norm
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 
 _plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
 

@@ -16,8 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from rtkernels.models.recognize import apply_rope, autocasts
 from rtkernels.ops.rope import angles, qk_norm_rope
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 

@@ -21,8 +21,7 @@ from rtkernels.models.recognize import autocasts
 from rtkernels.ops.act import glu as activation
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.operator.autograd import may_overwrite, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
 
 try:

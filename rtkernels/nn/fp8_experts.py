@@ -29,8 +29,7 @@ from rtkernels.ops.gemm.fp8_operands import (
 from rtkernels.ops.moe import moe_permute_fp8
 from rtkernels.ops.moe.moe_permute import UNPERMUTE
 from rtkernels.ops.quant import quantize_fp8
-from rtkernels.runtime.operator.autograd import once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 E4M3 = torch.float8_e4m3fn

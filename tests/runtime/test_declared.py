@@ -97,11 +97,8 @@ def test_steps_that_nobody_can_run_twice_over() -> None:
 
 
 def test_written_code_has_lines() -> None:
-    for name in ("<rtkernels gradient of row_dot_fwd>", "<rtkernels row_dot_fwd>", "<rtkernels plans of row_dot_fwd>"):
+    for name in ("<rtkernels row_dot_fwd>", "<rtkernels plans of row_dot_fwd>"):
         assert linecache.getline(name, 2), name
-    assert "call_backward(grad_out, x, y, wanted[0], wanted[1])" in "".join(
-        linecache.getlines("<rtkernels gradient of row_dot_fwd>")
-    )
 
 
 def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None:

@@ -11,8 +11,7 @@ from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
 KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")

@@ -25,9 +25,8 @@ from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import check_integer, check_number
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -163,7 +162,31 @@ BACKWARD = Operator(
     reference=reference.backward,
     check=_check_backward,
 )  # fmt: skip
-_attention = differentiable(FORWARD, BACKWARD)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *given):  # 9 tensors and 8 options, as for FORWARD
+        out, lse = FORWARD.call(*given)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given[:3], out, lse, *given[3:9])
+        ctx.options = given[9:]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 17
+        q, k, v, out, *others = ctx.saved_tensors
+        if dout is None:
+            dout = out.new_zeros(out.shape)
+        needs = ctx.needs_input_grad[:5]
+        grads = BACKWARD.call(dout, dlse, q, k, v, out, *others, *ctx.options, *needs)
+        return *[grad if needed else None for grad, needed in zip(grads, needs, strict=True)], *(None,) * 12
+
+
+_attention = applied(_Attention)
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 

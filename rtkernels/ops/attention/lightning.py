@@ -29,9 +29,8 @@ from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -197,7 +196,33 @@ BACKWARD = Operator(
     results="dq dk dv dinitial_state", outputs=_backward_outputs, plan=_plan_backward, reference=reference.backward,
     check=_check_backward, plans_empty=True,
 )  # fmt: skip
-_lightning = differentiable(FORWARD, BACKWARD)
+
+
+class _Lightning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, decay, initial_state, cu_seqlens, scale, wants_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, decay, initial_state, cu_seqlens)
+        ctx.scale, ctx.wants_state = scale, wants_state
+        return FORWARD.call(q, k, v, decay, initial_state, cu_seqlens, scale, wants_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal_state):
+        if dout is None and dfinal_state is None:
+            return (None,) * 8
+        q, k, v, *others = ctx.saved_tensors
+        if dout is None:
+            dout = v.new_zeros(v.shape)  # v has the shape and dtype of the result
+        need_q, need_k, need_v, _, need_state, *_ = ctx.needs_input_grad
+        dq, dk, dv, dstate = BACKWARD.call(
+            dout, dfinal_state, q, k, v, *others, ctx.scale, ctx.wants_state, need_q, need_k, need_v, need_state
+        )
+        grads = dq if need_q else None, dk if need_k else None, dv if need_v else None
+        return *grads, None, dstate if need_state else None, None, None, None
+
+
+_lightning = applied(_Lightning)
 
 
 @public

@@ -15,8 +15,8 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_dtype
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -119,7 +119,28 @@ BACKWARD = Operator(
     outputs=lambda a, lse_a, b, lse_b: tuple(Memory(tuple(t.shape), t.dtype) for t in (a, lse_a, b, lse_b)),
     plan=_plan_backward, reference=_reference_backward, check=_check,
 )  # fmt: skip
-_merge = differentiable(FORWARD, BACKWARD)
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, lse_a, b, lse_b, fp32):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, lse_a, b, lse_b)
+        return FORWARD.call(a, lse_a, b, lse_b, fp32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 5
+        a, lse_a, b, lse_b = ctx.saved_tensors
+        if dout is None:
+            dout = a.new_zeros(a.shape)
+        grads = BACKWARD.call(dout, dlse, a, lse_a, b, lse_b)
+        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)], None
+
+
+_merge = applied(_Merge)
 
 
 @public

@@ -18,9 +18,8 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
 from rtkernels.runtime.operator.arguments import check_integer, check_number
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op

@@ -15,9 +15,8 @@ from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS, ScaledMm
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 FORWARD = Operator(

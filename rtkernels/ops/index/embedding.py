@@ -24,9 +24,8 @@ from rtkernels.ops.index.embedding_plan import (
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard

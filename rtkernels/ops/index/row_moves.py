@@ -12,8 +12,7 @@ from rtkernels.ops.index.row_moves_plan import KERNELS
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

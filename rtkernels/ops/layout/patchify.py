@@ -10,8 +10,7 @@ from rtkernels.ops.layout.strided_copy import strided_copy
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
 _ORDERS = {"hwc": (0, 1, 2, 3, 4, 5), "chw": (0, 1, 2, 5, 3, 4)}  # of n, gh, gw, row, column, channel

@@ -13,9 +13,8 @@ from rtkernels.ops.layout.transpose_list import MATRICES, one_launch_fits
 from rtkernels.ops.layout.transpose_plan import check_pad, checked_dims, out_shape, padded, padded_rows
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
-from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.autograd import applied, needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling

@@ -20,8 +20,7 @@ from rtkernels.ops.loss.cross_entropy_operators import (
 from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_names, check_options
 from rtkernels.ops.loss.label_report import raise_pending
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable, refuse_leaf
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling

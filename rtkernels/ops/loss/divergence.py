@@ -14,8 +14,7 @@ from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import check_integer, check_number
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 

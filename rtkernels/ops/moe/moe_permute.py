@@ -14,9 +14,8 @@ from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute_plan import KERNELS
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 

@@ -15,9 +15,8 @@ from rtkernels.ops.moe.moe_permute_fp8_plan import KERNELS, check, outputs, plan
 from rtkernels.ops.quant import quantize_fp8_experts as quantizer
 from rtkernels.ops.shared.fp8_layout import asked, groups_of
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 

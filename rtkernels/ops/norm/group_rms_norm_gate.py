@@ -8,9 +8,8 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.ops.norm.group_rms_norm_gate_plan import KERNELS, check, check_bwd, plan_bwd, plan_fwd
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import nothing
-from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Argument, Dense, Operator
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -92,8 +91,29 @@ BACKWARD = Operator(
     ),
     plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
-_differentiable = differentiable(FORWARD, BACKWARD, needs={"weight_grad": "weight"})
 _forward = FORWARD.call
+
+
+class _GroupRmsNormGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, weight, groups, eps, layout):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, gate, weight)
+        ctx.options = groups, eps, layout
+        return _forward(x, gate, weight, groups, eps, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 6
+        need_x, need_gate, need_weight = ctx.needs_input_grad[:3]
+        dx, dgate, dweight = BACKWARD.call(dy, *ctx.saved_tensors, *ctx.options, need_weight)
+        grads = dx if need_x else None, dgate if need_gate else None, dweight if need_weight else None
+        return *grads, None, None, None
+
+
+_differentiable = applied(_GroupRmsNormGate)
 
 
 @public

@@ -14,8 +14,7 @@ from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 

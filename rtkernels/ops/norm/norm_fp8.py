@@ -13,8 +13,7 @@ from rtkernels.ops.norm.norm_fp8_plan import KERNELS
 from rtkernels.ops.norm.norm_fp8_shapes import check_options, statistics_of
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
 

@@ -20,8 +20,7 @@ from rtkernels.ops.norm.norm_modulated_operators import FORWARD
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.shared.row_operands import summed
 from rtkernels.runtime.layout import row_count
-from rtkernels.runtime.operator.autograd import constant, detached, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, constant, detached, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _NAMES = "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift"

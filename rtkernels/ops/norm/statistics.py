@@ -9,8 +9,7 @@ from rtkernels.ops.norm.checks import recorded
 from rtkernels.ops.norm.layer_norm_operators import BACKWARD as LAYER_NORM_BACKWARD
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD
 from rtkernels.ops.norm.rms_norm_operators import BACKWARD as RMS_NORM_BACKWARD
-from rtkernels.runtime.operator.autograd import constant, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, constant, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 

@@ -12,8 +12,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
 # ---- add_residual ---------------------------------------------------------------------------------------------------

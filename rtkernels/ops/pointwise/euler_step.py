@@ -11,8 +11,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, token
 from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.operator.autograd import detached, needs_grad, once_differentiable
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 
 
 def _factor(name: str, value: Tensor | float) -> tuple[Tensor | None, float]:

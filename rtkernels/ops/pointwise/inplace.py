@@ -13,9 +13,8 @@ from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
 from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.operator.autograd import once_differentiable, refuse_gradients, refuse_leaf
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients, refuse_leaf
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 

@@ -15,9 +15,8 @@ from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.autograd import applied, needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 

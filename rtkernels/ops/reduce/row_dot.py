@@ -11,9 +11,8 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_tensor, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, block_of, group_threads, nothing, vector_bytes
-from rtkernels.runtime.operator.autograd import needs_grad
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -95,7 +94,26 @@ BACKWARD = Operator(
     outputs=lambda x, need_x, need_y: tuple(Memory.like(x) if need else None for need in (need_x, need_y)),
     plan=_plan_bwd, reference=_reference_bwd,
 )  # fmt: skip
-_differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "out"})
+
+
+class _RowDot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y)
+        return FORWARD.call(x, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        if g is None:
+            return None, None
+        need_x, need_y = ctx.needs_input_grad
+        dx, dy = BACKWARD.call(g, *ctx.saved_tensors, need_x, need_y)
+        return dx if need_x else None, dy if need_y else None
+
+
+_differentiable = applied(_RowDot)
 
 
 @public

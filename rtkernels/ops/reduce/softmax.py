@@ -11,9 +11,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_scale, plan_bwd, plan_fwd
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import constant, needs_grad, refuse_leaf
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Dense, Operator, OwnRows, Rows
-from rtkernels.runtime.operator.gradient import differentiable
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -85,9 +84,29 @@ BACKWARD = Operator(
 )  # fmt: skip
 shard_rows(FORWARD, ("x", "lengths"))
 shard_rows(BACKWARD, ("dy", "y", "lengths"))
-_differentiable = differentiable(FORWARD, BACKWARD)
-_differentiable_in_place = differentiable(IN_PLACE, BACKWARD, dirty="y x")
 _forward = FORWARD.call
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, lengths, scale, log, in_place):
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.log = scale, log
+        if in_place:
+            ctx.mark_dirty(x)
+            IN_PLACE.call(x, lengths, scale, log)
+        y = x if in_place else _forward(x, lengths, scale, log)
+        ctx.save_for_backward(y, lengths)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx = None if dy is None else BACKWARD.call(dy, *ctx.saved_tensors, ctx.scale, ctx.log)
+        return dx, None, None, None, None
+
+
+_differentiable = applied(_Softmax)
 
 
 def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_place: bool, log: bool) -> Tensor:
@@ -103,9 +122,9 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
         if in_place:
             refuse_leaf("x", x)
         if is_dynamo_compiling():
-            y = _differentiable(x, lengths, constant(scale), log)
+            y = _differentiable(x, lengths, constant(scale), log, False)
             return x.copy_(y) if in_place else y  # mark_dirty cannot be traced
-        return (_differentiable_in_place if in_place else _differentiable)(x, lengths, scale, log)
+        return _differentiable(x, lengths, scale, log, in_place)
     if in_place:
         IN_PLACE(x, lengths, scale, log)
         return x

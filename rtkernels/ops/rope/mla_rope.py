@@ -27,9 +27,8 @@ from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import metadata, vector_bytes
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _UNIT = "rope/mla_rope.cu"

@@ -12,9 +12,8 @@ from rtkernels.ops.rope.angles import Rotations
 from rtkernels.ops.rope.qk_norm_rope_plan import Inputs
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata, nothing
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 

@@ -12,8 +12,7 @@ from rtkernels.ops.rope import rope_operators as launch
 from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable, refuse_leaf
-from rtkernels.runtime.operator.gradient import applied
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.registry import Op
 
 _forward = FORWARD.call

@@ -15,9 +15,8 @@ from rtkernels.ops.router import router_gemm as router
 from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, outputs, plan
 from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.registry import Op
 
 

@@ -14,9 +14,8 @@ from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.layout import nothing, row_count
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride, meta_of
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
@@ -9,13 +10,29 @@ from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KER
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.operator.arguments import check_integer, check_number
-from rtkernels.runtime.operator.autograd import constant, needs_grad
-from rtkernels.runtime.operator.gradient import differentiable
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, None: PLAIN}
-_differentiable = differentiable(FORWARD, BACKWARD, incoming={"g": "loss"})
+
+
+class _RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, counts, kind, sequence_dim, k, coefficient):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, counts)
+        ctx.options = kind, sequence_dim, k, coefficient
+        return FORWARD.call(x, counts, kind, sequence_dim, k, coefficient)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        dx = None if g is None else BACKWARD.call(g, *ctx.saved_tensors, *ctx.options)
+        return dx, None, None, None, None, None
+
+
+_differentiable = applied(_RouterLoss)
 
 
 def _loss(x: Tensor, counts: Tensor | None, kind: int, sequence_dim: int, k: int, coefficient: float) -> Tensor:

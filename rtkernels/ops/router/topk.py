@@ -14,9 +14,8 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
-from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 

@@ -12,9 +12,8 @@ from rtkernels.ops.router import topk_router_plan as plans
 from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
-from rtkernels.runtime.operator.gradient import applied
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.torch_private import forward_ad, is_dynamo_compiling, is_legacy_batched
+from rtkernels.runtime.torch_private import forward_ad, functorch_transform, is_dynamo_compiling, is_legacy_batched
 
 try:
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
@@ -187,6 +187,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return raising(*results, *ways)[: len(results)]
 
     return wrapper
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` without its wrapper, which looks for leaked functorch tensors."""
+    plain = super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        if is_dynamo_compiling() or functorch_transform() is not None:
+            return function.apply(*args)
+        return plain(*args)
+
+    return apply
 
 
 def constant(value: float) -> float:
