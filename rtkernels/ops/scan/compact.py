@@ -5,8 +5,7 @@ The number of results is read by the host, one time in a call.
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator, kept_zeros
-from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.memory import allocator
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import Step, StepPlan, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
@@ -45,27 +43,100 @@ _TOTAL = Kernel(
 )  # fmt: skip
 
 
-def _plan_count(device: int, dtype: torch.dtype, n: int, aligned: bool, distinct: bool) -> tuple[Any, ...]:
-    """Return how to allocate the ends of slices, and the launch: no primitive, as the host's time decides here."""
-    slices = -(-n // _SLICE)
-    launch = _COUNT.bind((TOKEN[dtype],), device, slices, _THREADS, ending=(n, int(aligned), int(distinct)))
-    return allocator(device), ((slices,), (1,), torch.int64), launch
+# The host reads the number of results between two launches. So the plan of a primitive is a function that runs one plan
+# for each of them, and its declared outputs are the largest possible ones.
 
 
-_COUNTS = Plans(_plan_count)
+def _counting(x: Meta, device: int, distinct: bool = False) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return a function of x's address: the number of chosen elements up to the end of each slice, and of all."""
+    n, slices = x.numel(), -(-x.numel() // _SLICE)
+    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS)
+    step = Step(launch, "x", "ends", "total", "ticket", n, int(not x.misaligned), int(distinct))
+    outputs = {"ends": Memory((slices,), torch.int64), "total": Memory((), torch.int64)}
+    return StepPlan("compact_count", ["x"], [], outputs, "tuple", Steps(step, kept_zeros={"ticket": 1}), device).run
 
 
-def _plan_place(
-    dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, distinct: bool, device: int
-) -> tuple[Any, ...]:
-    """Return the launch and its numbers, which do not depend on how many elements there are: that is new each time."""
-    n, rank = math.prod(shape), len(shape)
-    sizes = (*shape[1:], *[1] * (4 - rank))[:3]
-    launch = _PLACE.bind((TOKEN[dtype],), device, -(-n // _SLICE), _THREADS)
-    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes), int(distinct))
+def _placing(
+    x: Meta, source: Meta | None, device: int, distinct: bool = False
+) -> Callable[[int, int, int, int, int], None]:
+    """Return a function of the addresses of x, ends, source and out, and of the number of chosen elements of x.
+
+    It writes their coordinates to out, or the elements of `source` in their places.
+    """
+    n, rank, item_bytes = x.numel(), x.dim(), 0
+    sizes = (*x.shape[1:], 1, 1, 1)[:3]
+    if source is not None:
+        rank, item_bytes, sizes = 1, source.dtype.itemsize, (1, 1, 1)
+    launch = _PLACE.bind((TOKEN[x.dtype],), device, -(-n // _SLICE), _THREADS)
+    numbers = n, int(not x.misaligned), item_bytes, rank, *sizes, *map(divisor, sizes), int(distinct)
+    steps = Steps(Step(launch, "x", "ends", "source", "out", *numbers, "count"))
+    tensors, absent = ["x", "ends", "source", "out"], ["source"] if source is None else []
+    return StepPlan("compact_place", tensors, ["count"], {}, "tuple", steps, device, absent).run
 
 
-_PLACES = Plans(_plan_place)
+def _plan_nonzero(x: Meta, device: int) -> Steps:
+    count, place = _counting(x, device), _placing(x, None, device)
+    allocate, rank = allocator(device), x.dim()
+
+    def run(x: Tensor) -> Tensor:
+        address = x.data_ptr()
+        ends, counted = count(address)
+        total = counted.item()
+        out = allocate((total, rank), (1, total or 1), torch.int64)
+        if total:
+            place(address, ends.data_ptr(), 0, out.data_ptr(), total)
+        return out
+
+    return Steps(instead=run)
+
+
+def _plan_chosen(mask: Meta, source: Meta, device: int) -> Steps:
+    count, place = _counting(mask, device), _placing(mask, source, device)
+    allocate, dtype = allocator(device), source.dtype
+
+    def run(mask: Tensor, source: Tensor) -> Tensor:
+        address = mask.data_ptr()
+        ends, counted = count(address)
+        total = counted.item()
+        out = allocate((total,), (1,), dtype)
+        if total:
+            place(address, ends.data_ptr(), source.data_ptr(), out.data_ptr(), total)
+        return out
+
+    return Steps(instead=run)
+
+
+def _plan_distinct(ordered: Meta, places: bool, device: int) -> Steps:
+    count, place = _counting(ordered, device, True), _placing(ordered, ordered, device, True)
+    place_indices = _placing(ordered, None, device, True) if places else None
+    allocate, dtype = allocator(device), ordered.dtype
+
+    def run(ordered: Tensor, _: bool) -> tuple[Tensor, Tensor | None]:
+        address = ordered.data_ptr()
+        ends, counted = count(address)
+        total = counted.item()  # at least 1
+        values, at = allocate((total,), (1,), dtype), None
+        place(address, ends.data_ptr(), address, values.data_ptr(), total)
+        if place_indices is not None:
+            at = allocate((total,), (1,), torch.int64)
+            place_indices(address, ends.data_ptr(), 0, at.data_ptr(), total)
+        return values, at
+
+    return Steps(instead=run)
+
+
+_NONZERO = Primitive(
+    "nonzero", (Dense("x", None),), results="out", plan=_plan_nonzero,
+    outputs=lambda x: (Memory((x.numel(), x.dim()), torch.int64),),
+)  # fmt: skip
+_CHOSEN = Primitive(
+    "chosen", (Dense("mask", None), Dense("source", None)), results="out", plan=_plan_chosen,
+    outputs=lambda source: (Memory((source.numel(),), source.dtype),),
+)  # fmt: skip
+_DISTINCT = Primitive(
+    "distinct", (Dense("ordered", None),), "places", results="values at", plan=_plan_distinct,
+    outputs=lambda ordered: (Memory(ordered.shape, ordered.dtype), Memory(ordered.shape, torch.int64)),
+)  # fmt: skip
 
 
 def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Steps:
@@ -88,27 +159,6 @@ _REPEATED = Primitive(
 )  # fmt: skip
 
 
-def _ends(x: Tensor, distinct: bool = False) -> tuple[Tensor, int]:
-    device, address = x.get_device(), x.data_ptr()
-    allocate, memory, launch = _COUNTS[device, x.dtype, x.numel(), not address & 15, distinct]
-    ends, total = allocate(*memory), allocate((), (), torch.int64)
-    launch(address, ends.data_ptr(), total.data_ptr(), kept_zeros(device, 1).data_ptr())
-    return ends, total.item()
-
-
-def _place(
-    x: Tensor, ends: Tensor, source: Tensor | None, out: Tensor, shape: tuple[int, ...], distinct: bool = False
-) -> Tensor:
-    """Write what the chosen elements of x stand for, coordinates in `shape` or elements of `source`, to `out`."""
-    if not out.numel():
-        return out
-    launch, before, after = _PLACES[x.dtype, shape, x.data_ptr() & 15 == 0, distinct, x.get_device()]
-    item_bytes = 0 if source is None else source.element_size()
-    address = 0 if source is None else source.data_ptr()
-    launch(x.data_ptr(), ends.data_ptr(), address, out.data_ptr(), *before, item_bytes, *after, out.shape[0])
-    return out
-
-
 def nonzero(x: Tensor) -> Tensor:
     """Return the coordinates of elements that are not 0, in row-major order.
 
@@ -119,10 +169,7 @@ def nonzero(x: Tensor) -> Tensor:
     Returns:
         (count, dimensions), int64; its columns lie side by side, as torch's do.
     """
-    x = x if x.is_contiguous() else x.contiguous()
-    ends, total = _ends(x)
-    out = allocator(x.get_device())((total, x.dim()), (1, max(total, 1)), torch.int64)
-    return _place(x, ends, None, out, tuple(x.shape))
+    return _NONZERO(x)
 
 
 def chosen(source: Tensor, mask: Tensor) -> Tensor:
@@ -135,10 +182,7 @@ def chosen(source: Tensor, mask: Tensor) -> Tensor:
     Returns:
         One dimension, source's dtype.
     """
-    mask, source = (t if t.is_contiguous() else t.contiguous() for t in (mask, source))
-    ends, total = _ends(mask)
-    out = allocator(source.get_device())((total,), (1,), source.dtype)
-    return _place(mask, ends, source, out, (mask.numel(),))
+    return _CHOSEN(mask, source)
 
 
 def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
@@ -151,13 +195,7 @@ def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
     Returns:
         Values, and int64 places or None.
     """
-    shape = tuple(ordered.shape)
-    ends, total = _ends(ordered, True)
-    values = _place(ordered, ends, ordered, ordered.new_empty(total), shape, True)
-    if not places:
-        return values, None
-    at = torch.empty(total, dtype=torch.int64, device=ordered.device)
-    return values, _place(ordered, ends, None, at, shape, True)
+    return _DISTINCT(ordered, places)
 
 
 def repeated(repeats: Tensor, total: int | None) -> Tensor | None:
