@@ -13,11 +13,12 @@ from torch import Tensor
 from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
+from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.memory import allocator
+from rtkernels.runtime.launch.memory import allocator, kept_zeros
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta
-from rtkernels.runtime.operator.plan import Step, StepPlan, Steps
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256
@@ -29,8 +30,8 @@ _COUNT = Kernel(
 )  # fmt: skip
 _PLACE = Kernel(
     "scan/compact.cu", "compact_place", template="T", variants=_TYPES, max_registers=72, tier="aten",
-    args="x:ptr ends:ptr source:ptr out:ptr n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 size3:i64 "
-    "divider1:i64 divider2:i64 divider3:i64 distinct:i64 out_col:i64",
+    args="x:ptr ends:ptr source:ptr out:ptr out_col:i64 n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 "
+    "size3:i64 divider1:i64 divider2:i64 divider3:i64 distinct:i64",
 )  # fmt: skip
 _REPEAT = Kernel(
     "scan/compact.cu", "repeat_place", template="I", args="ends:ptr out:ptr count:i64 total:i64",
@@ -43,35 +44,35 @@ _TOTAL = Kernel(
 )  # fmt: skip
 
 
-# The host reads the number of results between two launches. So the plan of a primitive is a function that runs one plan
-# for each of them, and its declared outputs are the largest possible ones.
+# The host reads the number of results between two launches. So the plan of a primitive is a function that launches, and
+# its declared outputs are the largest possible ones.
 
 
-def _counting(x: Meta, device: int, distinct: bool = False) -> Callable[[int], tuple[Tensor, Tensor]]:
+def _counting(x: Meta, device: int, *, distinct: bool = False) -> Callable[[int], tuple[Tensor, int]]:
     """Return a function of x's address: the number of chosen elements up to the end of each slice, and of all."""
     n, slices = x.numel(), -(-x.numel() // _SLICE)
-    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS)
-    step = Step(launch, "x", "ends", "total", "ticket", n, int(not x.misaligned), int(distinct))
-    outputs = {"ends": Memory((slices,), torch.int64), "total": Memory((), torch.int64)}
-    return StepPlan("compact_count", ["x"], [], outputs, "tuple", Steps(step, kept_zeros={"ticket": 1}), device).run
+    ending = n, int(not x.misaligned), int(distinct)
+    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS, ending=ending)
+    allocate, layout = allocator(device), ((slices,), (1,), torch.int64)
+
+    def count(address: int) -> tuple[Tensor, int]:
+        ends, total = allocate(*layout), allocate((), (), torch.int64)
+        launch(address, ends.data_ptr(), total.data_ptr(), kept_zeros(device, 1).data_ptr())
+        return ends, total.item()
+
+    return count
 
 
-def _placing(
-    x: Meta, source: Meta | None, device: int, distinct: bool = False
-) -> Callable[[int, int, int, int, int], None]:
-    """Return a function of the addresses of x, ends, source and out, and of the number of chosen elements of x.
+def _placing(x: Meta, source: Meta | None, device: int, *, distinct: bool = False) -> Launch:
+    """Return the launch that writes the chosen elements of `source`, or without it the coordinates of those of x.
 
-    It writes their coordinates to out, or the elements of `source` in their places.
+    It takes the addresses of x, ends, source (or 0) and out, and the number of chosen elements.
     """
-    n, rank, item_bytes = x.numel(), x.dim(), 0
-    sizes = (*x.shape[1:], 1, 1, 1)[:3]
+    rank, sizes, item_bytes = x.dim(), (*x.shape[1:], 1, 1, 1)[:3], 0
     if source is not None:
-        rank, item_bytes, sizes = 1, source.dtype.itemsize, (1, 1, 1)
-    launch = _PLACE.bind((TOKEN[x.dtype],), device, -(-n // _SLICE), _THREADS)
-    numbers = n, int(not x.misaligned), item_bytes, rank, *sizes, *map(divisor, sizes), int(distinct)
-    steps = Steps(Step(launch, "x", "ends", "source", "out", *numbers, "count"))
-    tensors, absent = ["x", "ends", "source", "out"], ["source"] if source is None else []
-    return StepPlan("compact_place", tensors, ["count"], {}, "tuple", steps, device, absent).run
+        rank, sizes, item_bytes = 1, (1, 1, 1), source.dtype.itemsize
+    ending = x.numel(), int(not x.misaligned), item_bytes, rank, *sizes, *map(divisor, sizes), int(distinct)
+    return _PLACE.bind((TOKEN[x.dtype],), device, -(-x.numel() // _SLICE), _THREADS, ending=ending)
 
 
 def _plan_nonzero(x: Meta, device: int) -> Steps:
@@ -80,8 +81,7 @@ def _plan_nonzero(x: Meta, device: int) -> Steps:
 
     def run(x: Tensor) -> Tensor:
         address = x.data_ptr()
-        ends, counted = count(address)
-        total = counted.item()
+        ends, total = count(address)
         out = allocate((total, rank), (1, total or 1), torch.int64)
         if total:
             place(address, ends.data_ptr(), 0, out.data_ptr(), total)
@@ -96,8 +96,7 @@ def _plan_chosen(mask: Meta, source: Meta, device: int) -> Steps:
 
     def run(mask: Tensor, source: Tensor) -> Tensor:
         address = mask.data_ptr()
-        ends, counted = count(address)
-        total = counted.item()
+        ends, total = count(address)
         out = allocate((total,), (1,), dtype)
         if total:
             place(address, ends.data_ptr(), source.data_ptr(), out.data_ptr(), total)
@@ -107,14 +106,13 @@ def _plan_chosen(mask: Meta, source: Meta, device: int) -> Steps:
 
 
 def _plan_distinct(ordered: Meta, places: bool, device: int) -> Steps:
-    count, place = _counting(ordered, device, True), _placing(ordered, ordered, device, True)
-    place_indices = _placing(ordered, None, device, True) if places else None
+    count, place = _counting(ordered, device, distinct=True), _placing(ordered, ordered, device, distinct=True)
+    place_indices = _placing(ordered, None, device, distinct=True) if places else None
     allocate, dtype = allocator(device), ordered.dtype
 
     def run(ordered: Tensor, _: bool) -> tuple[Tensor, Tensor | None]:
         address = ordered.data_ptr()
-        ends, counted = count(address)
-        total = counted.item()  # at least 1
+        ends, total = count(address)  # at least 1
         values, at = allocate((total,), (1,), dtype), None
         place(address, ends.data_ptr(), address, values.data_ptr(), total)
         if place_indices is not None:
