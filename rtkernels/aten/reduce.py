@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
-from rtkernels.runtime.launch.plans import Plans
 
 _INVALID, _CONVERTED = NotHandled("invalid arguments"), NotHandled("converted first")
 _REASONS = {
@@ -37,6 +37,7 @@ def _dims(rank: int, dim: Any) -> tuple[int, ...] | None:
     return found if len(set(found)) == len(found) else None
 
 
+@lru_cache(4096)
 def _prepare(dtype: torch.dtype, shape: Any, stride: Any, dim: Any, ordered: bool) -> tuple[int, ...] | NotHandled:
     dims = _dims(len(shape), dim)
     if dims is None:
@@ -45,14 +46,11 @@ def _prepare(dtype: torch.dtype, shape: Any, stride: Any, dim: Any, ordered: boo
     return dims if reason is None else _REASONS.get(reason, _OTHER_DTYPE)
 
 
-_PREPARED = Plans(_prepare)  # by metadata: calls like one before only look here
-
-
 def _reduced(x: Tensor, dim: Any, *, ordered: bool = False) -> tuple[int, ...] | NotHandled:
     """Return the dimensions that a call reduces, or why torch has to do it."""
     if dim is not None and type(dim) is not int:
         dim = tuple(dim)
-    return _PREPARED[x.dtype, x.shape, x.stride(), dim, ordered]
+    return _prepare(x.dtype, x.shape, x.stride(), dim, ordered)
 
 
 def _sum_like(monoid: str) -> Callable[..., Any]:

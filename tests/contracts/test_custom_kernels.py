@@ -33,7 +33,14 @@ def check():
 check()
 with rtkernels.emulate("sm_80"):
     check()
-torch.library.opcheck(torch.ops.rtkernels.my_softsign, (torch.randn(3, 5), None))
+torch.library.opcheck(torch.ops.rtkernels.my_softsign_fwd, (torch.randn(3, 5),))
+torch.library.opcheck(torch.ops.rtkernels.my_softsign_bwd, (torch.randn(3, 5), torch.randn(3, 5)))
+try:
+    softsign(torch.ones(3, dtype=torch.int64))
+except rtkernels.errors.ArgumentError as error:
+    assert str(error).startswith("x "), error
+else:
+    raise AssertionError("an integer tensor was accepted")
 report = rtkernels.warm(["sm_80"], ["my_softsign"])
 assert not hasattr(rtkernels, "softsign")
 used = [use for row in rtkernels.cache.ls(op="my_softsign", target="sm_80") for use in row.meta["resources"].values()]

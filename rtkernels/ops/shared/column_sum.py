@@ -5,32 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import DTYPE_TOKEN, TYPES
-from rtkernels.runtime.operator.plan import Step
+from rtkernels.runtime.operator.declared import Dense, Meta
+from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _KERNEL = Kernel(
     "shared/column_sum.cu", "column_sum", template="T", max_registers=40,
     args="partial:ptr out:ptr rows:i64 cols:i64 pairs:i64", variants=TYPES,
 )  # fmt: skip
-
-
-def _plan(device: int, dtype: torch.dtype, cols: int, overlaps: bool):
-    info = device_info(device)
-    # Two columns in a lane where there would be more blocks than can wait while the kernel before runs.
-    pairs = int(overlaps and cols > 32 * info.sm_count and cols % 2 == 0)
-    grid = -(-cols // (32 << pairs))
-    shared = 1024 << pairs
-    if not overlaps:
-        # So that those SMs which are free first do not take them all (decisions/norm.md).
-        shared = max(shared, min(info.shared_per_block // 2, (200 << 10) // -(-grid // info.sm_count)) & ~15)
-    return _KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, 256, shared, overlap=True), pairs
-
-
-_PLANS = Plans(_plan)
 
 
 def overlaps_next(cols: int) -> bool:
@@ -55,21 +41,31 @@ def column_sum_step(
     The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
     earlier one. `overlaps`: that kernel lets this one start before it ends, and leaves room for its blocks.
     """
-    launch, pairs = _PLANS[device, dtype, cols, overlaps]
+    info = device_info(device)
+    # Two columns in a lane where there would be more blocks than can wait while the kernel before runs.
+    pairs = int(overlaps and cols > 32 * info.sm_count and cols % 2 == 0)
+    grid = -(-cols // (32 << pairs))
+    shared = 1024 << pairs
+    if not overlaps:
+        # So that those SMs which are free first do not take them all (decisions/norm.md).
+        shared = max(shared, min(info.shared_per_block // 2, (200 << 10) // -(-grid // info.sm_count)) & ~15)
+    launch = _KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, 256, shared, overlap=True)
     return Step(launch, partial, out, rows, cols, pairs)
 
 
-def column_sum(partial: Tensor, dtype: torch.dtype, *, overlaps: bool = True) -> Tensor:
-    """Return the sum over the rows of `partial` (dense fp32 ``[rows, cols]``, cols > 0) as ``[cols]`` of `dtype`.
+def _plan(partial: Meta, dtype: torch.dtype, device: int) -> Steps:
+    return Steps(column_sum_step("partial", "out", *partial.shape, dtype, device))
 
-    The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
-    earlier one. `overlaps`: that kernel lets this one start before it ends, and leaves room for its blocks.
-    """
-    rows, cols = partial.shape
-    out = torch.empty(cols, dtype=dtype, device=partial.device)
-    launch, pairs = _PLANS[partial.get_device(), dtype, cols, overlaps]
-    launch(partial.data_ptr(), out.data_ptr(), rows, cols, pairs)
-    return out
+
+_SUM = Primitive(
+    "column_sum", (Dense("partial", (torch.float32,)),), "dtype", results="out", plan=_plan,
+    outputs=lambda partial, dtype: (Memory((partial.shape[1],), dtype),),
+)  # fmt: skip
+
+
+def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the rows of `partial` (fp32 ``[rows, cols]``, not empty) as ``[cols]`` of `dtype`."""
+    return _SUM(partial, dtype)
 
 
 OP = Op("column_sum", public=(), kernels=(_KERNEL,), torch_ops=())

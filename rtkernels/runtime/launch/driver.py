@@ -175,7 +175,6 @@ class _Slot:
 def _plain_launcher(
     function: int, arguments: Arguments, device: int, grid: tuple[int, ...], block: int, shared: int
 ) -> Launch:
-    slots: list[_Slot] = []
     scope = {
         "function": function,
         "grid_x": grid[0],
@@ -183,51 +182,10 @@ def _plain_launcher(
         "grid_z": grid[2],
         "block": block,
         "shared": shared,
-        "device": device,
-        "take": slots.pop,
-        "give_back": slots.append,
-        "new_slot": arguments.slot,
-        **arguments.scope(),
         "launch_kernel": _driver().launchKernel,
         "DriverError": _driver().CUDADriverError,
-        "INVALID_CONTEXT": _INVALID_CONTEXT,
-        "make_context": make_context,
-        "only_device": torch.cuda.device_count() == 1,
-        "current_device": torch._C._cuda_getDevice,
-        "current_stream": torch._C._cuda_getCurrentRawStream,
-        "on_device": torch.cuda.device,
     }
-    exec(_plain_code(arguments.layout()), scope)
-    return scope["launch"]
-
-
-@cache
-def _plain_code(layout: _Layout) -> CodeType:
-    """Return a flat function with a name for each argument, because its host time is part of every call."""
-    names = _parameters(layout)
-    grid = "grid_x, grid_y, grid_z, block, 1, 1"
-    send = f"launch_kernel(function, {grid}, shared, current_stream(device), slot.pointers, 0)"
-    source = f"""
-def launch({names}):
-    try:
-        slot = take()
-    except IndexError:
-        slot = new_slot()
-{_writing(layout)}\
-    if only_device or current_device() == device:
-        try:
-            {send}
-        except DriverError as error:
-            if error.status != INVALID_CONTEXT:
-                raise
-            make_context()
-            launch({names})
-    else:
-        with on_device(device):
-            {send}
-    give_back(slot)
-"""
-    return compile(source, f"<rtkernels launch of {names}>", "exec")
+    return _generated(_SEND_PLAIN, arguments, device, arguments.slot, scope)
 
 
 def _extended_launcher(
@@ -259,38 +217,28 @@ def _extended_launcher(
             )
         raise _driver().CUDADriverError(status)
 
-    slots: list[_Slot] = []
-    scope = {
-        "function": function,
-        "device": device,
-        "take": slots.pop,
-        "give_back": slots.append,
-        "new_slot": new_slot,
-        "set_stream": set_stream,
-        **arguments.scope(),
-        "INVALID_CONTEXT": _INVALID_CONTEXT,
-        "make_context": make_context,
-        "fail": fail,
-        "only_device": torch.cuda.device_count() == 1,
-        "current_device": torch._C._cuda_getDevice,
-        "current_stream": torch._C._cuda_getCurrentRawStream,
-        "on_device": torch.cuda.device,
-        "keep_alive": kept,
-    }
-    exec(_extended_code(arguments.layout()), scope)
-    return scope["launch"]
+    scope = {"set_stream": set_stream, "fail": fail, "keep_alive": kept}
+    return _generated(_SEND_EXTENDED, arguments, device, new_slot, scope)
 
 
-@cache
-def _extended_code(layout: _Layout) -> CodeType:
-    """Return a flat function like ``_plain_code``, for launches with attributes."""
-    source = f"""
-def launch({_parameters(layout)}):
-    try:
-        slot = take()
-    except IndexError:
-        slot = new_slot()
-{_writing(layout)}\
+# The ends of launch functions, after the arguments are written to ``slot``.
+_GRID = "grid_x, grid_y, grid_z, block, 1, 1"
+_LAUNCH = f"launch_kernel(function, {_GRID}, shared, current_stream(device), slot.pointers, 0)"
+_SEND_PLAIN = f"""\
+    if only_device or current_device() == device:
+        try:
+            {_LAUNCH}
+        except DriverError as error:
+            if error.status != INVALID_CONTEXT:
+                raise
+            make_context()
+            launch(PARAMETERS)
+    else:
+        with on_device(device):
+            {_LAUNCH}
+    give_back(slot)
+"""
+_SEND_EXTENDED = """\
     stream = current_stream(device)
     if stream != slot.stream:
         set_stream(slot, stream)
@@ -306,7 +254,42 @@ def launch({_parameters(layout)}):
     if status:
         fail(status)
 """
-    return compile(source, f"<rtkernels extended launch of {_parameters(layout)}>", "exec")
+
+
+def _generated(
+    send: str, arguments: Arguments, device: int, new_slot: Callable[[], _Slot], scope: dict[str, Any]
+) -> Launch:
+    """Return the launch function that ends in `send`, one of the two above; `scope`: the names that it refers to."""
+    slots: list[_Slot] = []
+    scope |= {
+        "device": device,
+        "take": slots.pop,
+        "give_back": slots.append,
+        "new_slot": new_slot,
+        **arguments.scope(),
+        "INVALID_CONTEXT": _INVALID_CONTEXT,
+        "make_context": make_context,
+        "only_device": torch.cuda.device_count() == 1,
+        "current_device": torch._C._cuda_getDevice,
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "on_device": torch.cuda.device,
+    }
+    exec(_launch_code(arguments.layout(), send), scope)
+    return scope["launch"]
+
+
+@cache
+def _launch_code(layout: _Layout, send: str) -> CodeType:
+    """Return the code of a flat function with a name for each argument: its host time is part of every call."""
+    names = _parameters(layout)
+    source = f"""
+def launch({names}):
+    try:
+        slot = take()
+    except IndexError:
+        slot = new_slot()
+{_writing(layout)}{send.replace("PARAMETERS", names)}"""
+    return compile(source, f"<rtkernels launch of {names}>", "exec")
 
 
 def make_context() -> None:

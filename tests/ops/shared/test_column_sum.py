@@ -29,6 +29,16 @@ def test_one_kernel_on_the_host(shape: tuple[int, int], order: str | int) -> Non
         assert_close(out, partial.double().sum(0), scale=partial.double().abs().sum(0), c=4.0)
 
 
+@emulated
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("shape", (*SHAPES[:4], MANY), ids=str)
+def test_as_a_function_on_the_host(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    partial = torch.randn(*shape)
+    with rtkernels.emulate("sm_90"):
+        out = module.column_sum(partial, dtype)
+    assert_close(out, partial.double().sum(0), scale=partial.double().abs().sum(0), c=4.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("shape", (*SHAPES, MANY), ids=str)
