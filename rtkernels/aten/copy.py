@@ -17,11 +17,10 @@ from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
 from rtkernels.aten.strides import MAX_DIMS, arrange, like_channels_last, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.operator.declared import Argument, Dense, Meta
-from rtkernels.runtime.operator.plan import Offset, Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 TOKEN_OF_SIZE = {1: "u8", 2: "i16", 4: "i32", 8: "i64"}

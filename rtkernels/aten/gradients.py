@@ -11,11 +11,10 @@ from torch import Tensor
 from rtkernels.aten.elementwise import rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
-from rtkernels.runtime.operator.declared import Argument, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _ROWS: list[Overload] = []

@@ -14,9 +14,9 @@ from rtkernels.aten.table import NotHandled, Overload, has_cuda_kernel
 from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS
-from rtkernels.runtime.operator.declared import Rows
+from rtkernels.runtime.operator.declared import Primitive, Rows
+from rtkernels.runtime.operator.plan import Memory
 
 _DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")

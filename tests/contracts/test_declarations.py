@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.operator.declared import Primitive
 
 OPS = Path(__file__).parents[2] / "rtkernels" / "ops"
 LIMIT = 60  # lines of a function, without its docstring

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.index.row_moves_plan import LIMIT, plan_scatter_into
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import is_dense, vector_bytes
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Rows
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Primitive, Rows
 from rtkernels.runtime.operator.kinds import meta_of
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 MAX_TOKENS = 8192  # every block reads all of their indices

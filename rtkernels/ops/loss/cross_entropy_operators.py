@@ -12,9 +12,8 @@ from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, Call, check, check_options
 from rtkernels.ops.loss.label_report import reported
-from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.declared import Operator
+from rtkernels.runtime.operator.declared import Operator, Primitive
 from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, Meta, OwnRows, Rows
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, Call, reduce_step
-from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.runtime.layout import nothing
-from rtkernels.runtime.operator.declared import Dense, Meta
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Steps
 
 

@@ -12,13 +12,12 @@ import threading
 import torch
 from torch import Tensor
 
-from rtkernels.ops.shared.primitive import Primitive
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import is_capturing
 from rtkernels.runtime.layout import TYPES
-from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta
+from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 

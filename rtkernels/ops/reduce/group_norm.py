@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.reduce.reduction import reduce
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES
-from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import (
     FLOATS,
     INTEGERS,
@@ -28,8 +27,8 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import GRID_LIMIT, divisor
-from rtkernels.runtime.operator.declared import Argument, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 # What becomes of an element first, and of a state last (cuda_src/reduce/monoids.cuh).

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES
-from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.reduce.row_norm import launch_by_rows
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES
-from rtkernels.runtime.operator.declared import Dense, Meta, misaligned
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive, misaligned
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _FWD = Kernel(

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.scan.running import running
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator, kept_zeros
 from rtkernels.runtime.layout import divisor
-from rtkernels.runtime.operator.declared import Dense, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _THREADS = 256

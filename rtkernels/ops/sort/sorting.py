@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import FLOATS, TOKEN, power_of_two
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
-from rtkernels.runtime.operator.declared import Dense, Meta
-from rtkernels.runtime.operator.plan import Offset, Step, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 PLACES = 2048  # of a block that sorts in shared memory

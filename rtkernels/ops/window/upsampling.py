@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rtkernels.ops.shared.primitive import Memory, Primitive
 from rtkernels.ops.shared.strided import TOKEN, product
 from rtkernels.ops.window.places import THREADS, blocks, divisors, plane_strides
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES
-from rtkernels.runtime.operator.declared import Argument, Dense, Meta
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Primitive
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _NEAREST = Kernel(
