@@ -139,9 +139,8 @@ __global__ void __launch_bounds__(kCompactThreads)
 // ``divided``.
 template <typename T>
 __global__ void __launch_bounds__(kCompactThreads)
-    compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 out_col, i64 n, i64 aligned,
-                  i64 item_bytes, i64 rank, i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3,
-                  i64 distinct) {
+    compact_place(const T* x, const i64* ends, const u8* source, void* out, i64 n, i64 aligned, i64 item_bytes, i64 rank,
+                  i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 distinct, i64 out_col) {
     __shared__ __align__(16) u8 flags[kCompactSlice];
     __shared__ u16 chosen[kCompactSlice];
     __shared__ int parts[kCompactWarps];

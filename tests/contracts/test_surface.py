@@ -2,7 +2,7 @@
 
 Something new needs no entry. A public function may get further options with defaults; a schema stays as it is, because
 saved graphs name operators with their arguments. After a change that is meant:
-``python tests/contracts/test_surface.py``.
+``python -m tests.contracts.test_surface``.
 """
 
 from __future__ import annotations

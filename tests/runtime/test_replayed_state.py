@@ -18,7 +18,7 @@ from rtkernels.ops.act.combine import COMBINE
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.call import trace as tracing
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator import declared
+from rtkernels.runtime.operator import declaration
 
 COLS = 64
 channel_mul = rtkernels.channel_mul
@@ -114,7 +114,7 @@ def test_notes_do_not_miss_calls_while_other_threads_end_theirs() -> None:
 
         @property
         def thread(self) -> int:
-            declared.active_traces.remove(self)
+            declaration.active_traces.remove(self)
             return -1
 
     heard = []
@@ -122,9 +122,9 @@ def test_notes_do_not_miss_calls_while_other_threads_end_theirs() -> None:
     def ending(*_: object) -> None:
         questions.remove(ending)
 
-    declared.active_traces.append(Ending())
+    declaration.active_traces.append(Ending())
     with tracing.DispatchTrace({"x": torch.ones(3)}) as notes:
-        assert declared.own_trace() is notes
+        assert declaration.own_trace() is notes
     for questions, ask in (
         (layout.overlap_questions, lambda: layout.may_overlap(torch.ones(3), torch.ones(3))),
         (env.questions, lambda: env.get("DEBUG")),

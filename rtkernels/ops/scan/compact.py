@@ -5,16 +5,17 @@ The number of results is read by the host, one time in a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import TOKEN
-from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import allocator, kept_zeros
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Dense, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -29,8 +30,8 @@ _COUNT = Kernel(
 )  # fmt: skip
 _PLACE = Kernel(
     "scan/compact.cu", "compact_place", template="T", variants=_TYPES, max_registers=72, tier="aten",
-    args="x:ptr ends:ptr source:ptr out:ptr out_col:i64 n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 "
-    "size3:i64 divider1:i64 divider2:i64 divider3:i64 distinct:i64",
+    args="x:ptr ends:ptr source:ptr out:ptr n:i64 aligned:i64 item_bytes:i64 rank:i64 size1:i64 size2:i64 size3:i64 "
+    "divider1:i64 divider2:i64 divider3:i64 distinct:i64 out_col:i64",
 )  # fmt: skip
 _REPEAT = Kernel(
     "scan/compact.cu", "repeat_place", template="I", args="ends:ptr out:ptr count:i64 total:i64",
@@ -43,97 +44,27 @@ _TOTAL = Kernel(
 )  # fmt: skip
 
 
-# The host reads the number of results between two launches. So the plan of a primitive is a function that launches, and
-# its declared outputs are the largest possible ones.
+def _plan_count(device: int, dtype: torch.dtype, n: int, aligned: bool, distinct: bool) -> tuple[Any, ...]:
+    """Return how to allocate the ends of slices, and the launch: no primitive, as the host's time decides here."""
+    slices = -(-n // _SLICE)
+    launch = _COUNT.bind((TOKEN[dtype],), device, slices, _THREADS, ending=(n, int(aligned), int(distinct)))
+    return allocator(device), ((slices,), (1,), torch.int64), launch
 
 
-def _counting(x: Meta, device: int, *, distinct: bool = False) -> Callable[[int], tuple[Tensor, int]]:
-    """Return a function of x's address: the number of chosen elements up to the end of each slice, and of all."""
-    n, slices = x.numel(), -(-x.numel() // _SLICE)
-    ending = n, int(not x.misaligned), int(distinct)
-    launch = _COUNT.bind((TOKEN[x.dtype],), device, slices, _THREADS, ending=ending)
-    allocate, layout = allocator(device), ((slices,), (1,), torch.int64)
-
-    def count(address: int) -> tuple[Tensor, int]:
-        ends, total = allocate(*layout), allocate((), (), torch.int64)
-        launch(address, ends.data_ptr(), total.data_ptr(), kept_zeros(device, 1).data_ptr())
-        return ends, total.item()
-
-    return count
+_COUNTS = Plans(_plan_count)
 
 
-def _placing(x: Meta, source: Meta | None, device: int, *, distinct: bool = False) -> Launch:
-    """Return the launch that writes the chosen elements of `source`, or without it the coordinates of those of x.
-
-    It takes the addresses of x, ends, source (or 0) and out, and the number of chosen elements.
-    """
-    rank, sizes, item_bytes = x.dim(), (*x.shape[1:], 1, 1, 1)[:3], 0
-    if source is not None:
-        rank, sizes, item_bytes = 1, (1, 1, 1), source.dtype.itemsize
-    ending = x.numel(), int(not x.misaligned), item_bytes, rank, *sizes, *map(divisor, sizes), int(distinct)
-    return _PLACE.bind((TOKEN[x.dtype],), device, -(-x.numel() // _SLICE), _THREADS, ending=ending)
+def _plan_place(
+    dtype: torch.dtype, shape: tuple[int, ...], aligned: bool, distinct: bool, device: int
+) -> tuple[Any, ...]:
+    """Return the launch and its numbers, which do not depend on how many elements there are: that is new each time."""
+    n, rank = math.prod(shape), len(shape)
+    sizes = (*shape[1:], *[1] * (4 - rank))[:3]
+    launch = _PLACE.bind((TOKEN[dtype],), device, -(-n // _SLICE), _THREADS)
+    return launch, (n, int(aligned)), (rank, *sizes, *map(divisor, sizes), int(distinct))
 
 
-def _plan_nonzero(x: Meta, device: int) -> Steps:
-    count, place = _counting(x, device), _placing(x, None, device)
-    allocate, rank = allocator(device), x.dim()
-
-    def run(x: Tensor) -> Tensor:
-        address = x.data_ptr()
-        ends, total = count(address)
-        out = allocate((total, rank), (1, total or 1), torch.int64)
-        if total:
-            place(address, ends.data_ptr(), 0, out.data_ptr(), total)
-        return out
-
-    return Steps(instead=run)
-
-
-def _plan_chosen(mask: Meta, source: Meta, device: int) -> Steps:
-    count, place = _counting(mask, device), _placing(mask, source, device)
-    allocate, dtype = allocator(device), source.dtype
-
-    def run(mask: Tensor, source: Tensor) -> Tensor:
-        address = mask.data_ptr()
-        ends, total = count(address)
-        out = allocate((total,), (1,), dtype)
-        if total:
-            place(address, ends.data_ptr(), source.data_ptr(), out.data_ptr(), total)
-        return out
-
-    return Steps(instead=run)
-
-
-def _plan_distinct(ordered: Meta, places: bool, device: int) -> Steps:
-    count, place = _counting(ordered, device, distinct=True), _placing(ordered, ordered, device, distinct=True)
-    place_indices = _placing(ordered, None, device, distinct=True) if places else None
-    allocate, dtype = allocator(device), ordered.dtype
-
-    def run(ordered: Tensor, _: bool) -> tuple[Tensor, Tensor | None]:
-        address = ordered.data_ptr()
-        ends, total = count(address)  # at least 1
-        values, at = allocate((total,), (1,), dtype), None
-        place(address, ends.data_ptr(), address, values.data_ptr(), total)
-        if place_indices is not None:
-            at = allocate((total,), (1,), torch.int64)
-            place_indices(address, ends.data_ptr(), 0, at.data_ptr(), total)
-        return values, at
-
-    return Steps(instead=run)
-
-
-_NONZERO = Primitive(
-    "nonzero", (Dense("x", None),), results="out", plan=_plan_nonzero,
-    outputs=lambda x: (Memory((x.numel(), x.dim()), torch.int64),),
-)  # fmt: skip
-_CHOSEN = Primitive(
-    "chosen", (Dense("mask", None), Dense("source", None)), results="out", plan=_plan_chosen,
-    outputs=lambda source: (Memory((source.numel(),), source.dtype),),
-)  # fmt: skip
-_DISTINCT = Primitive(
-    "distinct", (Dense("ordered", None),), "places", results="values at", plan=_plan_distinct,
-    outputs=lambda ordered: (Memory(ordered.shape, ordered.dtype), Memory(ordered.shape, torch.int64)),
-)  # fmt: skip
+_PLACES = Plans(_plan_place)
 
 
 def _plan_repeat(ends: Meta, dtype: torch.dtype, total: int, device: int) -> Steps:
@@ -156,6 +87,27 @@ _REPEATED = Primitive(
 )  # fmt: skip
 
 
+def _ends(x: Tensor, distinct: bool = False) -> tuple[Tensor, int]:
+    device, address = x.get_device(), x.data_ptr()
+    allocate, memory, launch = _COUNTS[device, x.dtype, x.numel(), not address & 15, distinct]
+    ends, total = allocate(*memory), allocate((), (), torch.int64)
+    launch(address, ends.data_ptr(), total.data_ptr(), kept_zeros(device, 1).data_ptr())
+    return ends, total.item()
+
+
+def _place(
+    x: Tensor, ends: Tensor, source: Tensor | None, out: Tensor, shape: tuple[int, ...], distinct: bool = False
+) -> Tensor:
+    """Write what the chosen elements of x stand for, coordinates in `shape` or elements of `source`, to `out`."""
+    if not out.numel():
+        return out
+    launch, before, after = _PLACES[x.dtype, shape, x.data_ptr() & 15 == 0, distinct, x.get_device()]
+    item_bytes = 0 if source is None else source.element_size()
+    address = 0 if source is None else source.data_ptr()
+    launch(x.data_ptr(), ends.data_ptr(), address, out.data_ptr(), *before, item_bytes, *after, out.shape[0])
+    return out
+
+
 def nonzero(x: Tensor) -> Tensor:
     """Return the coordinates of elements that are not 0, in row-major order.
 
@@ -166,7 +118,10 @@ def nonzero(x: Tensor) -> Tensor:
     Returns:
         (count, dimensions), int64; its columns lie side by side, as torch's do.
     """
-    return _NONZERO(x)
+    x = x if x.is_contiguous() else x.contiguous()
+    ends, total = _ends(x)
+    out = allocator(x.get_device())((total, x.dim()), (1, max(total, 1)), torch.int64)
+    return _place(x, ends, None, out, tuple(x.shape))
 
 
 def chosen(source: Tensor, mask: Tensor) -> Tensor:
@@ -179,7 +134,10 @@ def chosen(source: Tensor, mask: Tensor) -> Tensor:
     Returns:
         One dimension, source's dtype.
     """
-    return _CHOSEN(mask, source)
+    mask, source = (t if t.is_contiguous() else t.contiguous() for t in (mask, source))
+    ends, total = _ends(mask)
+    out = allocator(source.get_device())((total,), (1,), source.dtype)
+    return _place(mask, ends, source, out, (mask.numel(),))
 
 
 def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
@@ -192,7 +150,13 @@ def distinct(ordered: Tensor, *, places: bool) -> tuple[Tensor, Tensor | None]:
     Returns:
         Values, and int64 places or None.
     """
-    return _DISTINCT(ordered, places)
+    shape = tuple(ordered.shape)
+    ends, total = _ends(ordered, True)
+    values = _place(ordered, ends, ordered, ordered.new_empty(total), shape, True)
+    if not places:
+        return values, None
+    at = torch.empty(total, dtype=torch.int64, device=ordered.device)
+    return values, _place(ordered, ends, None, at, shape, True)
 
 
 def repeated(repeats: Tensor, total: int | None) -> Tensor | None:

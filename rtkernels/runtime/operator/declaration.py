@@ -149,7 +149,7 @@ def launch({names}):
     if type(plan) is StepPlan and not plan.converted:
         returned = plan.run({", ".join([*given, *self._numbers])})
         {counted}return returned
-    return launch_prepared({names})
+    return launch_prepared(({names},), plan)
 """
         scope = {
             "plans": self._plans,
@@ -276,10 +276,10 @@ def launch({names}):
                 refuse_shared(kind.name, tensor, others, kind.over)
 
     def _launch_planned(self, *args: Any) -> Any:
-        return self._launch_prepared(*(args if self._prepare is None else self._prepare(*args)))
+        return self._launch_prepared(args if self._prepare is None else self._prepare(*args))
 
-    def _launch_prepared(self, *args: Any) -> Any:
-        return self._run_planned(*self._planned(args), args)
+    def _launch_prepared(self, args: tuple[Any, ...], plan: Plan | None = None) -> Any:
+        return self._run_planned(*self._planned(args, plan), args)
 
     def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if plan is IN_TORCH:

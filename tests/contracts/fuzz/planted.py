@@ -78,7 +78,7 @@ DEFECTS = [
            "glu_fwd", "sm_80", "up:"),
     Defect("out that is not aligned taken as it is", "rtkernels/runtime/call/memory.py",
            "    return not (begin + view.first) % 16", "    return True", "softmax()", "sm_80", "out[0]"),
-    Defect("copies not written back", f"{_OPERATOR}/declared.py",
+    Defect("copies not written back", f"{_OPERATOR}/declaration.py",
            "                    args[i].copy_(used[i])\n            self._count",
            "                    pass\n            self._count",
            "add_in_place", "sm_80", "x:"),
