@@ -137,7 +137,7 @@ def test_a_graph_has_rates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
     monkeypatch.setattr(tables_module, "current_stream", lambda index: 5)
     monkeypatch.setattr(tables_module, "is_capturing", lambda: capturing[0])
-    monkeypatch.setattr(tables_module, "_made_rates", lambda *_: result)
+    monkeypatch.setattr(tables_module, "_compute_rates", lambda *_: result)
     monkeypatch.setattr(tables_module, "_rates", {(8, 100.0, device, 5): kept})
     assert tables_module._rates_of(8, 100.0, device) is kept
     capturing[0] = True

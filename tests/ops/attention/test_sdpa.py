@@ -82,7 +82,7 @@ def test_bad_arguments() -> None:
         sdpa(q, k, v, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
     with pytest.raises(ArgumentError, match="attn_mask has shape"):
         sdpa(q, k, v, torch.ones(3, 4, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match="q has dtype float32"):
+    with pytest.raises(ArgumentError, match="query has dtype float32"):
         sdpa(q.float(), k.float(), v.float())
 
 
