@@ -72,9 +72,10 @@ class Plain:
         y = y if scale is None else y * (1 + scale.float())
         return (y if shift is None else y + shift.float()).to(x.dtype), h
 
-    def linear(self, x: Tensor, name: str, act: str | None = None) -> Tensor:
-        """Return ``act(x @ weight.T + bias)``."""
-        return ACTS[act](F.linear(x, self.weights[name], self.weights.get(f"{name}_bias")))
+    def linear(self, x: Tensor, name: str, act: str | None = None, add: Tensor | None = None) -> Tensor:
+        """Return ``act(x @ weight.T + bias + add)``."""
+        y = F.linear(x, self.weights[name], self.weights.get(f"{name}_bias"))
+        return ACTS[act](y if add is None else y + add)
 
     def gated(self, x: Tensor, name: str, act: str) -> Tensor:
         """Return ``act(gate) * up``; the rows of the gate come first in the weight."""
@@ -131,9 +132,9 @@ class Fused(Plain):
         scales = self.quants[name].scale, self.scales[name]
         return (x, self.weights[name], *scales), {**bias, "out_dtype": torch.bfloat16}
 
-    def linear(self, x: Tensor, name: str, act: str | None = None) -> Tensor:
+    def linear(self, x: Tensor, name: str, act: str | None = None, add: Tensor | None = None) -> Tensor:
         operands, options = self._operands(x, name)
-        return rk.scaled_mm(*operands, act=act, **options)
+        return rk.scaled_mm(*operands, act=act, add=add, **options)
 
     def gated(self, x: Tensor, name: str, act: str) -> Tensor:
         operands, options = self._operands(x, name)

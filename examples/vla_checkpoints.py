@@ -194,13 +194,13 @@ def time_embedding(sizes: Sizes, device: Any, periods: tuple[float, float] = (4e
     return torch.cat([angles.sin(), angles.cos()], 1).float().to(device)
 
 
-def _stored(part: Any, device: str, name: str = "") -> Any:
+def stored(part: Any, device: str, name: str = "") -> Any:
     """Return bfloat16 on a device; norms without a bias (Gemma's) stay in float32, where 1 + w is not rounded."""
     if isinstance(part, dict):
         norms = {key for key in part if "norm" in key and f"{key}_bias" not in part and not key.endswith("_bias")}
-        return {key: _stored(value, device, "norm" if key in norms else "") for key, value in part.items()}
+        return {key: stored(value, device, "norm" if key in norms else "") for key, value in part.items()}
     if isinstance(part, (list, tuple)):
-        return type(part)(_stored(value, device) for value in part)
+        return type(part)(stored(value, device) for value in part)
     if part is None:
         return None
     return part.to(device, torch.float32 if name == "norm" else torch.bfloat16).contiguous()
@@ -235,7 +235,7 @@ def pi05_weights(tensors: Mapping[str, Tensor], sizes: Sizes, device: str = "cpu
         weights["last_styles"] = list(linear(condition, f"{model}.norm.dense", 3 * width))
         return weights
 
-    return _stored(checked(build, renamed(tensors), NOT_READ), device)
+    return stored(checked(build, renamed(tensors), NOT_READ), device)
 
 
 # ---- pi0 ------------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def pi0_weights(tensors: Mapping[str, Tensor], sizes: Sizes, device: str = "cpu"
         weights["last_styles"] = [None] * sizes.steps
         return weights
 
-    return _stored(checked(build, renamed(tensors), NOT_READ), device)
+    return stored(checked(build, renamed(tensors), NOT_READ), device)
 
 
 class Pi0Policy(Policy):
