@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 import rtkernels
 
@@ -57,6 +59,15 @@ def test_the_guide_names_what_the_template_has() -> None:
     tree = re.search(r"```\nimage\n(.+?)```", guide, re.DOTALL)[1]
     ops = {op for line in tree.splitlines() for op in re.findall(r"([a-z]+_[a-z_]+)(?![=\w])", line[49:])}
     assert len(ops) >= 10 and all(hasattr(rtkernels, op) for op in ops), ops
+
+
+def test_the_method_that_the_guide_adds_is_the_same_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    names = {"torch": torch, "rtkernels": rtkernels, "policy_template": importlib.import_module("policy_template")}
+    guide = (EXAMPLES.parent / "docs" / "how_to" / "new_model.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.+?)```", guide, re.DOTALL)[1], names)
+    image = torch.rand(28, 42, 3)
+    assert torch.equal(names["Plain"]({}).patches(image), names["Fused"]({}).patches(image))
 
 
 @pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import rtkernels
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import vla_checkpoints as front
 from vla_parts import OurMath, Policy, TorchMath
@@ -227,6 +229,21 @@ def test_actions_are_those_of_plain_torch(kind: str, prefix: str, place: str, tm
     assert cosine(plain - given[2], moved) > 0.999
     assert cosine(ours - given[2], moved) > 0.999
     assert cosine(ours - given[2], plain - given[2]) > 0.999
+    assert (ours - given[2]).norm().item() == pytest.approx(moved.norm().item(), rel=0.02)  # a cosine sees no factor
+
+
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_fp8_with_static_scales(kind: str, place: str) -> None:
+    sizes, adaptive, load, policy = KINDS[kind]
+    tensors, given = published(sizes, adaptive), inputs(sizes, place)
+    weights, calibration = load(tensors, sizes, place), rtkernels.Calibration()
+    policy(sizes, weights, OurMath(sizes, place, calibration=calibration))(*given)
+    calibration.freeze()
+    actions = policy(sizes, weights, OurMath(sizes, place, True, calibration))(*given)
+    expected = Reference(tensors, sizes)(*inputs(sizes, "cpu"))
+    assert cosine(actions.cpu() - given[2].cpu(), expected - given[2].cpu()) > 0.99
 
 
 @pytest.mark.parametrize("kind", KINDS)
