@@ -1,4 +1,4 @@
-"""The parts of ``vla_policy.py``: sizes, random weights, the policy, and its math in plain torch and in rtkernels.
+"""The parts of ``vla_policy.py``: the policy, and its math in plain torch and in rtkernels.
 
 ``Policy`` defines the computation in terms of a few functions that ``TorchMath`` and ``OurMath`` implement. A layer
 starts with the norm that adds the residual of the previous layer, so that each layer is a separate function and no
@@ -7,9 +7,9 @@ fusion is lost between two.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,105 +18,10 @@ from torch import Tensor
 
 import rtkernels as rk
 
-Layer = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).parent))
+from vla_weights import Layer, Sizes
+
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of pi0.5: SigLIP So400m, PaliGemma 2B, an action expert of 300M, 10 steps of flow matching."""
-
-    views: int = 3
-    image: int = 224
-    patch: int = 14
-    vision_layers: int = 27
-    vision_width: int = 1152
-    vision_heads: int = 16
-    vision_inner: int = 4304
-    vocabulary: int = 257152
-    prompt: int = 200
-    layers: int = 18  # of the prefix and of the expert: each layer of the expert reads the keys of one of the prefix
-    width: int = 2048
-    heads: int = 8
-    head_dim: int = 256
-    inner: int = 16384
-    expert_width: int = 1024
-    expert_inner: int = 4096
-    horizon: int = 10
-    action: int = 32
-    steps: int = 10
-
-    @property
-    def patches(self) -> int:
-        """Patches of one view."""
-        return (self.image // self.patch) ** 2
-
-    @property
-    def prefix(self) -> int:
-        """Tokens of images and prompt."""
-        return self.views * self.patches + self.prompt
-
-
-TINY = Sizes(1, 28, 14, 2, 32, 2, 48, 50, 5, 2, 64, 2, 32, 96, 32, 64, 4, 8, 3)
-
-
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def make_weights(sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
-    """Return random weights in bfloat16: matrices ``[out, in]``, and what follows from the time of each step."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        weight = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
-        return (weight * gain / math.sqrt(columns)).bfloat16()
-
-    def vector(n: int, around: float = 0.0) -> Tensor:
-        return (around + 0.1 * torch.randn(n, generator=generator, device=device)).bfloat16()
-
-    def gemma(width: int, inner: int) -> Layer:
-        q = sizes.heads * sizes.head_dim
-        return {
-            "qkv": matrix(q + 2 * sizes.head_dim, width), "out": matrix(width, q),
-            "gate_up": matrix(2 * inner, width), "down": matrix(width, inner),
-        }  # fmt: skip
-
-    def vision() -> Layer:
-        w, inner = sizes.vision_width, sizes.vision_inner
-        return {
-            "norm1": vector(w, 1.0), "norm1_bias": vector(w), "norm2": vector(w, 1.0), "norm2_bias": vector(w),
-            "qkv": matrix(3 * w, w), "qkv_bias": vector(3 * w), "out": matrix(w, w), "out_bias": vector(w),
-            "up": matrix(inner, w), "up_bias": vector(inner), "down": matrix(w, inner), "down_bias": vector(w),
-        }  # fmt: skip
-
-    width, expert = sizes.width, sizes.expert_width
-    prefix = [gemma(width, sizes.inner) for _ in range(sizes.layers)]
-    for layer in prefix:
-        layer |= {"norm1": vector(width, 1.0), "norm2": vector(width, 1.0)}
-    # The time of a step is known in advance, and so are the modulations of the expert's norms.
-    times = 1.0 - torch.arange(sizes.steps, device=device) / sizes.steps
-    angles = times[:, None] * torch.logspace(0, 3, expert // 2, device=device)
-    condition = F.silu(torch.cat([angles.sin(), angles.cos()], 1).bfloat16() @ matrix(expert, expert).t())
-    styles = [[condition @ matrix(3 * expert, expert, 0.5).t() for _ in range(2)] for _ in range(sizes.layers)]
-    last_style = condition @ matrix(3 * expert, expert, 0.5).t()
-    return {
-        "vision": [vision() for _ in range(sizes.vision_layers)],
-        "prefix": prefix,
-        "expert": [gemma(expert, sizes.expert_inner) for _ in range(sizes.layers)],
-        "styles": [
-            [(styles[i][0][step].contiguous(), styles[i][1][step].contiguous()) for i in range(sizes.layers)]
-            for step in range(sizes.steps)
-        ],
-        "last_styles": [row.contiguous() for row in last_style],
-        "table": matrix(sizes.vocabulary, width, math.sqrt(width)),
-        "ends": {
-            "patch": matrix(sizes.vision_width, 3 * sizes.patch**2), "patch_bias": vector(sizes.vision_width),
-            "position": matrix(sizes.patches, sizes.vision_width), "image": matrix(width, sizes.vision_width),
-            "norm": vector(sizes.vision_width, 1.0), "norm_bias": vector(sizes.vision_width),
-            "image_bias": vector(width), "action_in": matrix(expert, sizes.action),
-            "action_out": matrix(sizes.action, expert),
-        },
-    }  # fmt: skip
 
 
 # ---- the policy -----------------------------------------------------------------------------------------------------
@@ -220,23 +125,38 @@ class Policy:
     def step(self, actions: Tensor, cache: Any, step: int) -> Tensor:
         """Return the actions one step of Euler's method closer to time 0."""
         ops, h, gate = self.ops, None, None
-        x = ops.linear(actions.bfloat16(), self.ends, "action_in")
+        x = self.embed_actions(actions.bfloat16(), step)
         for i, layer in enumerate(self.layers["expert"]):
             x, h, gate = self.expert_layer(x, h, gate, layer, *self.styles[step][i], cache[i])
-        y, _, _ = ops.norm(x, {}, None, feeds=None, residual=h, gate=gate, style=self.last_styles[step])
+        style = self.last_styles[step]
+        y, _, _ = ops.norm(x, self.ends, "action_norm", feeds=None, residual=h, gate=gate, style=style)
         velocity = ops.linear(y, self.ends, "action_out")
         return ops.euler_step(actions, velocity, -1.0 / self.sizes.steps)
 
+    def embed_actions(self, actions: Tensor, step: int) -> Tensor:
+        """Return the expert's tokens."""
+        return self.ops.linear(actions, self.ends, "action_in")
+
     def _expert(
-        self, x: Tensor, h: Tensor | None, gate: Tensor | None, layer: Layer, style1: Tensor, style2: Tensor, kept: Any
+        self, x: Tensor, h: Tensor | None, gate: Tensor | None, layer: Layer, style1: Any, style2: Any, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._expert_at(self.sizes.context, x, h, gate, layer, style1, style2, kept)[:3]
+
+    def _expert_at(
+        self, first: int, x: Tensor, h: Tensor | None, gate: Tensor | None, layer: Layer, style1: Any, style2: Any,
+        kept: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:  # fmt: skip
         ops = self.ops
-        y, h, gate = ops.norm(x, layer, None, feeds="qkv", residual=h, gate=gate, style=style1)
-        q, k, v, _ = ops.heads(ops.linear(y, layer, "qkv"), self.sizes, self.sizes.prefix, kept)
+        y, h, gate = ops.norm(x, layer, "norm1", feeds="qkv", residual=h, gate=gate, style=style1)
+        q, k, v, kept = ops.heads(ops.linear(y, layer, "qkv"), self.sizes, first, kept)
         y = ops.attention(q, k, v).reshape(len(x), -1)
         x = ops.linear(ops.narrowed(y, layer, "out"), layer, "out")
-        y, h, gate = ops.norm(x, layer, None, feeds="gate_up", residual=h, gate=gate, style=style2)
-        return ops.gated(y, layer), h, gate
+        y, h, gate = ops.norm(x, layer, "norm2", feeds="gate_up", residual=h, gate=gate, style=style2)
+        return ops.gated(y, layer), h, gate, kept
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 # ---- its math in plain torch ----------------------------------------------------------------------------------------
@@ -246,7 +166,7 @@ class TorchMath:
     """The functions of a policy in plain torch."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
-        self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
+        self.rope = rk.rope_table(sizes.tokens, sizes.head_dim, device=device)
 
     def prepare(self, site: str, layer: Layer) -> Layer:
         return layer
@@ -267,14 +187,14 @@ class TorchMath:
 
     def linear(self, x: Tensor, layer: Layer, name: str, act: str | None = None, bias: bool = True) -> Tensor:
         y = F.linear(x, layer[name], layer.get(f"{name}_bias") if bias else None)
-        return F.gelu(y, approximate="tanh") if act else y
+        return {"gelu_tanh": gelu_tanh, "silu": F.silu}[act](y) if act else y
 
     def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
         return x
 
     def gated(self, x: Tensor, layer: Layer) -> Tensor:
         gate, up = F.linear(x, layer["gate_up"]).chunk(2, -1)
-        return F.linear(F.gelu(gate, approximate="tanh") * up, layer["down"])
+        return F.linear(gelu_tanh(gate) * up, layer["down"])
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -327,8 +247,10 @@ class OurMath:
     """
 
     def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
-        self.rope = rk.rope_table(sizes.prefix + sizes.horizon, sizes.head_dim, device=device)
-        self.keys = torch.tensor([sizes.prefix + sizes.horizon], dtype=torch.int32, device=device)
+        self.rope = rk.rope_table(sizes.tokens, sizes.head_dim, device=device)
+        self.keys = {
+            n: torch.tensor([n], dtype=torch.int32, device=device) for n in (sizes.context, sizes.tokens)
+        }  # fmt: skip
         self.fp8, self.calibration = fp8, calibration
 
     def prepare(self, site: str, layer: Layer) -> Layer:
@@ -391,11 +313,11 @@ class OurMath:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] < k.shape[1]:  # actions attend to all tokens: few queries, so blocks split the keys
-            return rk.attention_decode(q, k, v, self.keys, causal=False)
+            return rk.attention_decode(q, k, v, self.keys[k.shape[1]], causal=False)
         return rk.attention(q, k, v)
 
     def new_cache(self, sizes: Sizes, like: Tensor) -> list[Any]:
-        shape = (sizes.layers, 2, 1, sizes.prefix + sizes.horizon, 1, sizes.head_dim)
+        shape = (sizes.layers, 2, 1, sizes.tokens, 1, sizes.head_dim)
         return list(like.new_empty(shape).unbind())
 
     def heads(self, qkv: Tensor, sizes: Sizes, first: int, kept: Any) -> tuple[Tensor, Tensor, Tensor, Any]:

@@ -33,7 +33,8 @@ from torch import Tensor
 import rtkernels as rk
 
 sys.path.insert(0, str(Path(__file__).parent))
-from vla_parts import TINY, OurMath, Policy, Sizes, TorchMath, make_weights
+from vla_parts import OurMath, Policy, TorchMath
+from vla_weights import TINY, Sizes, make_weights
 
 WANTED = {"rtkernels bf16": 0.999, "rtkernels fp8": 0.99}
 

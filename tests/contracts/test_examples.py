@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
+
+import rtkernels
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -35,6 +40,34 @@ def test_the_policy_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFi
     )
     assert found["rtkernels bf16"] > 0.999 and found["rtkernels fp8"] > 0.99, found
     assert "torch eager" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def test_every_stage_of_the_template_agrees_with_plain_torch(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = runpy.run_path(str(EXAMPLES / "policy_template.py"))["main"](["--device", place])
+    assert list(found["bf16"]) == ["context", "velocity 0", "velocity 1", "velocity 2", "moved"]
+    assert min(found["bf16"].values()) > 0.999 and min(found["fp8"].values()) > 0.99, found
+    assert "velocity 2" in capsys.readouterr().out
+
+
+def test_the_guide_names_what_the_template_has() -> None:
+    """Every name of the template that docs/how_to/new_model.md mentions exists there, and its tree has ops only."""
+    guide = (EXAMPLES.parent / "docs" / "how_to" / "new_model.md").read_text(encoding="utf-8")
+    template = runpy.run_path(str(EXAMPLES / "policy_template.py"))
+    names = ("Plain", "Fused", "Model", "FP8", "make_weights", "calibrated", "compared", "captured", "report")
+    assert all(name in template and f"`{name}" in guide for name in names)
+    tree = re.search(r"```\nimage\n(.+?)```", guide, re.DOTALL)[1]
+    ops = {op for line in tree.splitlines() for op in re.findall(r"([a-z]+_[a-z_]+)(?![=\w])", line[49:])}
+    assert len(ops) >= 10 and all(hasattr(rtkernels, op) for op in ops), ops
+
+
+def test_the_method_that_the_guide_adds_is_the_same_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    names = {"torch": torch, "rtkernels": rtkernels, "policy_template": importlib.import_module("policy_template")}
+    guide = (EXAMPLES.parent / "docs" / "how_to" / "new_model.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.+?)```", guide, re.DOTALL)[1], names)
+    image = torch.rand(28, 42, 3)
+    assert torch.equal(names["Plain"]({}).patches(image), names["Fused"]({}).patches(image))
 
 
 @pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
