@@ -146,7 +146,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
     ("patchify", "img_layout"): "nhwc nchw",
     ("patchify", "order"): "hwc chw",
 }  # fmt: skip
-NO_WORDS = {("rope_table", "device"), ("check_labels", "device")}  # strings of any content
+NO_WORDS = {("rope_table", "device"), ("rope_table", "scaling"), ("check_labels", "device")}  # strings of any content
 
 
 def words(function: str, parameter: str) -> list[str]:

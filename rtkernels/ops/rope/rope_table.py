@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.shared.block_formats import divided
+from rtkernels.ops.rope.rope_scaling import Scaling, rates, read
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
@@ -23,10 +24,10 @@ from rtkernels.runtime.torch_private import dispatch_modes, is_dynamo_compiling
 _THREADS = 256
 KERNEL = Kernel(
     "rope/rope_table.cu", "rope_table", template="T", variants=TYPES, max_registers=80,
-    args="rates:ptr positions:ptr cosines:ptr sines:ptr rows:i64 pairs:i64 scaling:f64",
+    args="rates:ptr positions:ptr cosines:ptr sines:ptr rows:i64 pairs:i64 scaling:f64 factor:f64",
 )  # fmt: skip
 _RATES_LIMIT = 64
-_rates: dict[Any, Tensor] = {}  # vectors by dim, base, device and stream, which are only read
+_rates: dict[Any, Tensor] = {}  # vectors by parameters, dim, device and stream, which are only read
 
 
 def _outputs(rates: Meta, rows: int, dtype: torch.dtype) -> tuple[Memory, ...]:
@@ -45,55 +46,55 @@ def _check(rates: Meta, positions: Meta | None, rows: int, dtype: torch.dtype) -
         raise ArgumentError(f"positions has shape {tuple(positions.shape)}; expected ({rows},)")
 
 
-def _plan(rates: Meta, rows: int, scaling: float, dtype: torch.dtype, device: int) -> Steps:
+def _plan(rates: Meta, rows: int, scaling: float, factor: float, dtype: torch.dtype, device: int) -> Steps:
     pairs = rates.shape[0]
     grid = min(-(-rows * pairs // _THREADS), GRID_LIMIT)
     launch = KERNEL.bind((DTYPE_TOKEN[dtype],), device, grid, _THREADS)
-    return Steps(Step(launch, "rates", "positions", "cos", "sin", rows, pairs, float(scaling)))
+    return Steps(Step(launch, "rates", "positions", "cos", "sin", rows, pairs, float(scaling), float(factor)))
 
 
 def _reference(
-    rates: Tensor, positions: Tensor | None, rows: int, scaling: float, dtype: torch.dtype
+    rates: Tensor, positions: Tensor | None, rows: int, scaling: float, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     if positions is None:
         positions = torch.arange(rows, dtype=torch.float64, device=rates.device)
     angles = (positions * scaling).unsqueeze(-1) * rates
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 TABLE = Operator(
     "rope_table", (Dense("rates", None), Dense("positions", None, optional=True)),
-    options="SymInt rows, float scaling, ScalarType dtype", results="cos sin", outputs=_outputs, plan=_plan,
-    reference=_reference, check=_check,
+    options="SymInt rows, float scaling, float factor, ScalarType dtype", results="cos sin", outputs=_outputs,
+    plan=_plan, reference=_reference, check=_check,
 )  # fmt: skip
 
 
-def _compute_rates(dim: int, base: float, device: torch.device) -> Tensor:
-    return base ** divided(torch.arange(0, dim, 2, dtype=torch.float64, device=device), -dim)
+def _compute_rates(scaling: Scaling, dim: int, device: torch.device) -> Tensor:
+    return rates(scaling, dim, device)
 
 
-def _rates_of(dim: int, base: float, device: torch.device) -> Tensor:
-    """Return ``base ** (-2 i / dim)``, kept from another call of this stream if that can be.
+def _rates_of(scaling: Scaling, dim: int, device: torch.device) -> Tensor:
+    """Return the frequencies, kept from another call of this stream if that can be.
 
     A graph computes its own: what is kept may be given back before the graph is replayed.
     """
     on_cuda = device.type == "cuda"
     if is_dynamo_compiling() or dispatch_modes() or (on_cuda and is_capturing()):
-        return _compute_rates(dim, base, device)
-    key = dim, base, device, current_stream(device.index) if on_cuda else 0
-    rates = _rates.get(key)
-    if rates is None:
+        return _compute_rates(scaling, dim, device)
+    key = scaling, dim, device, current_stream(device.index) if on_cuda else 0
+    found = _rates.get(key)
+    if found is None:
         with torch.inference_mode(False):
-            rates = _compute_rates(dim, base, device)
+            found = _compute_rates(scaling, dim, device)
         if len(_rates) >= _RATES_LIMIT:
             _rates.clear()
-        _rates[key] = rates
-    return rates
+        _rates[key] = found
+    return found
 
 
 @public(recent=False)
 def rope_table(
-    positions: int | Tensor, dim: int, *, base: float = 10000.0, scaling: float = 1.0,
+    positions: int | Tensor, dim: int, *, base: float = 10000.0, scaling: float | Mapping[str, Any] = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return cos and sin of ``position * scaling * base ** (-2 i / dim)`` for the pairs of a head.
@@ -105,7 +106,14 @@ def rope_table(
         positions: Number of positions, starting at 0, or a tensor ``[...]`` of positions.
         dim: Number of rotated elements of a head, a multiple of 2.
         base: Base of the frequencies; ``rope_theta`` in model configurations.
-        scaling: Factor of the positions: 1 / s for linear interpolation by s.
+        scaling: Factor of the positions: 1 / s for linear interpolation by s. Or a mapping like ``rope_parameters`` of
+            a transformers configuration, with ``rope_type`` ``"default"``, ``"linear"``, ``"dynamic"``, ``"yarn"``,
+            ``"longrope"``, ``"llama3"`` or ``"proportional"`` and its keys. ``rope_theta`` then replaces `base`, and
+            the attention factor multiplies cos and sin. ``"dynamic"`` also needs ``max_position_embeddings`` of the
+            configuration, and so do ``"yarn"`` and ``"longrope"`` without ``factor``. ``"dynamic"`` and
+            ``"longrope"`` depend on the length of the sequence: the number of positions, or the largest position + 1,
+            which stays on the device. ``partial_rotary_factor`` is not applied to `dim`, which counts rotated elements
+            only; with ``"proportional"``, `dim` is the size of a head and pairs past this part have angle 0.
         dtype: Dtype of the tables: bfloat16, float16 or float32.
         device: Device of the tables. Default: that of `positions` if it is a tensor.
 
@@ -118,11 +126,18 @@ def rope_table(
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
     if not check_number("base", base) > 0:
         raise ArgumentError(f"base is {base}; expected a number above 0")
-    scaling = float(check_number("scaling", scaling))
+    if isinstance(scaling, Mapping):
+        kind, step = read(scaling, dim, float(base)), 1.0
+    else:
+        kind, step = Scaling("default", float(base)), float(check_number("scaling", scaling))
     if isinstance(positions, Tensor):
-        rates, flat = _rates_of(dim, float(base), positions.device), positions.reshape(-1).to(torch.float64)
+        flat = positions.reshape(-1).to(torch.float64)
+        if kind.by_length and flat.shape[0]:
+            frequencies = rates(kind, dim, flat.device, flat.detach().amax() + 1)
+        else:
+            frequencies = _rates_of(kind.at(0, dim), dim, flat.device)
         table = _reference if torch.is_grad_enabled() and needs_grad(positions) else TABLE.call
-        cos, sin = table(rates, flat, flat.shape[0], scaling, dtype)
+        cos, sin = table(frequencies, flat, flat.shape[0], step, kind.attention_factor, dtype)
         shape = *positions.shape, dim // 2
         return cos.view(shape), sin.view(shape)
     if check_integer("positions", positions) < 0:
@@ -130,4 +145,5 @@ def rope_table(
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    return TABLE.call(_rates_of(dim, float(base), place), None, positions, scaling, dtype)
+    frequencies = _rates_of(kind.at(positions, dim), dim, place)
+    return TABLE.call(frequencies, None, positions, step, kind.attention_factor, dtype)

@@ -15,6 +15,7 @@ import rtkernels
 from rtkernels import qkv_split, rope_table
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import rope_table as tables_module
+from rtkernels.ops.rope.rope_scaling import Scaling
 
 normal = normal_numbers(0)
 COS, SIN = rope_table(32, 16)
@@ -134,17 +135,17 @@ def test_tables(place: str) -> None:
 def test_a_graph_has_rates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for later calls is given back when there is too much of it; a graph would still read it."""
     device, kept, result = torch.device("cuda", 0), torch.zeros(4), torch.ones(4)
-    capturing = [False]
+    capturing, plain = [False], Scaling("default", 100.0)
     monkeypatch.setattr(tables_module, "current_stream", lambda index: 5)
     monkeypatch.setattr(tables_module, "is_capturing", lambda: capturing[0])
     monkeypatch.setattr(tables_module, "_compute_rates", lambda *_: result)
-    monkeypatch.setattr(tables_module, "_rates", {(8, 100.0, device, 5): kept})
-    assert tables_module._rates_of(8, 100.0, device) is kept
+    monkeypatch.setattr(tables_module, "_rates", {(plain, 8, device, 5): kept})
+    assert tables_module._rates_of(plain, 8, device) is kept
     capturing[0] = True
-    assert tables_module._rates_of(8, 100.0, device) is result
-    assert tables_module._rates_of(16, 100.0, device) is result and len(tables_module._rates) == 1
+    assert tables_module._rates_of(plain, 8, device) is result
+    assert tables_module._rates_of(plain, 16, device) is result and len(tables_module._rates) == 1
     capturing[0] = False
-    assert tables_module._rates_of(16, 100.0, device) is result and len(tables_module._rates) == 2
+    assert tables_module._rates_of(plain, 16, device) is result and len(tables_module._rates) == 2
 
 
 @pytest.mark.gpu

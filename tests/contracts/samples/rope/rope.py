@@ -20,8 +20,8 @@ def samples(device: str):
     yield FORWARD, (q.bfloat16(), None, "bshd", "sbhd", 0, 16, 1, True, cos[:, :8], sin[:, :8], *plain)
     yield IN_PLACE, (q.clone(), k.clone(), "bshd", 0, 0, 0, False, cos, sin, *plain)
     yield IN_PLACE, (q.clone(), None, "bshd", 0, 0, 1, False, cos, sin, *plain)
-    yield TABLE, (angle[0].double(), None, 5, 1.0, torch.float32)
-    yield TABLE, (angle[0].double(), angle[:, 0].double(), 5, 0.5, torch.bfloat16)
+    yield TABLE, (angle[0].double(), None, 5, 1.0, 1.0, torch.float32)
+    yield TABLE, (angle[0].double(), angle[:, 0].double(), 5, 0.5, 1.25, torch.bfloat16)
     yield from _mla_samples(device)
 
 
