@@ -112,133 +112,134 @@ def group_rms_norm_gate(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None,
-    scale: Tensor | None = None, shift: Tensor | None = None, style: None = None, channel_scale: Tensor | None = None,
-    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None =
+    None, x_bias: None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: None = None,
+    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
+    scale_out: None = None
 ) -> Tensor:
     """Normalise the last dimension to mean 0 and variance 1."""
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None,
-    scale: None = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None =
+    None, x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[True],
-    out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None, scale:
-    None = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None = None,
+    x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[True], out:
-    Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None, scale: None
-    = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None = None,
+    x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool = False,
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: torch.dtype | Literal["nvfp4"],
+    keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+) -> NormOut: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
+    residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant, keep: Literal[True],
     residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: Quant, keep: Literal[True], residual_out: Tensor | None =
-    None, scale_out: Tensor | None = None
-) -> NormOut: ...
-@overload
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
-    residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: Quant, keep: bool = False, residual_out: Tensor | None = None,
-    scale_out: Tensor | None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant, keep: bool = False,
+    residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor, shift: Tensor | None = None, style: Tensor | None = None, channel_scale:
-    Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor, shift: Tensor | None = None, style: Tensor | None =
+    None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor
+    | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor, style: Tensor | None = None, channel_scale:
-    Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor, style: Tensor | None =
+    None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor
+    | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor, quant: None = None, keep: Literal[False] = False, residual_out:
+    Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: bool =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] | None = None, keep: bool =
-    False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] | None =
+    None, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...] | NormOut: ...
 
 def layer_norm_fp8(
@@ -252,125 +253,126 @@ def layer_norm_fp8(
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: None = None, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: None = None, bias: None = None, scale: Tensor | None = None, shift: Tensor | None = None,
-    style: None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
-    residual_out: None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: Tensor | None = None, shift:
+    Tensor | None = None, style: None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
+    Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> Tensor:
     """Normalise the last dimension by its root mean square."""
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None =
+    None, style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: None = None, rstd:
-    Tensor | None = None, return_rstd: Literal[True], out: Tensor | None = None, reuse: Literal['inputs'] | None =
-    None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None = None, reuse:
+    Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None,
+    style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out:
+    None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[True], out: Tensor | None = None, reuse: Literal['inputs'] | None =
-    None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None = None, reuse:
+    Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None,
+    style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out:
+    None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
-    torch.dtype | Literal["nvfp4"], keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None =
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool = False, residual_out: Tensor | None = None,
+    scale_out: Tensor | None = None
+) -> NormOut: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: Quant, keep: Literal[True], residual_out: Tensor | None = None, scale_out: Tensor | None =
     None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant,
-    keep: Literal[True], residual_out: Tensor | None = None, scale_out: Tensor | None = None
-) -> NormOut: ...
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant,
-    keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: Quant, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, shift:
-    Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor, scale: Tensor | None = None, shift:
-    Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor, channel_scale: Tensor | None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor, shift: Tensor | None = None,
-    style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] =
-    False, residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor,
+    shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor,
-    style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] =
-    False, residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor, quant: None = None, keep: Literal[False] = False,
-    residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant | torch.dtype |
-    Literal["nvfp4"] | None = None, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None =
-    None
+    None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
+    None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale:
+    Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None =
+    None, quant: Quant | torch.dtype | Literal["nvfp4"] | None = None, keep: bool = False, residual_out: Tensor | None
+    = None, scale_out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...] | NormOut: ...
 
 def rms_norm_fp8(
