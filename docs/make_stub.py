@@ -116,6 +116,7 @@ WORDS: dict[str, str] = {
 }  # fmt: skip
 WORDS_OF: dict[tuple[str, str], str] = {
     ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid",
+    ("quantize_int8", "granularity"): "row tensor",
     ("group_rms_norm_gate", "layout"): "same sequence_first",
     ("glu", "layout"): "concat interleaved",
     ("glu_fp8_backward", "keep"): "fp8 dense both",

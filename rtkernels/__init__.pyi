@@ -455,6 +455,11 @@ def glu_smooth_fp8_backward(
 ) -> GluSmoothFp8Gradients:
     """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both."""
 
+def quantize_int8(
+    x: Tensor, *, granularity: Literal['row', 'tensor'] = 'row', out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise a tensor to int8 codes and scales, symmetrically."""
+
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: Literal['bshd', 'sbhd', 'bhsd'] =
     'sbhd', output_layout: Literal['bshd', 'sbhd', 'bhsd'] | None = None, interleaved: bool = True,
