@@ -71,7 +71,6 @@ from rtkernels.ops.pointwise.inplace import scale_ as scale_
 from rtkernels.ops.quant.column_absmax import column_absmax as column_absmax
 from rtkernels.ops.quant.hadamard import dequantize_fp8_hadamard as dequantize_fp8_hadamard
 from rtkernels.ops.quant.hadamard import hadamard as hadamard
-from rtkernels.ops.quant.hadamard import quantize_fp8_hadamard as quantize_fp8_hadamard
 from rtkernels.ops.quant.nvfp4 import dequantize_mxfp4 as dequantize_mxfp4
 from rtkernels.ops.quant.nvfp4 import dequantize_mxfp8 as dequantize_mxfp8
 from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
@@ -678,6 +677,23 @@ def quantize_fp8_experts(
     tuple[Tensor | None, ...] | None = None
 ) -> QuantizedExperts:
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read."""
+
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal["both"], out: tuple[Tensor | None, ...] | None = None
+) -> QuantizedBoth:
+    """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed."""
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal["row"] = "row", out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal['row', 'both'] = 'row', out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor] | QuantizedBoth: ...
 
 def quantize_fp8_smooth(
     x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None, counts: Tensor
