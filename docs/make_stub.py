@@ -80,6 +80,10 @@ RESULTS: dict[str, list[Case]] = {
         ({"with_transposed": "Literal[True]"}, "QuantizedBoth"),
         ({"layout": 'Literal["row"] = "row"', "with_transposed": ABSENT}, PAIR),
     ],
+    "quantize_fp8_hadamard": [
+        ({"layout": 'Literal["both"]'}, "QuantizedBoth"),
+        ({"layout": 'Literal["row"] = "row"'}, PAIR),
+    ],
     "moe_permute": [
         ({"probs": ABSENT, "scale": ABSENT}, "Tensor"),
         ({"probs": "Tensor"}, "MoePermuted"),
@@ -116,6 +120,7 @@ WORDS: dict[str, str] = {
 }  # fmt: skip
 WORDS_OF: dict[tuple[str, str], str] = {
     ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid",
+    ("quantize_int8", "granularity"): "row tensor",
     ("group_rms_norm_gate", "layout"): "same sequence_first",
     ("glu", "layout"): "concat interleaved",
     ("glu_fp8_backward", "keep"): "fp8 dense both",
@@ -129,7 +134,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
     **{(name, "granularity"): "tensor row group group_t block channel" for name in ("quantize_fp8", "dequantize_fp8")},
     **{(name, "granularity"): "row channel" for name in ("quantize_fp8_smooth", "dequantize_fp8_smooth")},
     **{(name, "granularity"): "token block" for name in ("quantize_qk", "sage_attention")},
-    ("quantize_fp8", "layout"): "row both",
+    **{(name, "layout"): "row both" for name in ("quantize_fp8", "quantize_fp8_hadamard")},
     ("quantize_nvfp4", "scale_rule"): "rne ceil mse",
     ("quantize_nvfp4", "elem_rule"): "rne away zero",
     ("fp8_linear", "recipe"): f"{_FP8_RECIPES} smooth",

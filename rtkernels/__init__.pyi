@@ -71,7 +71,6 @@ from rtkernels.ops.pointwise.inplace import scale_ as scale_
 from rtkernels.ops.quant.column_absmax import column_absmax as column_absmax
 from rtkernels.ops.quant.hadamard import dequantize_fp8_hadamard as dequantize_fp8_hadamard
 from rtkernels.ops.quant.hadamard import hadamard as hadamard
-from rtkernels.ops.quant.hadamard import quantize_fp8_hadamard as quantize_fp8_hadamard
 from rtkernels.ops.quant.nvfp4 import dequantize_mxfp4 as dequantize_mxfp4
 from rtkernels.ops.quant.nvfp4 import dequantize_mxfp8 as dequantize_mxfp8
 from rtkernels.ops.quant.nvfp4 import dequantize_nvfp4 as dequantize_nvfp4
@@ -112,133 +111,134 @@ def group_rms_norm_gate(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None,
-    scale: Tensor | None = None, shift: Tensor | None = None, style: None = None, channel_scale: Tensor | None = None,
-    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None =
+    None, x_bias: None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: None = None,
+    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
+    scale_out: None = None
 ) -> Tensor:
     """Normalise the last dimension to mean 0 and variance 1."""
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None,
-    scale: None = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None =
+    None, x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[True],
-    out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None, scale:
-    None = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None = None,
+    x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[True], out:
-    Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: None = None, x_bias: None = None, scale: None
-    = None, shift: None = None, style: None = None, channel_scale: None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: None = None, scale_out: None = None
+    Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: None = None,
+    x_bias: None = None, scale: None = None, shift: None = None, style: None = None, channel_scale: None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool = False,
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: torch.dtype | Literal["nvfp4"],
+    keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+) -> NormOut: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
+    residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant, keep: Literal[True],
     residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: Quant, keep: Literal[True], residual_out: Tensor | None =
-    None, scale_out: Tensor | None = None
-) -> NormOut: ...
-@overload
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
-    residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None
-    = None, channel_scale: Tensor | None = None, quant: Quant, keep: bool = False, residual_out: Tensor | None = None,
-    scale_out: Tensor | None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant, keep: bool = False,
+    residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics:
-    Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None =
-    None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None
-    = None, scale_out: None = None
+    Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None =
+    None, gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None
+    = None, style: Tensor, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor, shift: Tensor | None = None, style: Tensor | None = None, channel_scale:
-    Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor, shift: Tensor | None = None, style: Tensor | None =
+    None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor
+    | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor, style: Tensor | None = None, channel_scale:
-    Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor, style: Tensor | None =
+    None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor
+    | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor, quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor, quant: None = None, keep: Literal[False] = False, residual_out:
+    Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: Literal[False] =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False, residual_out: Tensor,
-    scale_out: None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: Tensor, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-05, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None, return_statistics: bool =
-    False, out: Tensor | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, x_bias:
-    Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None,
-    channel_scale: Tensor | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] | None = None, keep: bool =
-    False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: Literal['inputs'] | None = None, gate: Tensor
+    | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None, style:
+    Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] | None =
+    None, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...] | NormOut: ...
 
 def layer_norm_fp8(
@@ -252,125 +252,126 @@ def layer_norm_fp8(
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: None = None, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: None = None, bias: None = None, scale: Tensor | None = None, shift: Tensor | None = None,
-    style: None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] = False,
-    residual_out: None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: Tensor | None = None, shift:
+    Tensor | None = None, style: None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
+    Literal[False] = False, residual_out: None = None, scale_out: None = None
 ) -> Tensor:
     """Normalise the last dimension by its root mean square."""
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None =
+    None, style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False,
+    residual_out: None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: None = None, rstd:
-    Tensor | None = None, return_rstd: Literal[True], out: Tensor | None = None, reuse: Literal['inputs'] | None =
-    None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None = None, reuse:
+    Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None,
+    style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out:
+    None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[True], out: Tensor | None = None, reuse: Literal['inputs'] | None =
-    None, gate: None = None, bias: None = None, scale: None = None, shift: None = None, style: None = None,
-    channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out: None = None,
-    scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None = None, reuse:
+    Literal['inputs'] | None = None, gate: None = None, bias: None = None, scale: None = None, shift: None = None,
+    style: None = None, channel_scale: None = None, quant: None = None, keep: Literal[False] = False, residual_out:
+    None = None, scale_out: None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
-    torch.dtype | Literal["nvfp4"], keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None =
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool = False, residual_out: Tensor | None = None,
+    scale_out: Tensor | None = None
+) -> NormOut: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: Quant, keep: Literal[True], residual_out: Tensor | None = None, scale_out: Tensor | None =
     None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant,
-    keep: Literal[True], residual_out: Tensor | None = None, scale_out: Tensor | None = None
-) -> NormOut: ...
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant,
-    keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor |
+    None = None, quant: Quant, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, shift:
-    Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor, scale: Tensor | None = None, shift:
-    Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse:
-    Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None =
-    None, shift: Tensor | None = None, style: Tensor, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
+    None, rstd: Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, shift: Tensor | None = None, style: Tensor, channel_scale: Tensor | None = None,
+    quant: None = None, keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor, shift: Tensor | None = None,
-    style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] =
-    False, residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor,
+    shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor,
-    style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep: Literal[False] =
-    False, residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor, quant: None = None, keep: Literal[False] = False,
-    residual_out: Tensor | None = None, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor, quant: None = None,
+    keep: Literal[False] = False, residual_out: Tensor | None = None, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor, rstd:
-    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: None = None, keep:
-    Literal[False] = False, residual_out: Tensor, scale_out: None = None
+    Tensor | None = None, return_rstd: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor |
+    None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant:
+    None = None, keep: Literal[False] = False, residual_out: Tensor, scale_out: None = None
 ) -> NormOut: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-06, offset: float = 0.0, residual: Tensor | None =
-    None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None, reuse: Literal['inputs'] |
-    None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None, shift: Tensor |
-    None = None, style: Tensor | None = None, channel_scale: Tensor | None = None, quant: Quant | torch.dtype |
-    Literal["nvfp4"] | None = None, keep: bool = False, residual_out: Tensor | None = None, scale_out: Tensor | None =
-    None
+    None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
+    None, reuse: Literal['inputs'] | None = None, gate: Tensor | None = None, bias: Tensor | None = None, scale:
+    Tensor | None = None, shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None =
+    None, quant: Quant | torch.dtype | Literal["nvfp4"] | None = None, keep: bool = False, residual_out: Tensor | None
+    = None, scale_out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...] | NormOut: ...
 
 def rms_norm_fp8(
@@ -452,6 +453,11 @@ def glu_smooth_fp8_backward(
     check_counts: bool = False, divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None
 ) -> GluSmoothFp8Gradients:
     """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both."""
+
+def quantize_int8(
+    x: Tensor, *, granularity: Literal['row', 'tensor'] = 'row', out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantise a tensor to int8 codes and scales, symmetrically."""
 
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: Literal['bshd', 'sbhd', 'bhsd'] =
@@ -671,6 +677,23 @@ def quantize_fp8_experts(
     tuple[Tensor | None, ...] | None = None
 ) -> QuantizedExperts:
     """Quantise rows sorted by expert to fp8, in groups of 128 along rows, along columns, or both from one read."""
+
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal["both"], out: tuple[Tensor | None, ...] | None = None
+) -> QuantizedBoth:
+    """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed."""
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal["row"] = "row", out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def quantize_fp8_hadamard(
+    x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale:
+    bool = False, layout: Literal['row', 'both'] = 'row', out: tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor] | QuantizedBoth: ...
 
 def quantize_fp8_smooth(
     x: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None, counts: Tensor

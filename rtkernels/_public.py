@@ -18,6 +18,7 @@ OPS = {
     "glu_fp8_backward": "ops.act.glu_fp8",
     "glu_smooth_fp8": "ops.act.glu_smooth_fp8",
     "glu_smooth_fp8_backward": "ops.act.glu_smooth_fp8",
+    "quantize_int8": "ops.act.quantize_int8",
     "log_softmax": "ops.reduce.softmax",
     "row_dot": "ops.reduce.row_dot",
     "softmax": "ops.reduce.softmax",

@@ -60,7 +60,7 @@ _differentiable = applied(_LayerNorm)
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, offset: float = 0.0,
     residual: Tensor | None = None, rstd: Tensor | None = None, mean: Tensor | None = None,
-    return_statistics: bool = False, out: Tensor | None = None, reuse: str | None = None,
+    return_statistics: bool = False, out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: str | None = None,
     gate: Tensor | None = None, x_bias: Tensor | None = None, scale: Tensor | None = None,
     shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None,
     quant: Quant | torch.dtype | str | None = None, keep: bool = False, residual_out: Tensor | None = None,
@@ -83,7 +83,7 @@ def layer_norm(
         rstd: As for :func:`rms_norm`, with the variance of x instead of its mean square. Requires `mean`.
         mean: float32, shape as rstd: ``mean(x)``.
         return_statistics: Also return rstd and mean, as the last results; they have no gradient.
-        out: As for :func:`rms_norm`. Not with given or returned statistics.
+        out: As for :func:`rms_norm`.
         reuse: As for :func:`rms_norm`. Not with statistics or out.
         gate: As for :func:`rms_norm`. This and all following options are inference-only; their order of application is
             described there.

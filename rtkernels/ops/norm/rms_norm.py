@@ -56,8 +56,8 @@ _differentiable = applied(_RmsNorm)
 @public(over="x residual")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
-    residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False, out: Tensor | None = None,
-    reuse: str | None = None,
+    residual: Tensor | None = None, rstd: Tensor | None = None, return_rstd: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, reuse: str | None = None,
     gate: Tensor | None = None, bias: Tensor | None = None, scale: Tensor | None = None,
     shift: Tensor | None = None, style: Tensor | None = None, channel_scale: Tensor | None = None,
     quant: Quant | torch.dtype | str | None = None, keep: bool = False, residual_out: Tensor | None = None,
@@ -80,7 +80,7 @@ def rms_norm(
             normalisation, as if rstd had been computed.
         return_rstd: Also return rstd, as the last result; it has no gradient.
         out: Tensor to write y to, of its shape, dtype and device. May be x or residual itself; must not overlap another
-            input. Not with gradients.
+            input. A tuple has tensors for all results in order, rstd among them (None: allocated). Not with gradients.
         reuse: ``"inputs"`` lets the backward pass overwrite the saved tensor (x, or with a residual the returned sum)
             with the gradient instead of allocating memory. The rules are those of :func:`glu`. Not with rstd or
             return_rstd.

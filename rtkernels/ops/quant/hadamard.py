@@ -8,8 +8,8 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
-from rtkernels.ops.quant.quantize_fp8 import dequantize_fp8
-from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
+from rtkernels.ops.quant.quantize_fp8 import QuantizedBoth, dequantize_fp8
+from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, check_option
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
@@ -175,13 +175,17 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, o
 @public
 def quantize_fp8_hadamard(
     x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
-    pow2_scale: bool = False,
+    pow2_scale: bool = False, layout: str = "row",
     out: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor] | QuantizedBoth:  # fmt: skip
     """Quantise the :func:`hadamard` transform of a tensor to fp8 with one scale per row, or per column and transposed.
 
     The recipe is that of :func:`quantize_fp8` with granularity "row"; transformed values are fp32 and not rounded
     before quantisation.
+
+    The kernel adds and subtracts in stages and knows no other matrix. A different orthogonal matrix ``h`` of the same
+    size takes a product first, ``quantize_fp8((x.float().unflatten(-1, (-1, block)) @ h).flatten(-2),
+    granularity="row")``; random signs, one per column, are ``quantize_fp8_hadamard(x * signs)``.
 
     Not differentiable: the results never require grad.
 
@@ -193,18 +197,31 @@ def quantize_fp8_hadamard(
             column and codes ``[n, p]``; p is m rounded up to a multiple of the block (zeros are added to x).
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         pow2_scale: Round scales up to a power of two.
+        layout: "row", or "both" for a matrix: the results of both values of `transposed`, from one call.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
     Returns:
-        ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``.
+        ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``. With layout
+        "both" a :class:`QuantizedBoth` of all four.
     """
+    check_option("layout", layout, ("row", "both"))
+    if layout == "both":
+        if transposed:
+            raise ArgumentError("transposed is True; expected False with layout 'both', which has both sides")
+        # The transposed side first: it checks that x is a matrix.
+        q_t, scale_t = _quantized(x, block, True, dtype, pow2_scale)
+        return QuantizedBoth(*_quantized(x, block, False, dtype, pow2_scale), q_t, scale_t)
+    return _quantized(x, block, transposed, dtype, pow2_scale)
+
+
+def _quantized(x: Tensor, block: int, transposed: bool, dtype: torch.dtype, pow2_scale: bool) -> tuple[Tensor, Tensor]:
     if x.requires_grad:
         x = x.detach()
     if transposed:
         if x.dim() != 2 or block not in BLOCKS:
             _check((*metadata(x)[:1], (block,)), block)
-            raise ArgumentError(f"x has shape {tuple(x.shape)}; transposed expects two dimensions")
+            raise ArgumentError(f"x has shape {tuple(x.shape)}; transposed codes require two dimensions")
         x = transpose(x, pad_to=block)
     return QUANTIZE.call(x, block, dtype, pow2_scale)
 

@@ -26,7 +26,8 @@ class QuantizedBoth(NamedTuple):
         scale: Of q, as quantize_fp8 gives it for its granularity.
         q_t: ``[n, m]``.
         scale_t: Of q_t. Granularity "group": one per 128 rows of x, ``[ceil(m/128), n]``, as "group_t" gives it.
-            Granularity "block": a transposed view of `scale`; ``q_t.t()`` is q.
+            Granularity "block": a transposed view of `scale`; ``q_t.t()`` is q. Of quantize_fp8_hadamard: ``[n]``, and
+            q_t is ``[n, p]`` with p as described there.
     """
 
     q: Tensor

@@ -25,9 +25,12 @@ def codes(v: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
     """Return the scales of sets with these largest finite magnitudes."""
     scale = divided(amax, _LARGEST[dtype]).clamp(min=1e-30)
-    if pow2:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
-    return scale
+    return to_pow2(scale) if pow2 else scale
+
+
+def to_pow2(t: Tensor) -> Tensor:
+    """Return float32 numbers rounded up to powers of two; infinities stay, and NaN does not."""
+    return ((t.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def blocked(v: Tensor, down: int, across: int) -> Tensor:

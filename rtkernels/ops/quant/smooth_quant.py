@@ -326,7 +326,7 @@ def smooth_factors(
         check_same("weight_amax", weight_amax.shape, amax.shape, "shape", of="amax")
         factors = weight_amax.detach().float().clamp(min=floor).pow(1 - alpha) * factors
     if pow2:
-        factors = ((factors.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+        factors = reference.to_pow2(factors)
     return factors
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8 import quantize_fp8
+from rtkernels.ops.quant.reference import to_pow2
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_tensor, token
@@ -19,12 +20,13 @@ from rtkernels.runtime.operator.autograd import refuse_gradients
 def quantize_fp8_shard_(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
     edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,
+    store_first_scale: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise a flat shard of a matrix into its position in the codes, with one scale per row.
 
     Rows that are completely in the shard are quantised as by :func:`quantize_fp8_smooth` (granularity "row"). The first
-    and last row may be incomplete: their scales are given by `edge_scales`, and their codes saturate. Not
-    differentiable.
+    and last row may be incomplete: their scales are given by `edge_scales`, and their codes saturate. Their scales are
+    stored like those of other rows, so two shards that share a row store the same number. Not differentiable.
 
     Args:
         q: ``[m, n]`` contiguous, float8_e4m3fn or float8_e5m2; the shard's codes are overwritten.
@@ -36,7 +38,9 @@ def quantize_fp8_shard_(
         edge_scales: float32 ``[2]`` on the same device: the scales of the rows of the shard's first and last element.
             Needed if one of these rows is incomplete.
         divide: Multiply by ``1 / smooth`` (rounded to float32) instead.
-        pow2_scale: Round computed scales up to a power of two.
+        pow2_scale: Round computed scales, and those of `edge_scales`, up to a power of two.
+        store_first_scale: False: do not store the scale of the shard's first row if the row begins in an earlier shard.
+            Every scale is then stored by one shard only.
 
     Returns:
         ``(q, scale)``, as given.
@@ -51,6 +55,8 @@ def quantize_fp8_shard_(
     cols, end = q.shape[1], offset + shard.numel()
     first, last = -(-offset // cols), end // cols  # whole rows
     flat = q.view(torch.uint8).view(-1)
+    if pow2_scale and edge_scales is not None:
+        edge_scales = torch.where(edge_scales.isnan(), edge_scales, to_pow2(edge_scales))
 
     def edge(begin: int, stop: int, which: int) -> None:
         """Quantise elements of one row that is not whole."""
@@ -59,7 +65,8 @@ def quantize_fp8_shard_(
             part = part * smooth[begin - row * cols : stop - row * cols]
         codes, _ = quantize_fp8(part, edge_scales[which], dtype=q.dtype)
         flat[begin:stop] = codes.view(torch.uint8)
-        scale[row] = edge_scales[which]
+        if store_first_scale or begin == row * cols:
+            scale[row] = edge_scales[which]
 
     if first > last:  # inside one row
         edge(offset, end, 0)

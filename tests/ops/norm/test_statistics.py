@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,47 @@ def test_statistics(place: str, case: str, norm: Norm) -> None:
         assert_same_bits(again, y, "with given statistics")
         both = norm.call(h, *parameters, **options, **statistics, **{norm.wanted: True})
         assert all(a is b for a, b in zip(both[1:], statistics.values(), strict=True))
+
+
+@norms
+@pytest.mark.parametrize("case", CASES)
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_statistics_in_given_memory(place: str, case: str, norm: Norm) -> None:
+    with running_on(place) as device:
+        x, weight, residual = make(case, device)
+        call = functools.partial(norm.call, x, *norm.parameters(weight), eps=EPS, residual=residual)
+        want = call(**{norm.wanted: True})
+        out = tuple(torch.full_like(t, torch.nan) for t in want)
+        for _ in range(3):  # computed, recorded, replayed
+            got = call(**{norm.wanted: True}, out=out)
+            assert all(a is b for a, b in zip(got, out, strict=True))
+            for a, b in zip(out, want, strict=True):
+                assert_same_bits(a, b, "in given memory")
+                a.fill_(torch.nan)
+        y, *rest = call(**{norm.wanted: True}, out=out[0])  # the first result only
+        assert y is out[0] and not any(a is b for a, b in zip(rest, out[1:], strict=True))
+        assert_same_bits(y, want[0], "y alone")
+        last = call(**{norm.wanted: True}, out=(*[None] * (len(want) - 1), out[-1]))
+        assert last[-1] is out[-1]
+        assert_same_bits(out[-1], want[-1], "the last alone")
+
+
+@norms
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_out_with_given_statistics(place: str, norm: Norm) -> None:
+    with running_on(place) as device:
+        x, weight, _ = make("row", device)
+        call = functools.partial(norm.call, eps=EPS)
+        y, *rest = call(x, *norm.parameters(weight), **{norm.wanted: True})
+        statistics = dict(zip(norm.names, rest, strict=True))
+        out = torch.full_like(y, torch.nan)
+        assert call(x, *norm.parameters(weight), **statistics, out=out) is out
+        assert_same_bits(out, y, "given statistics")
+        own = x.clone()
+        assert call(own, *norm.parameters(weight), **statistics, out=own) is own
+        assert_same_bits(own, y, "over x")
+        with pytest.raises(ArgumentError, match=r"out\[1\] shares memory with rstd"):
+            call(x, *norm.parameters(weight), **statistics, **{norm.wanted: True}, out=(out, statistics["rstd"]))
 
 
 @norms

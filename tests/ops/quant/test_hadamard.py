@@ -132,6 +132,37 @@ def test_transposed_codes(place: str) -> None:
         same(got, staged(z, 64), E4M3, False, f"{rows}x{cols}")
 
 
+@at()
+@pytest.mark.parametrize("shape", ((64, 64), (70, 128), (1, 64), (0, 64)), ids=str)
+def test_both_sides_from_one_call(shape: tuple[int, int], place: str) -> None:
+    x = wild(*shape, torch.bfloat16)
+    with running_on(place) as device:
+        x = x.to(device)
+        options = {"dtype": E5M2, "pow2_scale": True} if shape[0] == 70 else {}
+        both = quantize_fp8_hadamard(x, 64, layout="both", **options)
+        along, down = (quantize_fp8_hadamard(x, 64, transposed=side, **options) for side in (False, True))
+        out = tuple(torch.empty_like(t) for t in both)
+        given = quantize_fp8_hadamard(x, 64, layout="both", out=out, **options)
+        for got, again, memory, want in zip(both, given, out, (*along, *down), strict=True):
+            assert again is memory
+            assert_same_bits(got, want)
+            assert_same_bits(memory, want)
+        assert both.q_t is both[2] and both.scale_t.shape == (64 * (shape[1] // 64),)
+
+
+def test_the_recipe_for_a_matrix_of_the_caller() -> None:
+    x, generator = torch.randn(5, 96).bfloat16(), torch.Generator().manual_seed(2)
+    h = torch.linalg.qr(torch.randn(32, 32, generator=generator))[0]
+    q, scale = rtkernels.quantize_fp8((x.float().unflatten(-1, (-1, 32)) @ h).flatten(-2), granularity="row")
+    back = (q.float() * scale[:, None]).unflatten(-1, (-1, 32)) @ h.t()
+    assert (back.flatten(-2) - x.float()).norm() < 0.04 * x.float().norm()
+    signs = torch.randint(2, (96,), generator=generator).float() * 2 - 1
+    q, scale = quantize_fp8_hadamard(x.float() * signs, 32)
+    signed = torch.diag(signs[:32]) @ matrix(32).float()
+    want = x[:, :32].float() @ signed
+    assert ((q.float() * scale[:, None])[:, :32] - want).norm() < 0.04 * want.norm()
+
+
 @at("cpu", *DEVICE_CODE)
 @pytest.mark.parametrize("transposed", (False, True))
 def test_there_and_back(place: str, transposed: bool) -> None:
@@ -170,8 +201,17 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "transposed": (
         lambda: quantize_fp8_hadamard(X[None], 32, transposed=True),
-        r"x has shape \(1, 4, 64\); transposed expects two dimensions",
+        r"x has shape \(1, 4, 64\); transposed codes require two dimensions",
     ),
+    "both": (
+        lambda: quantize_fp8_hadamard(X[None], 32, layout="both"),
+        r"x has shape \(1, 4, 64\); transposed codes require two dimensions",
+    ),
+    "both, transposed": (
+        lambda: quantize_fp8_hadamard(X, 32, transposed=True, layout="both"),
+        "transposed is True; expected False with layout 'both'",
+    ),
+    "layout": (lambda: quantize_fp8_hadamard(X, 32, layout="column"), "layout is 'column'; expected one of 'row', 'b"),
     "transposed block": (lambda: quantize_fp8_hadamard(X, 48, transposed=True), "block is 48; expected one of"),
     "not a tensor": (lambda: hadamard([1.0]), "expected a torch.Tensor or an array with __dlpack__"),
 }

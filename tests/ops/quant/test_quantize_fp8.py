@@ -87,6 +87,26 @@ def test_order_of_threads_does_not_matter(granularity: str, layout: str, order: 
 
 
 @at("cpu", *DEVICE_CODE)
+def test_the_recipe_for_a_floor_on_amax(place: str):
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 2, 6)[:, None]
+    groups = torch.nn.functional.pad(x, (0, 56)).unflatten(-1, (2, 128))
+    for pow2 in (False, True):
+        floor = 2.0**-22 if pow2 else 1e-4 / 448  # the next power of two
+        with running_on(place) as device:
+            there = x.to(device)
+            s = quantize_fp8(there, granularity="group", pow2_scale=pow2)[1].clamp_min(floor)
+            q = quantize_fp8(there * (1 / s).repeat_interleave(128, -1)[..., : x.shape[-1]], 1.0)[0]
+        want = groups.abs().amax(-1).clamp(min=1e-4) / 448
+        if pow2:
+            want = 2.0 ** want.log2().ceil()
+        torch.testing.assert_close(s.cpu(), want, rtol=1e-6, atol=0)
+        restored = q.cpu().float() * s.cpu().repeat_interleave(128, -1)[:, :200]
+        # Half a step of e4m3: relative, or 2^-10 of a scale below its normal numbers.
+        step = torch.maximum(x.abs() * 2**-4, s.cpu().repeat_interleave(128, -1)[:, :200] * 2**-10)
+        assert ((restored - x).abs() <= 1.001 * step).all()
+
+
+@at("cpu", *DEVICE_CODE)
 def test_given_scale(place: str):
     for dtype in DTYPES:
         for fp8 in FP8:

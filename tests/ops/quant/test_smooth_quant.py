@@ -221,6 +221,42 @@ def test_shards_make_the_whole(place: str) -> None:
             assert_same_bits(scale.cpu(), want[1], f"{cuts}")
 
 
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_edge_scales_of_shards(place: str) -> None:
+    weight = wild(4, 40, torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    exact = quantize_fp8(weight, granularity="row")[1]
+    want = quantize_fp8(weight, granularity="row", pow2_scale=True)
+    assert not torch.equal(exact, want[1])
+    with running_on(place) as device:
+        for stores in (True, False):
+            q, scale = torch.zeros(4, 40, device=device).to(E4M3), torch.full((4,), -1.0, device=device)
+            for begin, end in pairwise((0, 50, 55, 90, 160)):
+                shard = weight.view(-1)[begin:end].to(device)
+                edges = exact[[begin // 40, (end - 1) // 40]].to(device)
+                before = scale.clone()
+                rtkernels.quantize_fp8_shard_(
+                    q, scale, shard, begin, edge_scales=edges, pow2_scale=True, store_first_scale=stores
+                )
+                changed = (scale != before).nonzero().flatten().tolist()
+                assert changed == [row for row in range(4) if begin <= row * 40 < end]
+            assert_same_bits(q.cpu(), want[0], "codes")
+            assert_same_bits(scale.cpu(), want[1], "scales")
+        # A shard that begins inside a row, alone: its first scale is stored, or left out.
+        for stores, first in ((True, want[1][1].item()), (False, -1.0)):
+            q, scale = torch.zeros(4, 40, device=device).to(E4M3), torch.full((4,), -1.0, device=device)
+            rtkernels.quantize_fp8_shard_(
+                q, scale, weight.view(-1)[50:90].to(device), 50, edge_scales=exact[1:3].to(device), pow2_scale=True,
+                store_first_scale=stores,
+            )  # fmt: skip
+            assert scale.tolist() == [-1.0, first, want[1][2].item(), -1.0]
+
+
+def test_edge_scales_that_are_no_numbers() -> None:
+    q, scale, edges = torch.zeros(2, 8).to(E4M3), torch.zeros(2), torch.tensor([torch.nan, torch.inf])
+    rtkernels.quantize_fp8_shard_(q, scale, torch.ones(8), 4, edge_scales=edges, pow2_scale=True)
+    assert scale[0].isnan() and scale[1].isinf()
+
+
 # ---- errors, other ways to call it ----------------------------------------------------------------------------------
 
 X, S, C = torch.ones(4, 8), torch.ones(8), torch.tensor([1, 3])
