@@ -214,8 +214,6 @@ REASONS = {
     "scatter_.reduce": "torch's: without an order there is no determinism; rows of sums are `index_add`, `scatter_add`",
     "index_put": "reaches `_index_put_impl_`, which is taken where it adds to rows",
     "index_put_": "reaches `_index_put_impl_`, which is taken where it adds to rows",
-    "isin.Tensor_Scalar": "torch's: one comparison",
-    "isin.Scalar_Tensor": "torch's: one comparison",
     "multinomial": "torch's: it is made of `exponential_`, `argmax` and `topk`, which are taken",
     "_upsample_bicubic2d_aa": "resizes images for input, one kernel in torch: no part of a model's step",
     "max_pool2d_backward": "no backward of aten's; `max_pool2d_with_indices_backward` is",

@@ -187,6 +187,8 @@ FAMILY_CASES: dict[str, Case] = {
     "nll_loss_backward": _nll_backward,
     "nll_loss2d_forward": lambda s, t, d: ((*_nll2d(s, t, d), None, 1, -100), {}),
     "nll_loss2d_backward": _nll2d_backward,
+    "isin.Tensor_Scalar": lambda s, t, d: ((_index(s, 1000, d), 7), {}),
+    "isin.Scalar_Tensor": lambda s, t, d: ((7, _index(s, 1000, d)), {}),
     "isin.Tensor_Tensor": lambda s, t, d: ((_index(s, 1000, d), _index((s[0],), 1000, d)), {}),
     "index.Tensor": lambda s, t, d: ((_numbers(s, t, d), [_index((s[0],), s[0], d)]), {}),
     "_index_put_impl_": lambda s, t, d: (

@@ -170,11 +170,12 @@ def _binary(name: str, made: Functor, forms: str) -> None:
 
 
 _INTS = INTEGERS | {torch.bool}
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _binary(
-        _name, functor(_name.capitalize(), 2, result=torch.bool, rounds_numbers=True),
-        "Tensor Scalar Tensor_out Scalar_out",
-    )  # fmt: skip
+COMPARISONS = {
+    name: functor(name.capitalize(), 2, result=torch.bool, rounds_numbers=True)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+for _name, _made in COMPARISONS.items():
+    _binary(_name, _made, "Tensor Scalar Tensor_out Scalar_out")
 for _name in ("logical_and", "logical_or", "logical_xor"):
     _camel = _name.title().replace("_", "")
     _made = functor(_camel, 2, result=torch.bool)

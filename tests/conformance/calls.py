@@ -263,11 +263,21 @@ def _put(dtype: torch.dtype, device: str) -> Written:
     return [((_data(dtype, device, 5, 9), [index], _data(dtype, device, 4, 9), False, True), {})]
 
 
+def _isin(number_first: bool) -> Callable[[torch.dtype, str], Written]:
+    def make(dtype: torch.dtype, device: str) -> Written:
+        given = [(_data(dtype, device, *shape), 2) for shape in ((7,), (3, 40), ())]
+        return [(pair[::-1] if number_first else pair, {"invert": i}) for pair in given for i in (False, True)]
+
+    return make
+
+
 WRITTEN: dict[str, Callable[[torch.dtype, str], Written]] = {
     "isfinite": lambda t, d: [((_data(t, d, *shape),), {}) for shape in ((7,), (3, 40))],
     "isclose": _floats_only(_close),
     "slice_scatter": lambda t, d: [((_data(t, d, 6, 9), _data(t, d, 3, 9), 0, 1, 4), {})],
     "_index_put_impl_": _put,
+    "isin.Tensor_Scalar": _isin(False),
+    "isin.Scalar_Tensor": _isin(True),
     "gelu_": _floats_only(lambda t, d: [((_data(t, d, 3, 9),), {"approximate": a}) for a in ("none", "tanh")]),
     "native_dropout_backward": _floats_only(
         lambda t, d: [((_data(t, d, 3, 9), _data(torch.bool, d, 3, 9), 1.25), {})]
