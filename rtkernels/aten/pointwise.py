@@ -174,8 +174,8 @@ COMPARISONS = {
     name: functor(name.capitalize(), 2, result=torch.bool, rounds_numbers=True)
     for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-for _name, _made in COMPARISONS.items():
-    _binary(_name, _made, "Tensor Scalar Tensor_out Scalar_out")
+for _name, _compare in COMPARISONS.items():
+    _binary(_name, _compare, "Tensor Scalar Tensor_out Scalar_out")
 for _name in ("logical_and", "logical_or", "logical_xor"):
     _camel = _name.title().replace("_", "")
     _made = functor(_camel, 2, result=torch.bool)
