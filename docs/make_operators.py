@@ -200,7 +200,6 @@ REASONS = {
     "native_batch_norm_backward": "cuDNN",
     "rms_norm": "composite: `_fused_rms_norm`, which it reaches on CUDA devices, is taken",
     "log_sigmoid": "composite: `log_sigmoid_forward` is taken",
-    "polar": "complex result",
     "quantile": "composite: `sort` is what costs",
     "gather_backward": "composite: `scatter_add` is taken",
     "embedding_backward": "composite: `embedding_dense_backward` is taken",

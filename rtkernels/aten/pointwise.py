@@ -338,3 +338,17 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
 
 
 _add_row("isclose", _isclose, "isclose", composite="no gradient")
+
+_POLAR = functor("Polar", 2, dtypes=frozenset((torch.float32,)), result=torch.int64)
+
+
+def _polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
+    """Write both parts of a complex64 as one element of 8 bytes."""
+    if abs.dtype != torch.float32 or angle.dtype != torch.float32 or (out is not None and out.dtype != torch.complex64):
+        return _OPTION
+    result = run(_POLAR, (abs, angle), out=None if out is None else out.view(torch.int64))
+    return result if type(result) is NotHandled else result.view(torch.complex64) if out is None else out
+
+
+for _name in ("polar", "polar.out"):  # not replayed: the result is a view
+    _ROWS.append(Overload(_name, "ew", _polar, opinfo=("polar",)))
