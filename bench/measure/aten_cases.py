@@ -158,6 +158,15 @@ FAMILY_CASES: dict[str, Case] = {
     "scatter_add": lambda s, t, d: (
         (_numbers(s, t, d), 0, _index((s[0], 1), s[0], d).expand(s), _numbers(s, t, d)), {},
     ),
+    **dict.fromkeys(("scatter.src", "scatter_.src"), lambda s, t, d: (
+        (_numbers(s, t, d), 1, _index((s[0], s[1] // 2), s[1], d), _numbers(s, t, d)), {},
+    )),
+    **dict.fromkeys(("scatter.value", "scatter_.value"), lambda s, t, d: (
+        (_numbers(s, t, d), 1, _index((s[0], s[1] // 2), s[1], d), 2.0), {},
+    )),
+    **dict.fromkeys(("index_put", "index_put_"), lambda s, t, d: (
+        (_numbers(s, t, d), [_index((s[0],), s[0], d)], _numbers(s, t, d)), {},
+    )),
     **dict.fromkeys(("uniform_", "normal_", "exponential_", "bernoulli_.float", "rand_like", "randn_like"), _one()),
     **dict.fromkeys(("rand", "randn"), lambda s, t, d: ((s,), {"dtype": t, "device": d})),
     "randperm": lambda s, t, d: ((s[0] * s[-1],), {"device": d}),
@@ -187,6 +196,8 @@ FAMILY_CASES: dict[str, Case] = {
     "nll_loss_backward": _nll_backward,
     "nll_loss2d_forward": lambda s, t, d: ((*_nll2d(s, t, d), None, 1, -100), {}),
     "nll_loss2d_backward": _nll2d_backward,
+    "isin.Tensor_Scalar": lambda s, t, d: ((_index(s, 1000, d), 7), {}),
+    "isin.Scalar_Tensor": lambda s, t, d: ((7, _index(s, 1000, d)), {}),
     "isin.Tensor_Tensor": lambda s, t, d: ((_index(s, 1000, d), _index((s[0],), 1000, d)), {}),
     "index.Tensor": lambda s, t, d: ((_numbers(s, t, d), [_index((s[0],), s[0], d)]), {}),
     "_index_put_impl_": lambda s, t, d: (

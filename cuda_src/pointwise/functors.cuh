@@ -287,6 +287,16 @@ struct ShiftRight {
     }
 };
 
+// A complex number of its magnitude and angle: both floats in 64 bits, the real part in the lower ones.
+struct Polar {
+    static constexpr int kInputs = 2, kOwnType = 0;
+    template <typename T>
+    RTK_DEVICE static i64 apply(float a, float b, const Scalars<T>&) {
+        const u32 real = __float_as_uint(a * cosf(b)), imaginary = __float_as_uint(a * sinf(b));
+        return static_cast<i64>(static_cast<u64>(imaginary) << 32 | real);
+    }
+};
+
 // s0 rtol, s1 atol, s2 equal_nan; both tolerances zero: equality. Each step is rounded as torch's chain of ops rounds it.
 struct IsClose {
     static constexpr int kInputs = 2, kOwnType = 0;

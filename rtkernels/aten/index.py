@@ -1,8 +1,8 @@
 """Indexing of aten: gather, index_select, embedding and its gradient, sums into rows (family ``idx``).
 
-Sums are deterministic: rows that share an index are added in fp32 in a fixed order, without atomics. Other scatters
-are torch's. An index outside of its dimension stops the kernel, as it stops torch's, but where many rows are summed, by
-a sort: there it is left out.
+Sums are deterministic: rows that share an index are added in fp32 in a fixed order, without atomics. Writing
+without a sum is in ``scatter.py``. An index outside of its dimension stops the kernel, as it stops torch's, but where
+many rows are summed, by a sort: there it is left out.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _index(x: Tensor, indices: Any) -> Any:
 
 
 def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
-    """Sums into rows, as the gradient of ``x[index]`` asks for; torch sorts for it. All else is torch's."""
+    """Sums into rows, as the gradient of ``x[index]`` asks for; torch sorts for it. Assignment is in ``scatter.py``."""
     if not accumulate:
         return _OPTION
     found = _only_index(x, indices)

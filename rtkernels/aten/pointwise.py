@@ -170,11 +170,12 @@ def _binary(name: str, made: Functor, forms: str) -> None:
 
 
 _INTS = INTEGERS | {torch.bool}
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _binary(
-        _name, functor(_name.capitalize(), 2, result=torch.bool, rounds_numbers=True),
-        "Tensor Scalar Tensor_out Scalar_out",
-    )  # fmt: skip
+COMPARISONS = {
+    name: functor(name.capitalize(), 2, result=torch.bool, rounds_numbers=True)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+for _name, _compare in COMPARISONS.items():
+    _binary(_name, _compare, "Tensor Scalar Tensor_out Scalar_out")
 for _name in ("logical_and", "logical_or", "logical_xor"):
     _camel = _name.title().replace("_", "")
     _made = functor(_camel, 2, result=torch.bool)
@@ -337,3 +338,17 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
 
 
 _add_row("isclose", _isclose, "isclose", composite="no gradient")
+
+_POLAR = functor("Polar", 2, dtypes=frozenset((torch.float32,)), result=torch.int64)
+
+
+def _polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
+    """Write both parts of a complex64 as one element of 8 bytes."""
+    if abs.dtype != torch.float32 or angle.dtype != torch.float32 or (out is not None and out.dtype != torch.complex64):
+        return _OPTION
+    result = run(_POLAR, (abs, angle), out=None if out is None else out.view(torch.int64))
+    return result if type(result) is NotHandled else result.view(torch.complex64) if out is None else out
+
+
+for _name in ("polar", "polar.out"):  # not replayed: the result is a view
+    _ROWS.append(Overload(_name, "ew", _polar, opinfo=("polar",)))

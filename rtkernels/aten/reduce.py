@@ -139,7 +139,9 @@ def _arg(lift: str) -> Callable[..., Any]:
     return handler
 
 
-def _truth(finish: str) -> Callable[..., Any]:
+def truth(finish: str) -> Callable[..., Any]:
+    """Return the handler of "any" or "all"."""
+
     def handler(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
         if isinstance(dim, (list, tuple)) and not dim:
             return _INVALID  # torch's overloads differ
@@ -256,7 +258,7 @@ def rows() -> Iterator[Overload]:
     yield row("argmax", _arg("value"), "argmax")
     yield row("argmin", _arg("flip"), "argmin")
     for name in ("any", "all"):
-        handler = _truth(name)
+        handler = truth(name)
         yield row(name, lambda x, handler=handler: handler(x), name)
         yield row(f"{name}.dim", handler, name)
         yield row(f"{name}.dims", handler, name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.elementwise import rounded, run
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import distinct
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
@@ -19,6 +20,7 @@ _INVALID, _DTYPE, _EMPTY, _RANK = (
     NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
 )
 _LONG, _MANY, _STRIDES = NotHandled("rows too long"), NotHandled("k above 256"), NotHandled("strides")
+_INEXACT = NotHandled("a number that the dtype cannot represent")
 _CAPTURE = NotHandled("host read while a graph is captured")
 
 
@@ -27,6 +29,20 @@ def _router_topk() -> Any:  # imported by the first call: `enable` is to be quic
     from rtkernels.ops.router.topk import FORWARD
 
     return FORWARD
+
+
+@cache
+def _comparisons() -> Any:
+    from rtkernels.aten.pointwise import COMPARISONS
+
+    return COMPARISONS
+
+
+@cache
+def _truth(finish: str) -> Any:
+    from rtkernels.aten.reduce import truth
+
+    return truth(finish)
 
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
@@ -120,6 +136,30 @@ def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = Fals
     return _LONG if test_elements.numel() > LONGEST else is_among(elements, test_elements, invert)
 
 
+def _isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    if type(test_element) not in (int, float) or elements.dtype == torch.bool:
+        return _DTYPE
+    out = None if elements.is_contiguous() else torch.empty(elements.shape, dtype=torch.bool, device=elements.device)
+    return run(_comparisons()["ne" if invert else "eq"], (elements, test_element), out=out)
+
+
+def _number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    """Compare, then reduce: any element is equal, or, inverted, all are different."""
+    if type(element) not in (int, float) or test_elements.dtype not in TOKEN or test_elements.dtype == torch.bool:
+        return _DTYPE
+    if test_elements.numel() == 0:
+        return _EMPTY
+    if not test_elements.is_contiguous():
+        return _STRIDES
+    if test_elements.dtype in FLOATS:
+        if rounded(element, test_elements.dtype) != element:
+            return _INEXACT  # torch compares as double or as float, depending on the number of elements
+    elif type(element) is float:
+        return _DTYPE
+    found = run(_comparisons()["ne" if invert else "eq"], (test_elements, element))
+    return found if isinstance(found, NotHandled) else _truth("all" if invert else "any")(found)
+
+
 def _randperm(
     n: int, *, dtype: Any = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> Any:
@@ -140,3 +180,5 @@ def rows() -> Iterator[Overload]:
     yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)
     yield Overload("isin.Tensor_Tensor", "sort", _isin, opinfo=("isin",), replays=True)
+    yield Overload("isin.Tensor_Scalar", "sort", _isin_number, opinfo=("isin",), replays=True)
+    yield Overload("isin.Scalar_Tensor", "sort", _number_isin, opinfo=("isin",), replays=True)

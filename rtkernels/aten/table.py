@@ -31,6 +31,7 @@ MODULES = {
     "loss": ("row",),
     "scan": ("scan",),
     "index": ("idx",),
+    "scatter": ("idx",),
     "sort": ("sort",),
     "rng": ("rng",),
     "window": ("win",),

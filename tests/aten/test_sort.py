@@ -165,3 +165,32 @@ def test_isin(place: str, dtype: torch.dtype) -> None:
         for invert in (False, True):
             compare(place, "sort", lambda x, v, invert=invert: torch.isin(x, v, invert=invert), x, values)
     compare(place, "sort", torch.isin, x[:, ::2], x[0, 3:9])
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, pytest.param(torch.bfloat16, marks=SLOW)])
+def test_isin_of_a_number(place: str, dtype: torch.dtype) -> None:
+    x = torch.randint(0, 40, (7, 33)).to(dtype)
+    x[3, 3] = 7
+    if dtype.is_floating_point:
+        x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -0.0
+    for number in (7, 0, 77, *((0.5, torch.inf) if dtype.is_floating_point else ())):
+        for invert in (False, True):
+            for y in (x, x.t(), x[::2, 1::3], x[3, 3]):
+                compare(place, "sort", lambda y, n=number, i=invert: torch.isin(y, n, invert=i), y)
+            for y in (x, x[3, 3], x[:1, :1]):
+                compare(place, "sort", lambda y, n=number, i=invert: torch.isin(n, y, invert=i), y)
+
+
+@emulated
+@at(*PLACES)
+def test_isin_of_a_number_that_torch_keeps(place: str) -> None:
+    """A number that no element can equal exactly, NaN, a number of another kind, nothing to compare with."""
+    x = torch.tensor([0.1, 2.0, torch.nan] * 20)
+    for number in (0.1, torch.nan):
+        compare(place, "sort", lambda x, n=number: torch.isin(n, x), x, ours=False)
+        compare(place, "sort", lambda x, n=number: torch.isin(x, n), x)
+    compare(place, "sort", lambda x: torch.isin(2.5, x), torch.arange(60), ours=False)
+    compare(place, "sort", lambda x: torch.isin(x, 259), torch.arange(60, dtype=torch.uint8), ours=False)
+    compare(place, "sort", lambda x: torch.isin(3, x, invert=True), torch.zeros(0), ours=False)

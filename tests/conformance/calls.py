@@ -263,11 +263,40 @@ def _put(dtype: torch.dtype, device: str) -> Written:
     return [((_data(dtype, device, 5, 9), [index], _data(dtype, device, 4, 9), False, True), {})]
 
 
+def _scatter(number: bool) -> Callable[[torch.dtype, str], Written]:
+    def make(dtype: torch.dtype, device: str) -> Written:
+        index = torch.tensor([[3, 0, 1], [4, 2, 0]], device=device)
+        results: Written = []
+        for x, dim in ((_data(dtype, device, 5, 3), 0), (_data(dtype, device, 6, 2).t(), 1)):
+            src = 2 if number else _data(dtype, device, *index.shape)
+            results.append(((x, dim, index, src), {}))
+        return results
+
+    return make
+
+
+def _assign(dtype: torch.dtype, device: str) -> Written:
+    return [((x, indices, values, False), {}) for (x, indices, values, *_), _ in _put(dtype, device)]
+
+
+def _isin(number_first: bool) -> Callable[[torch.dtype, str], Written]:
+    def make(dtype: torch.dtype, device: str) -> Written:
+        given = [(_data(dtype, device, *shape), 2) for shape in ((7,), (3, 40), ())]
+        return [(pair[::-1] if number_first else pair, {"invert": i}) for pair in given for i in (False, True)]
+
+    return make
+
+
 WRITTEN: dict[str, Callable[[torch.dtype, str], Written]] = {
     "isfinite": lambda t, d: [((_data(t, d, *shape),), {}) for shape in ((7,), (3, 40))],
     "isclose": _floats_only(_close),
     "slice_scatter": lambda t, d: [((_data(t, d, 6, 9), _data(t, d, 3, 9), 0, 1, 4), {})],
     "_index_put_impl_": _put,
+    **dict.fromkeys(("scatter.src", "scatter_.src"), _scatter(False)),
+    **dict.fromkeys(("scatter.value", "scatter_.value"), _scatter(True)),
+    **dict.fromkeys(("index_put", "index_put_"), _assign),
+    "isin.Tensor_Scalar": _isin(False),
+    "isin.Scalar_Tensor": _isin(True),
     "gelu_": _floats_only(lambda t, d: [((_data(t, d, 3, 9),), {"approximate": a}) for a in ("none", "tanh")]),
     "native_dropout_backward": _floats_only(
         lambda t, d: [((_data(t, d, 3, 9), _data(torch.bool, d, 3, 9), 1.25), {})]

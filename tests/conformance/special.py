@@ -221,6 +221,8 @@ def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) 
         return ""
     if name in differs.RANDOM or (name in differs.TIES and b.dtype == torch.int64 and a.shape == b.shape):
         return ""
+    if b.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not b.is_floating_point():
         wrong = a != b
     else:

@@ -11,7 +11,7 @@ from support.places import emulated
 
 import rtkernels
 from rtkernels.ops.act import glu
-from rtkernels.ops.index import adding, embedding, gathering, row_moves_operators
+from rtkernels.ops.index import adding, embedding, gathering, row_moves_operators, scattering
 from rtkernels.ops.layout import transpose
 from rtkernels.ops.loss import cross_entropy_operators, cross_entropy_plan, divergence_operators, divergence_plan
 from rtkernels.ops.norm import layer_norm, norm_fp8_operators, rms_norm
@@ -46,6 +46,11 @@ def _far_planes() -> torch.Tensor:
 
 def _far_lines() -> torch.Tensor:
     return far_rows(COLS)[None, None]
+
+
+def _scattered(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    scattering.scatter(x, source, [torch.tensor([1, 0])[:, None].expand(x.shape)], 0)
+    return x
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -92,6 +97,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "select_units": lambda: gathering.gather(far_rows(COLS - 2), torch.tensor([1]), 0, select=True),
     "gather_staged": lambda: gathering.gather(far_rows(COLS), torch.zeros(2, 32).long(), 1),
     "gather_elements": lambda: gathering.gather(far_rows(COLS), torch.ones(1, COLS).long(), 0),
+    "scatter_from": lambda: _scattered(_near(), far_rows(COLS)),
+    "scatter_to": lambda: _scattered(far_rows(COLS), _near()),
     "running_rows": lambda: running.running(far_rows(COLS), "sum", 1),
     "running_columns": lambda: running.running(far_rows(COLS), "maximum", 0),
     "avg_pool": lambda: pooling.avg_pool(_far_planes(), (4, 8), (2, 2, 2, 2, 0, 0), True, 0),
