@@ -203,7 +203,7 @@ def _index(x: Tensor, indices: Any) -> Any:
     return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
 
 
-def _index_put_impl_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
+def add_by_index(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
     """Sums into rows, as the gradient of ``x[index]`` asks for; torch sorts for it. Assignment is in ``scatter.py``."""
     if not accumulate:
         return _OPTION
@@ -234,4 +234,4 @@ def rows() -> Iterator[Overload]:
     yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",), replays="cuda")
     yield Overload("scatter_add_", "idx", _scatter_add_, opinfo=("scatter_add",), replays="cuda")
     yield Overload("index.Tensor", "idx", _index, opinfo=("__getitem__",), replays="cuda")
-    yield Overload("_index_put_impl_", "idx", _index_put_impl_, opinfo=("index_put", "__getitem__"), replays="cuda")
+    yield Overload("_index_put_impl_", "idx", add_by_index, opinfo=("index_put", "__getitem__"), replays="cuda")

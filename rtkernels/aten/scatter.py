@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.elementwise import copy_into, fits, rounded
+from rtkernels.aten.index import add_by_index
 from rtkernels.aten.strides import overlaps_itself
 from rtkernels.aten.table import OUT_OF_RANGE, OVERLAP, SEVERAL, NotHandled, Overload
 from rtkernels.ops.index.scattering import MAX_INDICES, scatter, scatterable
@@ -148,6 +149,8 @@ def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False
 
 
 def _index_put_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    if accumulate:
+        return add_by_index(x, indices, values, True)
     return _index_put(x, indices, values, accumulate, in_place=True)
 
 

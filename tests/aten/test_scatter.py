@@ -118,7 +118,6 @@ def test_what_torch_keeps(place: str) -> None:
     x, index = torch.randn(5, 6, device=device), _places(5, 4, (5, 6), 0).to(device)
     src, rows = torch.randn(4, 6, device=device), torch.tensor([3, 0, 1, 4], device=device)
     cases = {
-        "accumulate": lambda x: x.index_put((rows,), src, accumulate=True),
         "mask": lambda x: x.index_put((x > 0,), x[0, 0]),
         "three": lambda x: x.view(5, 3, 2).index_put((rows, rows % 3, rows % 2), src[:, 0]),
         "apart": lambda x: torch.ops.aten.index_put(x.view(5, 3, 2), [rows, None, rows % 2], src[:, :3]),
