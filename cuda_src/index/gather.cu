@@ -8,14 +8,11 @@
 // offsets.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "index/coordinates.cuh"
 
 namespace rtk {
 
 inline constexpr int kGatherUnits = 4;
-
-RTK_DEVICE i64 index_at(const void* index, i64 place, i64 is_int64) {
-    return is_int64 ? static_cast<const i64*>(index)[place] : static_cast<const i32*>(index)[place];
-}
 
 template <int BYTES>
 __global__ void __launch_bounds__(256)
@@ -29,27 +26,15 @@ __global__ void __launch_bounds__(256)
     for (int k = 0; k < kGatherUnits; ++k) {
         const i64 at = first + k * 256;
         if (at >= units) break;
-        i64 c0, c1, c2, c3;
-        if (divider3 != 0) {  // fewer than 2^31
-            const u32 rest2 = divided(static_cast<u32>(at), divider3), rest1 = divided(rest2, divider2);
-            const u32 rest0 = divided(rest1, divider1);
-            c3 = static_cast<u32>(at) - rest2 * static_cast<u32>(size3), c2 = rest2 - rest1 * static_cast<u32>(size2);
-            c1 = rest1 - rest0 * static_cast<u32>(size1), c0 = rest0;
-        } else {
-            const i64 rest2 = at / size3, rest1 = rest2 / size2, rest0 = rest1 / size1;
-            c3 = at - rest2 * size3, c2 = rest2 - rest1 * size2, c1 = rest1 - rest0 * size1, c0 = rest0;
-        }
-        const i64 place = c0 * index0 + c1 * index1 + c2 * index2 + c3 * index3;
-        chosen[k] = index_at(index, place, index_int64);
-        from[k] = c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3;
+        const Coordinates c = coordinates_at(at, size1, size2, size3, divider1, divider2, divider3);
+        chosen[k] = index_at(index, c.dot(index0, index1, index2, index3), index_int64);
+        from[k] = c.dot(x0, x1, x2, x3);
     }
     Raw<BYTES> raw[kGatherUnits];
 #pragma unroll
     for (int k = 0; k < kGatherUnits; ++k) {
         if (first + k * 256 >= units) break;
-        i64 i = chosen[k];
-        if (from_end && i < 0) i += n;
-        if (static_cast<u64>(i) >= static_cast<u64>(n)) __trap();
+        const i64 i = checked_index(chosen[k], from_end, n);
         raw[k] = ptx::ld_keep<BYTES>(x + from[k] + i * x_dim);
     }
 #pragma unroll
@@ -68,9 +53,7 @@ __global__ void __launch_bounds__(256)
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
     if (row >= outer_rows || group.index >= group.count) return;
     const i64 outer = outer_rows == count ? 0 : static_cast<i64>(divided(static_cast<u32>(row), count_divisor));
-    i64 i = index_at(index, (row - outer * count) * index_stride, index_int64);
-    if (from_end && i < 0) i += n;
-    if (static_cast<u64>(i) >= static_cast<u64>(n)) __trap();
+    const i64 i = checked_index(index_at(index, (row - outer * count) * index_stride, index_int64), from_end, n);
     const i64 first = static_cast<i64>(blockIdx.y) * group.threads * kGatherUnits + group.thread;
     x += outer * x_outer + i * x_dim + first * BYTES;
     out += (row * units + first) * BYTES;

@@ -9,18 +9,11 @@
 // 1024; 64-bit offsets.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "index/coordinates.cuh"
 
 namespace rtk {
 
 inline constexpr int kScatterUnits = 4;
-
-// Returns the distance in bytes along the indexed dimension.
-RTK_DEVICE i64 scatter_distance(const void* index, i64 place, i64 is_int64, i64 from_end, i64 n, i64 stride) {
-    i64 i = is_int64 ? static_cast<const i64*>(index)[place] : static_cast<const i32*>(index)[place];
-    if (from_end && i < 0) i += n;
-    if (static_cast<u64>(i) >= static_cast<u64>(n)) __trap();
-    return i * stride;
-}
 
 template <int BYTES, int INDICES>
 __global__ void __launch_bounds__(256)
@@ -36,24 +29,15 @@ __global__ void __launch_bounds__(256)
     for (int k = 0; k < kScatterUnits; ++k) {
         const i64 at = begin + k * 256;
         if (at >= units) break;
-        i64 c0, c1, c2, c3;
-        if (divider3 != 0) {  // fewer than 2^31
-            const u32 rest2 = divided(static_cast<u32>(at), divider3), rest1 = divided(rest2, divider2);
-            const u32 rest0 = divided(rest1, divider1);
-            c3 = static_cast<u32>(at) - rest2 * static_cast<u32>(size3), c2 = rest2 - rest1 * static_cast<u32>(size2);
-            c1 = rest1 - rest0 * static_cast<u32>(size1), c0 = rest0;
-        } else {
-            const i64 rest2 = at / size3, rest1 = rest2 / size2, rest0 = rest1 / size1;
-            c3 = at - rest2 * size3, c2 = rest2 - rest1 * size2, c1 = rest1 - rest0 * size1, c0 = rest0;
+        const Coordinates c = coordinates_at(at, size1, size2, size3, divider1, divider2, divider3);
+        const i64 first = index_at(first_index, c.dot(first0, first1, first2, first3), first_int64);
+        to[k] = c.dot(out0, out1, out2, out3) + checked_index(first, from_end, first_n) * first_stride;
+        if constexpr (INDICES == 2) {
+            const i64 second = index_at(second_index, c.dot(second0, second1, second2, second3), second_int64);
+            to[k] += checked_index(second, from_end, second_n) * second_stride;
         }
-        to[k] = c0 * out0 + c1 * out1 + c2 * out2 + c3 * out3;
-        to[k] += scatter_distance(first_index, c0 * first0 + c1 * first1 + c2 * first2 + c3 * first3, first_int64,
-                                  from_end, first_n, first_stride);
-        if constexpr (INDICES == 2)
-            to[k] += scatter_distance(second_index, c0 * second0 + c1 * second1 + c2 * second2 + c3 * second3,
-                                      second_int64, from_end, second_n, second_stride);
         if (source != nullptr) {
-            raw[k] = ptx::ld_keep<BYTES>(source + c0 * source0 + c1 * source1 + c2 * source2 + c3 * source3);
+            raw[k] = ptx::ld_keep<BYTES>(source + c.dot(source0, source1, source2, source3));
         } else {
             raw[k].w[0] = static_cast<u32>(value);
             if constexpr (BYTES == 8) raw[k].w[1] = static_cast<u32>(static_cast<u64>(value) >> 32);

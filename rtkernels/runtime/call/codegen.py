@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def unguarded_replay_of(
         return None
 
 
-class _Writer:
+class _Writer(ABC):
     def __init__(self, name: str, parameters: Sequence[str], trace: Trace) -> None:
         self.name, self.parameters, self.trace = name, parameters, trace
         self.device = -1 if trace.device.index is None else trace.device.index
@@ -117,9 +118,9 @@ class _Writer:
 
     # ---- the guard ----
 
+    @abstractmethod
     def comparison(self) -> list[str]:
         """Return the lines that return MISS for other calls, and read the addresses of tensors (``depends.py``)."""
-        raise NotImplementedError
 
     def shares(self, a: View, b: View) -> str:
         """Return the expression of whether two views of arguments share memory."""

@@ -10,6 +10,7 @@ only, unless the host reads values (such calls are refused) or asks whether tens
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ class Encoded:
         return encoded
 
 
-class Trace:
+class Trace(ABC):
     """What a call did, in terms of its arguments.
 
     Args:
@@ -231,9 +232,9 @@ class Trace:
         finally:
             self.inside = before
 
+    @abstractmethod
     def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
         """Launch an operator that the dispatcher did not call, and record it."""
-        raise NotImplementedError
 
     def _number(self, value: Any) -> Any:
         """Return what is recorded of a number that a plan takes."""
