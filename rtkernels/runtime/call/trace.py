@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -311,7 +312,7 @@ class DispatchTrace(Trace, TorchDispatchMode):
             with self:  # and so are the operators that it calls
                 result = plan.instead(*used)
         else:
-            result = self._as_a_whole(self._launch, operator, used)
+            result = self._as_a_whole(self._launch, operator, used, plan)
             try:
                 if type(plan) is StepPlan:
                     self._record_plan(operator, plan, used, result)
@@ -328,16 +329,20 @@ class DispatchTrace(Trace, TorchDispatchMode):
         return result
 
     @staticmethod
-    def _launch(operator: Declared, args: tuple[Any, ...]) -> Any:
-        if isinstance(operator, TorchOp):
+    def _launch(operator: Declared, args: tuple[Any, ...], plan: StepPlan | Steps | None) -> Any:
+        launch = partial(operator.launch, *args)
+        if type(plan) is StepPlan and plan.converted:
+            # The operator would look up a plan for the converted arguments, with results of other shapes and dtypes.
+            launch = partial(operator._run_planned, plan, args, args)
+        elif isinstance(operator, TorchOp):
             return operator.overload(*args)
         features = emulator.active() if args[operator._places[0]].get_device() < 0 else None
         if features is None:
-            return operator.launch(*args)
+            return launch()
         with emulator.lock:
             emulate_features(features)
             with emulator.recording():
-                return operator.launch(*args)
+                return launch()
 
     def _record_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tag in func.tags for tag in _UNKNOWN_RESULTS):

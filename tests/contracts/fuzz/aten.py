@@ -161,6 +161,8 @@ class AtenFuzzer:
         native = self._run(call, natives, False)
         if isinstance(native, Exception) and not call.written:
             return False
+        if any(arena.damage() for arena in arenas):
+            return False  # torch itself changes an input that its schema does not name: embedding with max_norm
         for repeat in range(1 if call.written else 2):  # the second call is a replay
             got = self._run(call, tensors, True)
             if isinstance(got, Exception):

@@ -23,6 +23,8 @@ TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10,
     torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2,
 }  # fmt: skip
+# Results in float32 of what was rounded to 16 bits in between: a last bit of a norm there is a rounding of its row.
+ROUNDED_BETWEEN = {"rms_norm_router": 2.0**-9}
 # What says in words that a call cannot be done: an argument will not do, or the kernel that was asked for.
 _REFUSED = (ArgumentError, NoBackendError)
 # Functions that read a tensor as a whole before they write over it: a shift of memory changes nothing.
@@ -109,7 +111,8 @@ class Fuzzer:
                 break
             if isinstance(wanted, _REFUSED):
                 raise Wrong(f"contiguous tensors are refused ({wanted}), these are not")
-            compare(got, wanted, f"call {i + 1}" if i else "", _largest(clones))
+            least = ROUNDED_BETWEEN.get(call.name.partition("#")[0].partition("(")[0], 0.0)
+            compare(got, wanted, f"call {i + 1}" if i else "", _largest(clones), least)
         if isinstance(got, _REFUSED):
             for i in call.written:
                 if not same_bits(tensors[i], given[i]):
@@ -337,8 +340,8 @@ def _largest(tensors: list[Tensor]) -> float:
     return float(max(floats, default=0.0))
 
 
-def compare(got: list[Any], wanted: list[Any], what: str, inputs: float = 0.0) -> None:
-    """Raise if results differ by more than another kernel may make of it."""
+def compare(got: list[Any], wanted: list[Any], what: str, inputs: float = 0.0, least: float = 0.0) -> None:
+    """Raise if results differ by more than another kernel may make of it, and by more than `least`."""
     if len(got) != len(wanted):
         raise Wrong(f"{len(got)} results; expected {len(wanted)}")
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
@@ -360,7 +363,7 @@ def compare(got: list[Any], wanted: list[Any], what: str, inputs: float = 0.0) -
             raise Wrong(f"result {i}: infinities in other places {what}")
         largest = max(float(y[finite].abs().max()) if finite.any() else 0.0, 0.1 * inputs)
         error = float((x - y)[finite].abs().max()) if finite.any() else 0.0
-        if error > TOLERANCE[b.dtype] * largest:
+        if error > max(TOLERANCE[b.dtype], least) * largest:
             raise Wrong(f"result {i}: off by {error:.3g} where the largest is {largest:.3g} {what}")
 
 

@@ -144,12 +144,16 @@ def resized(t: Tensor, old: int, new: int) -> Tensor:
     """Return a tensor whose dimensions of size `old` have another size, its values repeated."""
     for d, size in enumerate(t.shape):
         if size == old:
-            t = t.index_select(d, torch.arange(new) % old) if t.dtype not in _NO_SELECT else _select(t, d, new)
+            t = t.index_select(d, _places(t, old, new)) if t.dtype not in _NO_SELECT else _select(t, d, old, new)
     return t
 
 
 _NO_SELECT = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _select(t: Tensor, d: int, new: int) -> Tensor:
-    return t.view(torch.uint8).index_select(d, torch.arange(new) % t.shape[d]).view(t.dtype)
+def _places(t: Tensor, old: int, new: int) -> Tensor:
+    return torch.arange(new, device=t.device) % old  # some OpInfos put samples on a GPU whatever device is asked for
+
+
+def _select(t: Tensor, d: int, old: int, new: int) -> Tensor:
+    return t.view(torch.uint8).index_select(d, _places(t, old, new)).view(t.dtype)
