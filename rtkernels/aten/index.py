@@ -128,8 +128,8 @@ def _add_rows(
         return _INVALID
     if not x.is_contiguous():
         return _STRIDES
-    if in_place and may_overlap(x, source):
-        return OVERLAP
+    if in_place and (may_overlap(x, source) or may_overlap(x, index)):
+        return OVERLAP  # torch refuses it
     if addable(shape, index, source, dim, in_place=in_place):
         return add_rows(x, index, source, dim, from_end=from_end, alpha=float(alpha), in_place=in_place)
     if alpha != 1 or math.prod(shape[:dim]) != 1:

@@ -275,6 +275,7 @@ def _replayed(name: str, rounds: list[Call], want: list[Outcome], device: str) -
 
 def _captured(name: str, call: Call, values: Call) -> tuple[Any, list[Any]]:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which the arguments are still being written on
     with torch.cuda.stream(stream):
         overload_of(name)(*call.args, **call.kwargs)  # loads kernels
         _set(call, values)

@@ -120,6 +120,7 @@ def test_autograd_in_a_graph() -> None:
     x, weight, dy = _inputs(128, 512)
     leaves = [t.requires_grad_() for t in (x, weight)]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             torch.autograd.grad(rtkernels.rms_norm(*leaves), leaves, dy)

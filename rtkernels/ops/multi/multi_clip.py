@@ -41,6 +41,7 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
 def _check_memory(tensors: list[torch.Tensor]) -> None:
     refuse_shared_lists([("tensors", tensors, True)])
     for i, t in enumerate(tensors):
-        refuse_lazy(f"tensors[{i}]", t)  # torch would, in words of its dispatcher
-        if t.numel() and overlaps_itself(t.shape, t.stride()):
+        if t.is_neg() or t.is_conj():  # torch would refuse it, in words of its dispatcher
+            refuse_lazy(f"tensors[{i}]", t)
+        if not t.is_contiguous() and t.numel() and overlaps_itself(t.shape, t.stride()):
             raise ArgumentError(f"tensors[{i}] has strides {t.stride()}; expected memory of its own for every element")

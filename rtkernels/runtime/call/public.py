@@ -56,13 +56,14 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     elif annotation != "Tensor":
         is_array += f" and not isinstance({first}, {'(tuple, list)' if 'Sequence' in annotation else 'tuple'})"
     # While autograd records a call, there is nothing to replay: it is not compared with other recent calls.
-    required = [n for n, p in parameters.items() if p.annotation == "Tensor" and p.default is p.empty][:2]
-    wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required)
+    required = [n for n, p in parameters.items() if p.default is p.empty and str(p.annotation).startswith("Tensor")]
+    wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required[:2])
     replay = f"""\
         if not _is_dynamo_compiling() and _forward_ad._current_level < 0 and not _dispatch_modes():
-            _result = _last({names})
-            if _result is not _MISS:
-                return _result
+            if _last is not _miss:
+                _result = _last({names})
+                if _result is not _MISS:
+                    return _result
             if not ({wants_grad or "False"}) or not _is_grad_enabled():
                 return _find({names})
 """
@@ -72,7 +73,7 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
     call.append(f"return _function({', '.join(passed)})")
     body = "\n".join(call)
-    first_lines = replay + f"        return _call({names})" if recent else indent(body, " " * 8)
+    first_lines = (replay if recent else "") + indent(body, " " * 8)
     source = f"""
 def {function.__name__}({", ".join(listed)}):
     try:
@@ -86,7 +87,8 @@ def _call({names}):
 """
     scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
         "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,
-        "_over": over.split(), "_explain": explainer(function), "_is_dynamo_compiling": is_dynamo_compiling,
+        "_miss": miss, "_over": over.split(), "_explain": explainer(function),
+        "_is_dynamo_compiling": is_dynamo_compiling,
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,
         "_with_out": with_out, "_with_arrays": interop.with_arrays,
     }  # fmt: skip

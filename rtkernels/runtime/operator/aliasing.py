@@ -69,16 +69,16 @@ def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> 
     Args:
         lists: For each list its name, its tensors, and whether they are written.
     """
-    if not all(has_address(t) for _, tensors, _ in lists for t in tensors):
-        return
-    where = [(number, i) for number, (_, tensors, _) in enumerate(lists) for i in range(len(tensors))]
     flat = [t for _, tensors, _ in lists for t in tensors]
+    if not flat or not has_address(flat[0]):
+        return
     starts = numpy.array([t.data_ptr() for t in flat], numpy.int64)
-    ends = starts + numpy.array([extent(t)[1] - extent(t)[0] if t.numel() else 0 for t in flat], numpy.int64)
+    ends = starts + numpy.array([t.nbytes if t.is_contiguous() else _reach(t) for t in flat], numpy.int64)
     order = numpy.argsort(starts, kind="stable")
     reached = numpy.maximum.accumulate(ends[order])[:-1]
     if not (reached > starts[order][1:]).any():
         return  # nearly always
+    where = [(number, i) for number, (_, tensors, _) in enumerate(lists) for i in range(len(tensors))]
     order = [int(i) for i in order if starts[i] < ends[i]]
     for place, i in enumerate(order):
         for j in order[place + 1 :]:
@@ -89,6 +89,11 @@ def refuse_shared_lists(lists: Sequence[tuple[str, Sequence[Tensor], bool]]) -> 
             if not same and (lists[a][2] or lists[b][2]) and may_overlap(flat[i], flat[j]):
                 first, second = (f"{lists[x][0]}[{y}]" for x, y in sorted(((a, m), (b, n))))
                 raise shared_error(second, first, ())
+
+
+def _reach(t: Tensor) -> int:
+    first, last = extent(t) if t.numel() else (0, 0)
+    return last - first
 
 
 class Guard(NamedTuple):
