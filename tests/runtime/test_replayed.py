@@ -280,7 +280,7 @@ def _bits(result) -> list[Tensor]:
 @at("sm_90", "cuda")
 @pytest.mark.parametrize(("dtype", "cols"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.float16, 64)], ids=str)
 def test_a_noted_call_runs_the_plan_of_its_own_arguments(place: str, dtype: torch.dtype, cols: int) -> None:
-    """A plan that converts its arguments (to whole 16 bytes, to another dtype) is not the plan of what it converts to."""
+    """A plan that converts its arguments, here to whole 16 bytes, is not the plan of what it converts to."""
     with running_on(place) as device:
         x, factors = torch.randn(6, cols).to(device, dtype), torch.rand(cols).to(device)
         first = rtkernels.quantize_fp8_smooth(x, factors)

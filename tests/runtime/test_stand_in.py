@@ -37,3 +37,8 @@ def test_repeated_calls_take_the_short_way():
 
 def test_repeated_calls_compute_what_an_emulated_call_computes():
     assert "12 functions" in _run("emulate")
+
+
+@pytest.mark.one_in(3)
+def test_results_have_the_layouts_of_the_reference_at_every_size():
+    assert "calls" in _run("sizes")

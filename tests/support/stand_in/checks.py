@@ -2,6 +2,8 @@
 
 ``count`` demands that repeated calls take the short way: they build no plan, and run few Python functions of ours.
 ``emulate`` compares repeated calls, with other values each time and with alternating shapes, with plain emulated ones.
+``sizes`` makes every public function's calls at the fuzzer's sizes: dtypes, shapes and strides of the results are those
+that the reference gives, in the first call, in the second one, which is recorded, and in replays.
 """
 
 from __future__ import annotations
@@ -153,11 +155,55 @@ def check_replays(name: str, case: Case, rtk: Any, device: stand_in.StandIn) -> 
             assert len(seen) <= most, f"{name}: call {i} ran {len(seen)} functions: {names}"
 
 
+def check_sizes() -> tuple[int, int]:
+    """Compare the metadata of results with those of the reference; return how many calls there were, and how many ran.
+
+    Calls that the reference refuses at a size are left out.
+    """
+    from contracts.fuzz.calls import functions, results_of
+    from contracts.fuzz.variations import resized, sizes_of
+
+    found, tried, ran = [], 0, 0
+    for call in functions():
+        for sizes in sizes_of(call):
+            tensors = [resized(t, *sizes) for t in call.tensors]
+            with torch.no_grad():
+                try:
+                    wanted = results_of(call.run([t.clone() for t in tensors]))
+                except Exception:  # the fuzzer checks what may be refused, and how
+                    continue
+                tried += 1
+                given = [t.cuda() for t in tensors]
+                for number in range(4):
+                    try:
+                        got = results_of(call.run(given))
+                    except Exception as error:
+                        if number:
+                            found.append(f"{call.name} {sizes}, call {number + 1}: {type(error).__name__}: {error}")
+                        break
+                    ran += number == 3
+                    for i, (a, b) in enumerate(zip(map(_meta, got), map(_meta, wanted), strict=True)):
+                        if a != b:
+                            found.append(f"{call.name} {sizes}, call {number + 1}, result {i}: {a}; expected {b}")
+    assert not found, "\n".join(found)
+    return tried, ran
+
+
+def _meta(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if t is None:
+        return None
+    strides = [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] if t.numel() else []
+    return t.dtype, tuple(t.shape), strides
+
+
 def main(mode: str) -> None:
-    device = stand_in.install(mode, sm_count=4)  # as many as the emulated device has: grids are the same
+    device = stand_in.install("count" if mode == "sizes" else mode, sm_count=4)  # of the emulated device: equal grids
     import rtkernels
 
     torch.manual_seed(0)
+    if mode == "sizes":
+        print("{} calls, {} of them ran".format(*check_sizes()))
+        return
     check = {"count": check_replays, "emulate": check_results}[mode]
     for name, case in CASES.items():
         check(name, case, rtkernels, device)
