@@ -24,6 +24,8 @@ _UNIT = "norm/layer_norm.cu"
 _BWD_UNIT = "norm/layer_norm_bwd.cu"
 _REGISTER_THREADS = 512
 _REGISTER_CHUNKS = 4
+_LONG_CHUNKS = 6  # for rows of more than _LONG vectors, without a residual
+_LONG = 1024
 _SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
 _UNIFORM = ((2, 128), (4, 256))  # vectors that each thread has, and how many threads there may be
 _UNIFORM_THREADS = 96  # the fewest
@@ -83,7 +85,7 @@ _FWD = Kernel(
     variants=[
         (*types, c, r)
         for types in WEIGHTED_TYPES
-        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
+        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True), (_LONG_CHUNKS, False))
     ],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
@@ -151,6 +153,11 @@ def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
     return None
 
 
+def _vectors_per_thread(vectors: int) -> int:
+    """Return the vectors of a thread of layer_norm_fwd for rows of so many, without a residual."""
+    return 1 if vectors <= _SHORT else _REGISTER_CHUNKS if vectors <= _LONG else _LONG_CHUNKS
+
+
 def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> int:
     """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or too long, for it."""
     per_thread = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
@@ -191,7 +198,7 @@ def plan_fwd(
         threads = vectors // uniform[0]
         kernel, variant, flags = _FWD_UNIFORM, (t, w, *uniform), ()
     elif aligned16 and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
-        chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
+        chunks = _vectors_per_thread(vectors) if residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
     else:
