@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import LAYOUTS, Angles, Rotated, Rotations
+from rtkernels.ops.rope.heads import Heads, as_heads, from_heads, heads_of, shape_in
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -56,58 +57,7 @@ TABLES = Kernel(
 )  # fmt: skip
 
 
-# ---- heads in memory ------------------------------------------------------------------------------------------------
-
-
-class Heads(NamedTuple):
-    """A tensor of heads, whatever its layout. Strides in elements."""
-
-    batch: int
-    length: int
-    heads: int
-    head_dim: int
-    batch_stride: int
-    place_stride: int
-    head_stride: int
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        return self[4:]
-
-
-def heads_of(name: str, meta: Meta, layout: str) -> Heads:
-    """Return the tensor as ``[batch, length, heads, head_dim]``; three dimensions are packed tokens."""
-    shape, stride = meta[1:3]
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
-    if len(shape) == 3:
-        return Heads(1, *shape, 0, *stride[:2])
-    if len(shape) != 4:
-        raise ArgumentError(f"{name} has shape {tuple(shape)}; expected 4 dimensions ({layout}), or 3 (packed tokens)")
-    order = LAYOUTS[layout]
-    return Heads(*(shape[i] for i in order), shape[3], *(stride[i] for i in order))
-
-
-def as_heads(t: Tensor, layout: str) -> Tensor:
-    """Return a view ``[batch, length, heads, head_dim]``."""
-    return t.unsqueeze(0) if t.dim() == 3 else t.permute(*LAYOUTS[layout], 3)
-
-
-def from_heads(t: Tensor, layout: str, packed: bool) -> Tensor:
-    """Return such a view as a dense tensor in a layout."""
-    if packed:
-        return t.squeeze(0).contiguous()
-    return t.permute(*(LAYOUTS[layout].index(i) for i in range(3)), 3).contiguous()
-
-
-def shape_in(layout: str, heads: Heads, packed: bool) -> tuple[int, ...]:
-    """Return the shape of a dense tensor of these heads in a layout."""
-    if packed:
-        return (heads.length, heads.heads, heads.head_dim)
-    shape = [0, 0, 0, heads.head_dim]
-    for i, size in zip(LAYOUTS[layout], heads[:3], strict=True):
-        shape[i] = size
-    return tuple(shape)
+# ---- lanes and tables ------------------------------------------------------------------------------------------------
 
 
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
@@ -335,8 +285,8 @@ def _block_tokens(threads: int, tokens: int, device: int) -> int:
     """Return the tokens of a block that have so many threads each: several only if one leaves many lanes idle."""
     if 6 * (-threads % 32) <= threads + -threads % 32:
         return 1
-    most = min(_TOKEN_THREADS // threads, max(1, tokens // (16 * device_info(device).sm_count)))
-    return min(range(1, most + 1), key=lambda n: -(-n * threads // 32) / n)
+    limit = min(_TOKEN_THREADS // threads, max(1, tokens // (16 * device_info(device).sm_count)))
+    return min(range(1, limit + 1), key=lambda n: -(-n * threads // 32) / n)
 
 
 def _launch_of_groups(p: _Problem, lanes: int) -> tuple[Any, tuple[int, ...]]:
