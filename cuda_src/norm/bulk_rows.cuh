@@ -11,20 +11,21 @@ namespace rtk {
 // dy, h and, if DSUM, dsum: a group owns rows first, first + step, ... below `count`; fewer than 2^30 rows, strides of
 // less than 2^32 bytes. Rows are dealt to blocks, and within a block to its groups, so that block loads differ by at
 // most one row. A bulk copy has a long latency, so in the constructor every thread loads its vectors of the first row
-// itself, and start(), which fills the ring, issues each row from a different lane. All further rows are fetched by
+// itself (kLoadsFirst), and start(), which fills the ring, issues each row from a different lane. All further rows are fetched by
 // helper warps, if the groups have them (HELPED: they may), or else by their first thread.
 //
 // PREDICATED: the first loads have no branches. This helps layer_norm, but not rms_norm.
 template <typename T, int CHUNKS, bool DSUM, bool HELPED, bool PREDICATED = false>
 struct BulkRows {
     static constexpr int kInputs = DSUM ? 3 : 2, VEC = 16 / sizeof(T);
+    static constexpr bool kLoadsFirst = CHUNKS <= 2;  // with more, registers do not suffice, and the start matters less
     const T *dy, *h, *dsum;
     u32 dy_pitch, h_pitch, dsum_pitch;  // bytes from row to row
     int step, first, count;
     int fetch_distance;   // distance to the row that is fetched next
     int server;  // index of the fetching thread
     BulkRing<kInputs, CHUNKS> ring;
-    Raw<16> first_row[kInputs][CHUNKS];
+    Raw<16> first_row[kLoadsFirst ? kInputs : 1][kLoadsFirst ? CHUNKS : 1];
 
     RTK_DEVICE BulkRows(u8* memory, const RowGroup& group, const T* dy_, const T* h_, const T* dsum_, i64 rows, i64 cols,
                         u32 dy_pitch_, u32 h_pitch_, u32 dsum_pitch_, i64 stages)
@@ -40,6 +41,7 @@ struct BulkRows {
           fetch_distance(static_cast<int>(stages) * step),
           server(HELPED && group.meeting > group.threads ? ring.kPast : 0),
           ring(memory, group, static_cast<int>(cols) * sizeof(T), stages) {
+        if constexpr (!kLoadsFirst) return;
         if constexpr (PREDICATED) {
             if (!HELPED) ring.place = group.thread * 16;  // as it is, but sooner
             const u64 policy = ptx::l2_last();
@@ -89,6 +91,13 @@ struct BulkRows {
         __syncwarp();
         if (ring.place == server) fetch(ring.stage, row + fetch_distance);
     }
+    // The same of the row before `row`, which threads read twice, so that they are done with it only at the barrier of
+    // `row`.
+    RTK_DEVICE void ask_behind(int row) const {
+        __syncwarp();
+        if (ring.place == server && row != first)
+            fetch(ring.stage == 0 ? ring.stages - 1 : ring.stage - 1, row - step + fetch_distance);
+    }
     RTK_DEVICE void next(int row) {
         ask(row);
         ring.next_row();
@@ -108,7 +117,7 @@ struct BulkRows {
     RTK_DEVICE void open(const RowGroup& group) const {
         if (group.thread < ring.stages) {
             ring.open(group.thread);
-            if (group.thread != 0) fetch(group.thread, first + group.thread * step);
+            if (!kLoadsFirst || group.thread != 0) fetch(group.thread, first + group.thread * step);
         }
         if (!HELPED || !group.helps()) ring.clear_rest();
     }
@@ -116,7 +125,7 @@ struct BulkRows {
     // Stores the first row to its slot, where each thread reads back what it has written and TMA writes next. Comes
     // after a block-wide barrier.
     RTK_DEVICE void begin(const RowGroup& group) const {
-        if ((HELPED && group.helps()) || first >= count) return;
+        if (!kLoadsFirst || (HELPED && group.helps()) || first >= count) return;
         // No thread waits for data of another one. Not in open(): racecheck reports lanes that initialise neighbouring
         // barriers as writers of all of them.
         if (group.thread == 0) ptx::mbarrier_arrive(ring.full);

@@ -14,9 +14,10 @@ namespace rtk {
 
 // Forward with the row in registers: thread i of a RowGroup owns the 16-byte vectors i, i + threads, ... (CHUNKS of
 // them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are
-// loaded at the end: other blocks have left them in L1, and their registers are better spent on more blocks.
+// loaded at the end: other blocks have left them in L1, and their registers are better spent on more blocks. Blocks of
+// at most 512 threads, or 384 with CHUNKS 6: with fewer vectors a thread, an SM has room for two blocks of long rows only.
 template <typename T, typename W, int CHUNKS, bool RESIDUAL>
-__global__ void __launch_bounds__(sizeof(W) > sizeof(T) ? 512 : 768, 1)
+__global__ void __launch_bounds__(CHUNKS > 4 ? 384 : sizeof(W) > sizeof(T) ? 512 : 768, CHUNKS > 4 ? 2 : 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
                    i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset) {
     constexpr int VEC = 16 / sizeof(T);

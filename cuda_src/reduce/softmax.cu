@@ -6,6 +6,7 @@
 // A group of threads (RowGroup) works on a row. x and y have any row stride and may be the same memory: a thread has
 // read each vector for the last time before it overwrites it, and no other thread reads it.
 #include "common/l2_prefetch.cuh"
+#include "ptx/cluster.cuh"
 #include "reduce/softmax_rows.cuh"
 
 namespace rtk {
@@ -50,6 +51,23 @@ RTK_DEVICE void write_results(const Result<T, LOG>& result, const ThreadSlots& s
             if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);
             ptx::st<16>(y + c * pitch, out);
         }
+    }
+}
+
+// The same from registers.
+template <typename T, int CHUNKS, bool LOG>
+RTK_DEVICE void write_kept(const Result<T, LOG>& result, const Raw<16> (&raw)[CHUNKS], T* y, int pitch, int room, int valid) {
+    constexpr int VEC = 16 / sizeof(T);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        if (c * pitch >= room) break;
+        float v[VEC];
+        unpack<T, VEC>(raw[c], v);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] = result(v[i]);
+        Raw<16> out = pack<T, VEC>(v);
+        if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);
+        ptx::st<16>(y + c * pitch, out);
     }
 }
 
@@ -113,6 +131,73 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 1024 : 256, CHUNKS > 4 ? 1 : 5)
         write_results<T, CHUNKS>(Result<T, true>(exponent, whole), slots, y, pitch, room, valid);
     } else {
         write_results<T, CHUNKS>(Result<T, false>(exponent, whole), slots, y, pitch, room, valid);
+    }
+}
+
+// Forward for fewer rows than there are SMs: the `blocks` blocks of a cluster, up to 8, share a row (row_cluster). Thread
+// i of them owns the 16-byte vectors i, i + threads, ... of it, up to kClusterVectors, in registers. Every warp sends its
+// maximum and sum to all blocks of its cluster. Blocks of at most 1024 threads; grid: rows * blocks.
+inline constexpr int kClusterVectors = 5;
+
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    softmax_fwd_few_rows(const T* x, T* y, const void* lengths, i64 cols, i64 x_stride, i64 y_stride, i64 lengths_int64,
+                         i64 blocks, double scale, i64 log) {
+    constexpr int VEC = 16 / sizeof(T);
+    __shared__ float tops[8 * kWarp], sums[8 * kWarp];
+    const int count = static_cast<int>(blocks), rank = ptx::cluster_rank();
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int threads = static_cast<int>(blockDim.x), end = static_cast<int>(cols);
+    const i64 row = blockIdx.x / static_cast<u32>(count);
+    const int column = (rank * threads + static_cast<int>(threadIdx.x)) * VEC, pitch = count * threads * VEC;
+    const int valid = static_cast<int>(valid_columns(lengths, lengths_int64, row, cols)) - column;
+    x += row * x_stride + column;
+    y += row * y_stride + column;
+    Raw<16> raw[kClusterVectors];
+#pragma unroll
+    for (int c = 0; c < kClusterVectors; ++c)
+        if (c * pitch < valid) raw[c] = load_raw<T, VEC>(x + c * pitch);
+    if (count > 1) ptx::cluster_barrier();  // the other blocks have started: their memory may be written
+    const Exponent<T> exponent(scale);
+    TopAndSum part;
+#pragma unroll
+    for (int c = 0; c < kClusterVectors; ++c) {
+        if (c * pitch >= end) break;
+        prepare_scores<T, VEC>(raw[c], exponent.flip, valid - c * pitch);
+        float v[VEC], top = part.top;
+        unpack<T, VEC>(raw[c], v);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) top = fmaxf(top, v[i]);
+        part.raise(top, exponent);
+        part.add<VEC>(v, exponent);
+    }
+    part = warp_top_and_sum(part, exponent);
+    const int warps = threads / kWarp, slot = rank * warps + warp;
+    if (lane < count) {
+        ptx::st_cluster(ptx::shared_address(tops + slot), lane, part.top);
+        ptx::st_cluster(ptx::shared_address(sums + slot), lane, part.sum);
+    }
+    if (count > 1) {
+        ptx::cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    TopAndSum whole;
+    for (int i = lane; i < count * warps; i += kWarp) whole.top = fmaxf(whole.top, tops[i]);
+    whole.top = warp_reduce<Max>(whole.top);
+    for (int i = lane; i < count * warps; i += kWarp) {
+        TopAndSum other;
+        other.top = tops[i], other.sum = sums[i];
+        other.raise(whole.top, exponent);
+        whole.sum += other.sum;
+    }
+    whole.sum = warp_reduce<Sum>(whole.sum);
+    whole = with_empty_rows(whole, log);
+    const int room = end - column;
+    if (log & kLogarithm) {
+        write_kept<T, kClusterVectors>(Result<T, true>(exponent, whole), raw, y, pitch, room, valid);
+    } else {
+        write_kept<T, kClusterVectors>(Result<T, false>(exponent, whole), raw, y, pitch, room, valid);
     }
 }
 

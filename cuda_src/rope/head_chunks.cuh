@@ -125,6 +125,39 @@ RTK_DEVICE void finish_chunk_rotation(const Angles& angles, int column, bool adj
     }
 }
 
+// Half of a chunk, which begins at element `column` of the rotary part (or before or after it): whether it is rotated,
+// and the distance in bytes to the partners of its elements. Zero for pairs of neighbours, which share a chunk.
+template <typename T>
+struct HalfChunk {
+    bool rotated;
+    int to_other;
+
+    RTK_DEVICE HalfChunk(int column, int rotary, bool adjacent) {
+        const int half = rotary / 2, bytes = half * static_cast<int>(sizeof(T));
+        rotated = column >= 0 && column < rotary;
+        to_other = adjacent || !rotated ? 0 : column < half ? bytes : -bytes;
+    }
+};
+
+// The factors of a chunk whose halves may be in different parts of a head. Table rows must allow accesses of N / 2
+// entries (half of that for neighbours, unless tables are full).
+template <typename T, int N>
+RTK_DEVICE void load_split_rotation(const Angles& angles, i64 row, int column, bool adjacent, bool lower, bool upper,
+                                    ChunkRotation<N>& rotation) {
+    ChunkRotation<N / 2> part[2];
+    if (lower) load_chunk_rotation<T, N / 2>(angles, row, column, adjacent, part[0]);
+    if (upper) load_chunk_rotation<T, N / 2>(angles, row, column + N / 2, adjacent, part[1]);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+        finish_chunk_rotation<N / 2>(angles, column + p * (N / 2), adjacent, part[p]);
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            rotation.own[p * (N / 2) + i] = part[p].own[i];
+            rotation.cross[p * (N / 2) + i] = part[p].cross[i];
+        }
+    }
+}
+
 // True if load_chunk_rotation, with float for T, can be the first thing a thread does: it then waits for nothing before
 // finish_chunk_rotation, and its few bytes do not queue behind the heads. For fp32 tables and rows without an index.
 template <typename T>

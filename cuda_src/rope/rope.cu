@@ -20,31 +20,41 @@ inline constexpr int kRopeHeads = 4;
 inline constexpr int kTokenThreads = 192;  // of a block, at most
 inline constexpr int kTokenBlocks = 5;     // blocks of that size per SM that registers must suffice for
 
-// Pairs stay neighbours or halves apart (`pairs`). A block owns one token, blockIdx.x, or a part of its heads,
-// blockIdx.y: q_slots and then k_slots groups of 2^lane_bits lanes, `groups` of them, each with every q_slots-th q head
-// or k_slots-th k head. A lane has one 16-byte chunk of the `width` elements from `begin` on of each of its heads. All
-// chunks are copied to shared memory at once, [heads, threads], so that registers do not limit the bytes in flight; the
-// lane then reads its own chunks, and those with the partners of its elements.
+// Flags of rope_token: a chunk may hold elements of both halves, or of a part of the head that is not rotated, in units
+// of half a chunk; the lanes of a head may be in two warps.
+inline constexpr int kSplitChunks = 1, kAcrossWarps = 2;
+
+// Pairs stay neighbours or halves apart (`pairs`). A block owns `block_tokens` tokens from blockIdx.x * block_tokens on,
+// or a part of the heads of one token, blockIdx.y: q_slots and then k_slots groups of `lanes` threads for each token,
+// `groups` in the block, each with every q_slots-th q head or k_slots-th k head. A lane has one 16-byte chunk of the
+// `width` elements from `begin` on of each of its heads. All chunks are copied to shared memory at once, [heads,
+// threads], so that registers do not limit the bytes in flight; the lane then reads its own chunks, and those with the
+// partners of its elements.
 template <typename T>
 __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
-    rope_token(const T* q, const T* k, T* q_out, T* k_out, i64 length, i64 q_heads, i64 k_heads, i64 q_slots,
-               i64 k_slots, i64 groups, i64 lane_bits, i64 begin, i64 width, i64 first, i64 pairs, i64 q_batch,
-               i64 q_place, i64 q_head, i64 k_batch, i64 k_place, i64 k_head, i64 q_out_batch, i64 q_out_place,
-               i64 q_out_head, i64 k_out_batch, i64 k_out_place, i64 k_out_head, i64 by_length,
-               RTK_ANGLE_PARAMETERS) {
+    rope_token(const T* q, const T* k, T* q_out, T* k_out, i64 tokens, i64 length, i64 q_heads, i64 k_heads, i64 q_slots,
+               i64 k_slots, i64 groups, i64 block_tokens, i64 lanes, i64 begin, i64 width, i64 first, i64 pairs, i64 flags,
+               i64 q_batch, i64 q_place, i64 q_head, i64 k_batch, i64 k_place, i64 k_head, i64 q_out_batch,
+               i64 q_out_place, i64 q_out_head, i64 k_out_batch, i64 k_out_place, i64 k_out_head, i64 by_lanes,
+               i64 by_slots, i64 by_length, RTK_ANGLE_PARAMETERS) {
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
-    const int lane = static_cast<int>(threadIdx.x & ((1u << lane_bits) - 1u));
-    const int group = static_cast<int>(threadIdx.x >> lane_bits);
-    const int batch = static_cast<int>(divided(blockIdx.x, by_length));
-    const int place = static_cast<int>(blockIdx.x - batch * static_cast<u32>(length));
-    const int column = static_cast<int>(begin) + lane * N;
+    const int group = static_cast<int>(divided(threadIdx.x, by_lanes));
+    const int lane = static_cast<int>(threadIdx.x) - group * static_cast<int>(lanes);
     int at = group + static_cast<int>(blockIdx.y) * static_cast<int>(groups);
+    const int of_block = static_cast<int>(divided(at, by_slots));  // which of the block's tokens
+    at -= of_block * static_cast<int>(q_slots + k_slots);
+    const u32 token = blockIdx.x * static_cast<u32>(block_tokens) + of_block;
+    const int batch = static_cast<int>(divided(token, by_length));
+    const int place = static_cast<int>(token - batch * static_cast<u32>(length));
+    const int column = static_cast<int>(begin) + lane * N;
     const bool is_q = at < static_cast<int>(q_slots);
     if (!is_q) at -= static_cast<int>(q_slots);
     const int step = static_cast<int>(is_q ? q_slots : k_slots);
     int left = static_cast<int>(is_q ? q_heads : k_heads) - at;
-    if (group >= static_cast<int>(groups) || lane * N >= static_cast<int>(width)) left = 0;
+    if (group >= static_cast<int>(groups) || of_block >= static_cast<int>(block_tokens) ||
+        token >= static_cast<u32>(tokens) || lane * N >= static_cast<int>(width))
+        left = 0;
 
     const int pitch = static_cast<int>(blockDim.x) * 16;
     ptx::SharedAddress slot = ptx::shared_address(memory + threadIdx.x * 16);
@@ -56,31 +66,52 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
         fetch_heads(x, to_next, left, step, slot, pitch);
     }
     const Angles angles = RTK_ANGLES;
-    const bool adjacent = pairs == kAdjacent;
-    const int turned = column - static_cast<int>(first), half = angles.rotary / 2;  // column of the rotary part
-    const bool rotated = left > 0 && turned >= 0 && turned < 2 * half;
-    const int to_other = adjacent ? 0 : (turned < half ? half : -half) / N * 16;
+    const bool adjacent = pairs == kAdjacent, split = flags & kSplitChunks;
+    const int turned = column - static_cast<int>(first);  // column of the rotary part
+    const HalfChunk<T> lower(turned, angles.rotary, adjacent), upper(turned + N / 2, angles.rotary, adjacent);
+    const bool rotated = left > 0 && (lower.rotated || upper.rotated);
     ChunkRotation<N> rotation;
     if (rotated) {
-        load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), turned, adjacent, rotation);
-        finish_chunk_rotation<N>(angles, turned, adjacent, rotation);
+        const i64 row = angles.row(batch, place, 0);
+        if (split) {
+            load_split_rotation<T, N>(angles, row, turned, adjacent, lower.rotated, upper.rotated, rotation);
+        } else {
+            load_chunk_rotation<T, N>(angles, row, turned, adjacent, rotation);
+            finish_chunk_rotation<N>(angles, turned, adjacent, rotation);
+        }
     }
     const i64 head = is_q ? q_out_head : k_out_head;
     T* y = (is_q ? q_out + (batch * q_out_batch + place * q_out_place)
                  : k_out + (batch * k_out_batch + place * k_out_place)) + at * head + column;
     const i64 to_next = step * head;
     ptx::cp_async_wait<0>();
-    __syncwarp();
+    if (flags & kAcrossWarps) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
 #pragma unroll 4
     for (; left > 0; left -= step) {
         Raw<16> raw = ptx::ld_shared_16(slot);
         if (rotated) {
             float x[N], other[N];
             unpack<T, N>(raw, x);
-            unpack_others<T>(ptx::ld_shared_16(slot + to_other), adjacent, other);
+            Raw<16> others;
+            if (split) {
+                const Raw<8> a = ptx::ld_shared_8(slot + lower.to_other), b = ptx::ld_shared_8(slot + (8 + upper.to_other));
+                others.w[0] = a.w[0], others.w[1] = a.w[1], others.w[2] = b.w[0], others.w[3] = b.w[1];
+            } else {
+                others = ptx::ld_shared_16(slot + lower.to_other);
+            }
+            unpack_others<T>(others, adjacent, other);
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = x[i] * rotation.own[i] + other[i] * rotation.cross[i];
-            raw = pack<T, N>(x);
+            Raw<16> result = pack<T, N>(x);
+            if (split) {  // what is not rotated keeps its bits
+                if (!lower.rotated) result.w[0] = raw.w[0], result.w[1] = raw.w[1];
+                if (!upper.rotated) result.w[2] = raw.w[2], result.w[3] = raw.w[3];
+            }
+            raw = result;
         }
         ptx::st<16>(y, raw);
         y += to_next;

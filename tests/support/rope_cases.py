@@ -54,6 +54,19 @@ CASES: dict[str, Callable[[Maker], dict[str, Any]]] = {
     "odd_sizes": lambda m: {"x": m.normal(2, 3, 4, 27), **m.angles(3, 7), "rotary": 14},
     "odd_interleaved": lambda m: {"x": m.normal(2, 3, 4, 27), **m.angles(3, 14), "rotary": 14, "interleaved": True},
     "wide_head": lambda m: {"x": m.normal(2, 3, 2, 600), **m.angles(3, 300)},
+    "split_chunks": lambda m: {"x": m.normal(2, 5, 14, 88), "k": m.normal(2, 5, 2, 88), **m.angles(5, 88)},
+    "split_narrow": lambda m: {"x": m.normal(2, 3, 9, 40), **m.angles(3, 20, dtype=m.dtype)},
+    "split_interleaved": lambda m: {"x": m.normal(2, 3, 4, 88), **m.angles(3, 44), "interleaved": True},
+    "split_full_interleaved": lambda m: {"x": m.normal(2, 3, 4, 24), **m.angles(3, 24), "interleaved": True},
+    "split_fraction": lambda m: {"x": m.normal(2, 3, 4, 88), **m.angles(3, 20), "rotary": 40},
+    "split_in_a_chunk": lambda m: {"x": m.normal(2, 3, 4, 80), **m.angles(3, 10), "rotary": 20, "interleaved": True},
+    "split_sections": lambda m: {
+        "x": m.normal(2, 3, 4, 88), **m.angles(30, 44), "sections": (14, 15, 15), "positions": m.integers(30, 3, 2, 3)
+    },
+    "split_positions": lambda m: {"x": m.normal(7, 3, 104), **m.angles(9, 52), "positions": m.integers(9, 7)},
+    "across_warps": lambda m: {"x": m.normal(2, 3, 9, 160), "k": m.normal(2, 3, 3, 160), **m.angles(3, 80)},
+    "lanes_of_two_warps": lambda m: {"x": m.normal(1, 3, 9, 320), "k": m.normal(1, 3, 4, 320), **m.angles(3, 160)},
+    "tokens_of_a_block": lambda m: {"x": m.normal(3, 800, 2, 24), "k": m.normal(3, 800, 1, 24), **m.angles(800, 12)},
     "two": lambda m: {"x": m.normal(3, 2, 5, 2), **m.angles(2, 1)},
     "sequence_first": lambda m: {
         "x": m.normal(5, 2, 6, 64), "k": m.normal(5, 2, 2, 64), **m.angles(5, 32), "layout": "sbhd"

@@ -24,6 +24,8 @@ _UNIT = "norm/layer_norm.cu"
 _BWD_UNIT = "norm/layer_norm_bwd.cu"
 _REGISTER_THREADS = 512
 _REGISTER_CHUNKS = 4
+_LONG_CHUNKS = 6  # for rows of more than _LONG vectors, without a residual
+_LONG = 1024
 _SHORT = 32  # vectors of a row up to which each thread has one, unless there is a residual
 _UNIFORM = ((2, 128), (4, 256))  # vectors that each thread has, and how many threads there may be
 _UNIFORM_THREADS = 96  # the fewest
@@ -32,22 +34,31 @@ _VECTOR_THREADS = 1024  # or one of them, if there is nothing else than a weight
 _SMALL_THREADS = 1024  # of such a block, and the limit per SM: with more rows the other kernels are faster
 _RING_THREADS = 512
 _RING_CHUNKS = {2: 1024, 4: 2048}  # vectors of a thread: those of the longest row
+_LONG_RING = 160 << 10  # bytes of the ring with four vectors a thread
 _WIDTHS = [(t, vec) for t in WIDTH for vec in (1, WIDTH[t])]
 
 
-def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, inputs: int) -> BulkRing | None:
+def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, gain_bytes: int) -> BulkRing | None:
     """Return how layer_norm_bwd_bulk is launched for rows of so many vectors; None if it cannot be.
 
-    Bytes in flight and threads were measured: docs/decisions/norm.md, "Numbers behind constants".
+    Bytes in flight and threads were measured: docs/decisions/norm.md, "Numbers behind constants". With four vectors a
+    thread, gains take `gain_bytes` of shared memory for each of them.
     """
+    if chunks == 4:
+        return bulk_ring(info, rows, vectors, 4, inputs, _RING_THREADS, _LONG_RING, 0, 4 * gain_bytes)
     threads = group_threads(-(-vectors // 2), _RING_THREADS)
     more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
     max_threads = 384 if 64 < threads <= 128 else _RING_THREADS
     return bulk_ring(info, rows, vectors, 2, inputs, max_threads, (96 if more else 64) << 10, 0)
 
 
-def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
-    """Return how many rows per thread group the cp.async ring holds within `limit` bytes: two where they fit."""
+def _ring_stages(target: Target, limit: int, chunks: int, dsum: bool) -> int:
+    """Return how many rows per thread group the cp.async ring holds within `limit` bytes: two where they fit.
+
+    With TMA, only rows of up to two vectors a thread get here, in a few cases.
+    """
+    if chunks > 2 and "tma" in target.features:
+        return 0
     return min(2, (limit - 2048) // (_RING_THREADS * 16 * chunks * (3 if dsum else 2)))
 
 
@@ -55,7 +66,7 @@ def _ring_variants(target: Target) -> Iterator[tuple[Any, ...]]:
     for t in WIDTH:
         for chunks in _RING_CHUNKS:
             for dsum in (False, True):
-                stages = _ring_stages(shared_limit(target), chunks, dsum)
+                stages = _ring_stages(target, shared_limit(target), chunks, dsum)
                 if stages >= 2:
                     yield t, chunks, dsum, stages
 
@@ -74,7 +85,7 @@ _FWD = Kernel(
     variants=[
         (*types, c, r)
         for types in WEIGHTED_TYPES
-        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True))
+        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True), (_LONG_CHUNKS, False))
     ],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
@@ -101,10 +112,10 @@ _BWD = Kernel(
     args=f"{_BWD_ARGS.format(last='partial')} partial_stride:i64", variants=_ring_variants,
 )  # fmt: skip
 _BWD_BULK = Kernel(
-    "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T DSUM", max_registers=128, needs=("tma",),
+    "norm/layer_norm_bwd_bulk.cu", "layer_norm_bwd_bulk", template="T CHUNKS DSUM", max_registers=128, needs=("tma",),
     args="dy:ptr h:ptr rows_cols:i64 pitches:i64 threads_stages:i64 weight:ptr dh:ptr partial:ptr dsum:ptr "
     "dsum_flags:i64 eps_offset:i64",
-    variants=list(product(WIDTH, (False, True))),
+    variants=list(product(WIDTH, _RING_CHUNKS, (False, True))),
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "layer_norm_bwd_long", template="T VEC", max_registers=64,
@@ -140,6 +151,11 @@ def _evenly(vectors: int, one_type: bool) -> tuple[int, int] | None:
         if vectors % (32 * per_thread) == 0 and _UNIFORM_THREADS <= vectors // per_thread <= max_threads:
             return per_thread, max_threads
     return None
+
+
+def _vectors_per_thread(vectors: int) -> int:
+    """Return the vectors of a thread of layer_norm_fwd for rows of so many, without a residual."""
+    return 1 if vectors <= _SHORT else _REGISTER_CHUNKS if vectors <= _LONG else _LONG_CHUNKS
 
 
 def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> int:
@@ -182,7 +198,7 @@ def plan_fwd(
         threads = vectors // uniform[0]
         kernel, variant, flags = _FWD_UNIFORM, (t, w, *uniform), ()
     elif aligned16 and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
-        chunks = 1 if vectors <= _SHORT and residual is None else _REGISTER_CHUNKS
+        chunks = _vectors_per_thread(vectors) if residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
         kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
     else:
@@ -207,14 +223,15 @@ def plan_bwd(
     vectors = cols // WIDTH[t]
     weight_fp32 = int(weight is not None and weight.dtype == torch.float32)
     chunks = next((c for c, limit in _RING_CHUNKS.items() if vectors <= limit), 0)
-    stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks else 0
+    stages = _ring_stages(info.target, info.shared_per_block, chunks, dsum is not None) if chunks else 0
     inputs, partial = 2 if dsum is None else 3, "partial" if sums else 0
-    bulk = aligned16 and chunks == 2 and max(strides) < 2**30
-    overlaps, second, ring = True, [], _bulk_ring(info, rows, vectors, inputs) if bulk else None
+    overlaps, second, ring = True, [], None
+    if aligned16 and chunks and max(strides) < 2**30:
+        ring = _bulk_ring(info, rows, vectors, chunks, inputs, 32 if weight_fp32 and t != "fp32" else 16)
     tensors, scratch = ("dy", "h", "weight", "dsum", dh), {}
     if ring:
         overlaps, partial_rows = False, ring.blocks
-        launch = _BWD_BULK.bind((t, dsum is not None), device, ring.blocks, ring.block, ring.shared)
+        launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, ring.blocks, ring.block, ring.shared)
         pitches = [stride * size for stride in strides]
         groups = layout.halves(ring.threads, ring.stages | ring.groups << 8)
         sizes = layout.halves(rows, cols), layout.halves(*pitches[:2]), groups

@@ -24,8 +24,9 @@ _REGISTER_THREADS = 512
 _REGISTER_CHUNKS = (1, 2, 4)
 _RING_THREADS = 512
 _RING_CHUNKS = (1, 2)
+_BULK_CHUNKS = (1, 2, 4)  # likewise where TMA loads the rows
 _HELPED_ROWS = 16  # of a group, up to which a warp that only fetches pays (decisions/norm.md, helpers)
-_IN_FLIGHT = 64 << 10  # bytes of TMA loads in flight (decisions/norm.md, bytes in flight)
+_IN_FLIGHT = {1: 64 << 10, 2: 64 << 10, 4: 160 << 10}  # bytes of the ring (decisions/norm.md, bytes in flight)
 
 
 def _ring_stages(limit: int, chunks: int, dsum: bool) -> int:
@@ -72,9 +73,9 @@ _BWD = Kernel(
     args=_BWD_ARGS.format(last="partial", flags="weight_fp32"), variants=_ring_variants,
 )  # fmt: skip
 _BWD_BULK = Kernel(
-    "norm/rms_norm_bwd_bulk.cu", "rms_norm_bwd_bulk", template="T CHUNKS DSUM", max_registers=112, needs=("tma",),
+    "norm/rms_norm_bwd_bulk.cu", "rms_norm_bwd_bulk", template="T CHUNKS DSUM", max_registers=128, needs=("tma",),
     args=_BWD_ARGS.format(last="partial", flags="weight_fp32") + " stages:i64 groups:i64",
-    variants=list(product(WIDTH, _RING_CHUNKS, (False, True))),
+    variants=list(product(WIDTH, _BULK_CHUNKS, (False, True))),
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _UNIT, "rms_norm_bwd_long", template="T", max_registers=64,
@@ -138,18 +139,18 @@ def plan_bwd(
     strides.append(0 if dsum is None else dsum.row_stride)
     vec = vector_bytes(misaligned(dy, h, weight, dsum), cols * size, *(s * size for s in strides)) // size
     vectors = cols // vec
-    chunks = next((c for c in _RING_CHUNKS if vectors <= _RING_THREADS * c), _RING_CHUNKS[-1])
-    stages = _ring_stages(info.shared_per_block, chunks, dsum is not None)
-    fits = vec == WIDTH[t] and vectors <= _RING_THREADS * chunks
+    chunks = next((c for c in _BULK_CHUNKS if vectors <= _RING_THREADS * c), 0) if vec == WIDTH[t] else 0
     inputs, limit, flags, tail = 2 if dsum is None else 3, _ring_block(chunks), int(w != t), ()
-    helped = _HELPED_ROWS if chunks == 1 else 0
-    ring = bulk_ring(info, rows, vectors, chunks, inputs, limit, _IN_FLIGHT, helped)
+    helped, ring = _HELPED_ROWS if chunks == 1 else 0, None
+    if chunks and max(strides) < 2**30:
+        ring = bulk_ring(info, rows, vectors, chunks, inputs, limit, _IN_FLIGHT[chunks], helped)
+    stages = _ring_stages(info.shared_per_block, chunks, dsum is not None) if chunks in _RING_CHUNKS else 0
     overlaps, second, last = True, None, "partial" if weight_grad else 0
-    if fits and max(strides) < 2**30 and ring:
+    if ring:
         overlaps = False  # column_sum finds no room besides the kernel
         threads, partial_rows, tail = ring.threads, ring.blocks, (ring.stages, ring.groups)
         launch = _BWD_BULK.bind((t, chunks, dsum is not None), device, ring.blocks, ring.block, ring.shared)
-    elif fits and stages >= 2:
+    elif stages >= 2:
         threads, block, partial_rows, shared = copy_ring(info, rows, vectors, chunks, inputs, limit, stages)
         launch = _BWD.bind((t, chunks, dsum is not None, stages), device, partial_rows, block, shared)
     else:

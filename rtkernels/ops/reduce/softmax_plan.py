@@ -9,7 +9,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_shape
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES, WIDTH, block_of, group_threads, row_blocks, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
@@ -19,6 +19,8 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 # Vectors of 16 bytes in a thread that holds a part of a row, best ones first, and how many threads a row then has.
 _FWD_VECTORS = {1: 32, 4: 256, 3: 256, 8: 1024}
 _BWD_VECTORS = {1: 32, 2: 512, 4: 1024}
+_CLUSTER_VECTORS, _CLUSTER_THREADS = 5, 1024  # of a thread and of a block of softmax_fwd_few_rows, at most
+_FEW_ROWS_MIN, _BLOCK_MIN = 128, 512  # vectors of its rows, and of each block where a row has several, at least
 
 
 def _kernels(unit: str, entry: str, args: str, per_thread: Iterable[int]) -> tuple[Kernel, Kernel]:
@@ -38,6 +40,13 @@ _FWD = _kernels(
 _BWD = _kernels(
     "reduce/softmax_bwd.cu", "softmax_bwd",
     "dy:ptr y:ptr dx:ptr lengths:ptr rows:i64 cols:i64 dy_stride:i64 y_stride:i64 lengths_int64:i64", _BWD_VECTORS,
+)  # fmt: skip
+
+
+_FEW_ROWS = Kernel(
+    "reduce/softmax.cu", "softmax_fwd_few_rows", template="T", needs=("cluster",), max_registers=64,
+    args="x:ptr y:ptr lengths:ptr cols:i64 x_stride:i64 y_stride:i64 lengths_int64:i64 blocks:i64 scale:f64 log:i64",
+    variants=TYPES,
 )  # fmt: skip
 
 
@@ -78,6 +87,12 @@ def _step(
     in_registers, other = _FWD if forward else _BWD
     t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, x.shape[-1]
     aligned16 = vector_bytes(starts, cols * size, *(stride * size for stride in strides)) == 16
+    lengths_int64 = int(lengths is not None and lengths.dtype == torch.int64)
+    shared_row = _row_cluster(device_info(device), rows, cols // WIDTH[t]) if forward and aligned16 else None
+    if shared_row:
+        blocks, threads = shared_row
+        launch = _FEW_ROWS.bind((t,), device, rows * blocks, threads, cluster=blocks)
+        return Step(launch, *tensors, cols, *strides, lengths_int64, blocks, "scale", int(log))
     found = _per_thread(cols // WIDTH[t], _FWD_VECTORS if forward else _BWD_VECTORS) if aligned16 else None
     shared = found[0] * block_of(found[1]) * 16 if found and forward else 0
     if found and shared <= device_info(device).shared_per_block - 1024:
@@ -87,8 +102,19 @@ def _step(
         threads = group_threads(-(-cols // (WIDTH[t] if aligned16 else 1)), 1024)
         kernel, variant, more, shared = other, (t,), (int(aligned16),), 0
     launch = kernel.bind(variant, device, *row_blocks(rows, threads), shared)
-    lengths_int64 = int(lengths is not None and lengths.dtype == torch.int64)
     return Step(launch, *tensors, rows, cols, *strides, lengths_int64, threads, "scale", int(log), *more)
+
+
+def _row_cluster(info: DeviceInfo, rows: int, vectors: int) -> tuple[int, int] | None:
+    """Return the blocks of a row of softmax_fwd_few_rows and their threads; None if other kernels are to be used."""
+    if "cluster" not in info.target.features or rows > info.sm_count or vectors < _FEW_ROWS_MIN:
+        return None
+    fit = [b for b in (1, 2, 4, 8) if vectors <= b * _CLUSTER_THREADS * _CLUSTER_VECTORS]
+    if not fit:
+        return None
+    blocks = max((b for b in fit if rows * b <= info.sm_count and vectors >= b * _BLOCK_MIN), default=fit[0])
+    per_thread = -(-vectors // (blocks * _CLUSTER_THREADS))
+    return blocks, -(-vectors // (blocks * per_thread * 32)) * 32
 
 
 def _per_thread(vectors: int, limits: dict[int, int]) -> tuple[int, int] | None:
@@ -118,4 +144,4 @@ def plan_bwd(dy: Meta, y: Meta, lengths: Meta | None, log: bool, device: int) ->
     return Steps(_step(False, ("dy", "y", "dx", "lengths"), y, strides, misaligned(dy, y), lengths, log, device))
 
 
-KERNELS = (*_FWD, *_BWD)
+KERNELS = (*_FWD, *_BWD, _FEW_ROWS)

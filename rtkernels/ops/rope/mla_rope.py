@@ -10,18 +10,8 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import Rotated, Rotations
-from rtkernels.ops.rope.rope_operators import (
-    FORWARD,
-    IN_PLACE,
-    TYPES,
-    UNIT_LIMIT,
-    Heads,
-    as_heads,
-    from_heads,
-    heads_of,
-    plain_tables,
-    shape_in,
-)
+from rtkernels.ops.rope.heads import Heads, as_heads, from_heads, heads_of, shape_in
+from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE, TYPES, UNIT_LIMIT, plain_tables
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel

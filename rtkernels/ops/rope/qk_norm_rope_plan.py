@@ -10,8 +10,9 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import Angles, Rotated, Rotations
+from rtkernels.ops.rope.heads import heads_of
 from rtkernels.ops.rope.qk_norm_rope_bulk_plan import BWD_BULK, PAIR_ORDERS, order_of_pairs, plan_bulk
-from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, Tables, heads_of, plain_tables, plan_tables
+from rtkernels.ops.rope.rope_operators import TYPES, UNIT_LIMIT, Tables, plain_tables, plan_tables
 from rtkernels.ops.shared.column_sum import column_sum_step
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.device import device_info, shared_limit

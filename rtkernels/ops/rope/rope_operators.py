@@ -11,7 +11,9 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.rope import angles as angles_of
 from rtkernels.ops.rope.angles import LAYOUTS, Angles, Rotated, Rotations
+from rtkernels.ops.rope.heads import Heads, as_heads, from_heads, heads_of, shape_in
 from rtkernels.runtime.checks import check_same, token
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import divisor, group_threads, metadata, nothing, vector_bytes
@@ -27,6 +29,8 @@ _REORDERING = (angles_of.GATHER, angles_of.SCATTER)
 _BLOCK = 128
 _TOKEN_HEADS = 8  # of a thread of rope_token, or fewer
 _TOKEN_THREADS = 192  # of its blocks, or fewer
+_MAX_LANES = 96  # of a head
+_SPLIT, _ACROSS_WARPS = 1, 2  # flags of rope_token
 
 _ROPE_ARGS = (
     "q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 slots:i64 lane_bits:i64 first:i64 "
@@ -40,10 +44,10 @@ ROPE = Kernel(
 )  # fmt: skip
 ROPE_TOKEN = Kernel(
     UNIT, "rope_token", template="T", max_registers=64,
-    args="q:ptr k:ptr q_out:ptr k_out:ptr length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 groups:i64 "
-    "lane_bits:i64 begin:i64 width:i64 first:i64 pairs:i64 q_batch:i64 q_place:i64 q_head:i64 k_batch:i64 k_place:i64 "
-    "k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 k_out_place:i64 k_out_head:i64 "
-    "by_length:i64 " + angles_of.ARGS,
+    args="q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 "
+    "groups:i64 block_tokens:i64 lanes:i64 begin:i64 width:i64 first:i64 pairs:i64 flags:i64 q_batch:i64 q_place:i64 "
+    "q_head:i64 k_batch:i64 k_place:i64 k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 "
+    "k_out_place:i64 k_out_head:i64 by_lanes:i64 by_slots:i64 by_length:i64 " + angles_of.ARGS,
     variants=[(t,) for t in TYPES],
 )  # fmt: skip
 ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
@@ -53,58 +57,7 @@ TABLES = Kernel(
 )  # fmt: skip
 
 
-# ---- heads in memory ------------------------------------------------------------------------------------------------
-
-
-class Heads(NamedTuple):
-    """A tensor of heads, whatever its layout. Strides in elements."""
-
-    batch: int
-    length: int
-    heads: int
-    head_dim: int
-    batch_stride: int
-    place_stride: int
-    head_stride: int
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        return self[4:]
-
-
-def heads_of(name: str, meta: Meta, layout: str) -> Heads:
-    """Return the tensor as ``[batch, length, heads, head_dim]``; three dimensions are packed tokens."""
-    shape, stride = meta[1:3]
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
-    if len(shape) == 3:
-        return Heads(1, *shape, 0, *stride[:2])
-    if len(shape) != 4:
-        raise ArgumentError(f"{name} has shape {tuple(shape)}; expected 4 dimensions ({layout}), or 3 (packed tokens)")
-    order = LAYOUTS[layout]
-    return Heads(*(shape[i] for i in order), shape[3], *(stride[i] for i in order))
-
-
-def as_heads(t: Tensor, layout: str) -> Tensor:
-    """Return a view ``[batch, length, heads, head_dim]``."""
-    return t.unsqueeze(0) if t.dim() == 3 else t.permute(*LAYOUTS[layout], 3)
-
-
-def from_heads(t: Tensor, layout: str, packed: bool) -> Tensor:
-    """Return such a view as a dense tensor in a layout."""
-    if packed:
-        return t.squeeze(0).contiguous()
-    return t.permute(*(LAYOUTS[layout].index(i) for i in range(3)), 3).contiguous()
-
-
-def shape_in(layout: str, heads: Heads, packed: bool) -> tuple[int, ...]:
-    """Return the shape of a dense tensor of these heads in a layout."""
-    if packed:
-        return (heads.length, heads.heads, heads.head_dim)
-    shape = [0, 0, 0, heads.head_dim]
-    for i, size in zip(LAYOUTS[layout], heads[:3], strict=True):
-        shape[i] = size
-    return tuple(shape)
+# ---- lanes and tables ------------------------------------------------------------------------------------------------
 
 
 def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool = True) -> int | None:
@@ -116,11 +69,19 @@ def lanes_of(head_dim: int, rotary: int, first: int, vec: int, *, copies: bool =
     return group_threads(lanes, 32) if lanes <= 32 else None
 
 
-def chunk_lanes(head_dim: int, rotary: int, first: int, vec: int) -> int | None:
-    """Return how many lanes share a head, a 16-byte chunk each; None if they cannot."""
-    if rotary // 2 % vec or first % vec or head_dim % vec or head_dim // vec > 32:
+class Chunks(NamedTuple):
+    """How lanes share a head, a 16-byte chunk each."""
+
+    lanes: int
+    split: bool  # the halves of a chunk may be in different parts of the head
+
+
+def chunks_of(begin: int, width: int, rotary: int, first: int, vec: int, adjacent: bool) -> Chunks | None:
+    """Return how lanes share `width` elements of a head from `begin` on; None if they cannot."""
+    if begin % vec or width % vec or width > vec * _MAX_LANES:
         return None
-    return group_threads(head_dim // vec, 32)
+    bits = first | (rotary if adjacent else rotary // 2)
+    return None if bits % (vec // 2) else Chunks(width // vec, bits % vec != 0)
 
 
 class Tables(NamedTuple):
@@ -259,8 +220,8 @@ def _steps_of(of: Turned, given: Rotations, in_place: bool, device: int) -> Step
     out = strides if in_place else _result_strides(of, heads, of_k)
     problem = _Problem(of, given, heads, of_k, rotary, angles, strides, out, in_place, device)
     lanes = _lanes(problem)
-    tables = None if lanes is None else _tables_in_chunks(problem)
-    if tables is not None and of.order not in _REORDERING:
+    tables = None if lanes is None else _tables_in_chunks(problem, lanes)
+    if tables is not None and isinstance(lanes, Chunks):
         launch, sizes = _launch_of_tokens(problem, lanes)
     elif tables is not None:
         launch, sizes = _launch_of_groups(problem, lanes)
@@ -286,32 +247,46 @@ def _result_strides(of: Turned, heads: Heads, of_k: Heads | None) -> list[int]:
     return out
 
 
-def _lanes(p: _Problem) -> int | None:
-    """Return how many lanes share a head in chunks of 16 bytes; None if they cannot."""
+def _lanes(p: _Problem) -> Chunks | int | None:
+    """Return how lanes share a head in chunks of 16 bytes (their number if pairs change order); None if they cannot."""
     size = p.of.q.dtype.itemsize
     if p.of.order in _REORDERING:
         lanes = lanes_of(p.heads.head_dim, p.rotary, p.of.first, p.vec, copies=not p.in_place)
     else:
-        lanes = chunk_lanes(p.part[1], p.rotary, p.of.first, p.vec)
+        lanes = chunks_of(*p.part, p.rotary, p.of.first, p.vec, p.of.order == angles_of.ADJACENT)
     aligned16 = vector_bytes(misaligned(p.of.q, p.of.k), *(s * size for s in (*p.strides, *p.out))) == 16
     return lanes if aligned16 else None
 
 
-def _tables_in_chunks(p: _Problem) -> Tables | None:
-    return plan_tables(p.angles, p.of.q.token, p.given, p.of.order, p.vec, p.tokens, p.heads.length, p.device)
+def _tables_in_chunks(p: _Problem, lanes: Chunks | int) -> Tables | None:
+    vec = p.vec // 2 if isinstance(lanes, Chunks) and lanes.split else p.vec
+    return plan_tables(p.angles, p.of.q.token, p.given, p.of.order, vec, p.tokens, p.heads.length, p.device)
 
 
-def _launch_of_tokens(p: _Problem, lanes: int) -> tuple[Any, tuple[int, ...]]:
-    """Return the launch of a kernel whose blocks have a token each, and the numbers it takes."""
+def _launch_of_tokens(p: _Problem, chunks: Chunks) -> tuple[Any, tuple[int, ...]]:
+    """Return the launch of a kernel whose blocks have whole tokens, or a part of one, and the numbers it takes."""
     _limit(p, 1)
+    lanes = chunks.lanes
     slots = [-(-n // _TOKEN_HEADS) for n in p.counts]
     grid = -(-sum(slots) // (_TOKEN_THREADS // lanes))
-    groups = -(-sum(slots) // grid)
+    block_tokens = 1 if grid > 1 else _block_tokens(sum(slots) * lanes, p.tokens, p.device)
+    groups = -(-sum(slots) * block_tokens // grid)
     threads = -(-groups * lanes // 32) * 32
     per_slot = max(-(-n // s) for n, s in zip(p.counts, slots, strict=True) if s)
-    launch = ROPE_TOKEN.bind((p.of.q.token,), p.device, (p.tokens, grid), threads, 16 * per_slot * threads)
-    sizes = p.heads.length, *p.counts, *slots, groups, lanes.bit_length() - 1, *p.part, p.of.first, p.of.order
-    return launch, (*sizes, *p.strides, *p.out, divisor(p.heads.length))
+    blocks = -(-p.tokens // block_tokens), grid
+    launch = ROPE_TOKEN.bind((p.of.q.token,), p.device, blocks, threads, 16 * per_slot * threads)
+    flags = (_SPLIT if chunks.split else 0) | (_ACROSS_WARPS if 32 % lanes else 0)
+    sizes = p.tokens, p.heads.length, *p.counts, *slots, groups, block_tokens, lanes, *p.part, p.of.first, p.of.order
+    divisors = divisor(lanes), divisor(sum(slots)), divisor(p.heads.length)
+    return launch, (*sizes, flags, *p.strides, *p.out, *divisors)
+
+
+def _block_tokens(threads: int, tokens: int, device: int) -> int:
+    """Return the tokens of a block that have so many threads each: several only if one leaves many lanes idle."""
+    if 6 * (-threads % 32) <= threads + -threads % 32:
+        return 1
+    limit = min(_TOKEN_THREADS // threads, max(1, tokens // (16 * device_info(device).sm_count)))
+    return min(range(1, limit + 1), key=lambda n: -(-n * threads // 32) / n)
 
 
 def _launch_of_groups(p: _Problem, lanes: int) -> tuple[Any, tuple[int, ...]]:

@@ -52,8 +52,9 @@ def copy_ring(
 
 
 def bulk_ring(
-    info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, in_flight: int, helped: float
-) -> BulkRing | None:
+    info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: int, max_threads: int, in_flight: int,
+    helped: float, per_thread: int = 0,
+) -> BulkRing | None:  # fmt: skip
     """Return how such a kernel is launched, or None if it cannot be: no TMA, or rows shorter than a warp.
 
     Args:
@@ -65,6 +66,7 @@ def bulk_ring(
         max_threads: Threads of a block, or fewer.
         in_flight: Bytes that a block asks for at a time.
         helped: Groups with fewer rows than this have a warp each that fetches for them, if there is room for these.
+        per_thread: Bytes of shared memory that each thread has after the rings.
     """
     threads = group_threads(-(-vectors // chunks), _ROW_THREADS)
     if "tma" not in info.target.features or threads < 32 or rows >= 2**30:
@@ -74,11 +76,12 @@ def bulk_ring(
     groups = max(1, min(max_groups, rows // info.sm_count))
     block = groups * threads
     stage_bytes = block * 16 * chunks * inputs
-    fits = (info.shared_per_block - _RESERVED - groups * _BARRIERS) // stage_bytes
+    others = groups * _BARRIERS + block * per_thread
+    fits = (info.shared_per_block - _RESERVED - others) // stage_bytes
     stages = min(max(2, -(-in_flight // stage_bytes)), _MAX_STAGES, fits)
     if stages < 2:
         return None
-    shared = stages * stage_bytes + groups * _BARRIERS
+    shared = stages * stage_bytes + others
     if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= max_threads:
         block += 32 * groups
     return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, groups, shared)

@@ -27,7 +27,7 @@ def test_every_layout(place: str, case: str) -> None:
 @at()
 def test_every_dtype(place: str, dtype: torch.dtype) -> None:
     cases = ("both", "odd", "weight_fp32", "residual", "residual_odd", "far_mean", "hidden_12288", "one_column")
-    cases += ("rows_of_1536", "hidden_4096")
+    cases += ("rows_of_1536", "hidden_4096", "hidden_10752", "hidden_16384")
     with running_on(place) as device:
         for case in cases:
             check(make(case, dtype, device))
@@ -180,4 +180,4 @@ def test_backward_plans_hold_together(rows: int) -> None:
 def test_bytes_in_flight() -> None:
     target = targets.parse("sm_90a")
     info = DeviceInfo("test", target, 132, shared_limit(target))
-    assert [plans._bulk_ring(info, rows, 512, 2).stages for rows in (1024, 2048, 8192)] == [2, 3, 2]
+    assert [plans._bulk_ring(info, rows, 512, 2, 2, 16).stages for rows in (1024, 2048, 8192)] == [2, 3, 2]

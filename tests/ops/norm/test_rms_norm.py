@@ -71,6 +71,10 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "many_wide_rows": lambda n: Inputs(n(66, 3080), n(3080)),
     "wide": lambda n: Inputs(n(5, 8192), n(8192)),
     "wider": lambda n: Inputs(n(2, 9216), n(9216)),
+    "four_vectors_a_thread": lambda n: Inputs(n(23, 10752), n(10752)),
+    "four_vectors_and_8_columns": lambda n: Inputs(n(13, 8200), n(8200).float(), offset=1.0),
+    "four_full_vectors": lambda n: Inputs(n(17, 16384), n(16384)),
+    "four_vectors_no_weight": lambda n: Inputs(n(9, 9000)),
     "widest": lambda n: Inputs(n(2, 20480), n(20480)),
     "wide_odd": lambda n: Inputs(n(2, 20001), n(20001)),
     "no_rows": lambda n: Inputs(n(0, 16), n(16)),
@@ -90,6 +94,8 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "dy_unaligned": lambda n: Inputs(n(6, 64), n(64), dy=_spaced(n, 6, 64, skip=3, pad=5)),
     "residual": lambda n: Inputs(n(5, 256), n(256), n(5, 256), offset=1.0),
     "residual_wide": lambda n: Inputs(n(3, 8192), n(8192), n(3, 8192)),
+    "residual_10752": lambda n: Inputs(n(23, 10752), n(10752), n(23, 10752)),
+    "residual_16384": lambda n: Inputs(n(9, 16384), n(16384).float(), n(9, 16384)),
     "residual_widest": lambda n: Inputs(n(2, 20480), n(20480), n(2, 20480)),
     "residual_odd": lambda n: Inputs(n(3, 77), n(77), n(3, 77)),
     "residual_strided": lambda n: Inputs(_spaced(n, 4, 64, pad=8), n(64), _spaced(n, 4, 64, every=2)),
@@ -170,7 +176,10 @@ def test_every_layout(place: str, case: str) -> None:
         check(make(case, torch.bfloat16, device))
 
 
-@pytest.mark.parametrize("case", ("short", "row", "odd", "wide", "wide_odd", "residual", "residual_wide"))
+@pytest.mark.parametrize(
+    "case",
+    ("short", "row", "odd", "wide", "wide_odd", "residual", "residual_wide", "four_full_vectors", "residual_10752"),
+)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=short)
 @at("cpu", "sm_90", "cuda")
 def test_every_dtype(place: str, dtype: torch.dtype, case: str) -> None:
@@ -339,7 +348,7 @@ def test_bench_rows_agree_with_torch() -> None:
 # ---- on the GPU -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ("row", "many_rows", "wide", "wide_odd", "residual"))
+@pytest.mark.parametrize("case", ("row", "many_rows", "wide", "wide_odd", "residual", "four_vectors_a_thread"))
 @at("sm_90", "cuda")
 def test_equal_bits_twice(place: str, case: str) -> None:
     with running_on(place) as device:

@@ -68,6 +68,10 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "ring": lambda n: Inputs(n(9, 16640)),
     "ring_full": lambda n: Inputs(n(5, 32768)),
     "long": lambda n: Inputs(n(2, 40960)),
+    "few_rows": lambda n: Inputs(n(4, 1032)),
+    "few_rows_of_two_blocks": lambda n: Inputs(n(2, 10752)),
+    "few_rows_of_four_blocks": lambda n: Inputs(n(1, 32776)),
+    "few_rows_long": lambda n: Inputs(n(3, 151936)),
     "many_short_rows": lambda n: Inputs(n(530, 8)),
     "no_rows": lambda n: Inputs(n(0, 16)),
     "no_columns": lambda n: Inputs(n(4, 0)),
@@ -96,6 +100,8 @@ CASES: dict[str, Callable[[Normal], Inputs]] = {
     "lengths_wide": lambda n: _limited(n(6, 5000), 0, 5000, 4999, 1, 2500, 8),
     "lengths_ring": lambda n: _limited(n(6, 16640), 0, 16640, 16639, 1, 9000, 8),
     "lengths_long": lambda n: _limited(n(4, 33000), 0, 33000, 31111, 9),
+    "lengths_few_rows": lambda n: _limited(n(2, 16392), 16391, 9, scale=-0.5),
+    "lengths_few_rows_int32": lambda n: _limited(n(3, 4096), 0, 4096, 2047, dtype=torch.int32),
     "lengths_dim": lambda n: _limited(n(20, 4), 0, 20, 11, 3, dim=0),
     "lengths_strided": lambda n: Inputs(n(4, 24), _lengths(n(1), 3, 0, 24, 0, 9, 0, 5, 0)[::2]),
     "lengths_expanded": lambda n: Inputs(n(4, 24), _lengths(n(1), 5).expand(4)),
@@ -182,6 +188,7 @@ def test_every_dtype(place: str, function: str, dtype: torch.dtype) -> None:
         "padded_group",
         "ring",
         "long",
+        "few_rows_of_two_blocks",
         "scale_negative",
         "lengths",
         "lengths_odd",
@@ -193,7 +200,7 @@ def test_every_dtype(place: str, function: str, dtype: torch.dtype) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    for case in ("plain", "one_warp", "odd", "ring"):
+    for case in ("plain", "one_warp", "odd", "ring", "few_rows"):
         with running_on("sm_90") as device:
             check(make(case, torch.bfloat16, device), "softmax")
 
@@ -238,6 +245,8 @@ def test_special_values(place: str, function: str, cols: int) -> None:
             assert y[3, 0] == (0.0 if function == "log_softmax" else 1.0) and (y[3, 1:] == nothing).all()
             even = torch.full((2, cols), 1 / cols, dtype=torch.float64, device=device)
             assert_close(y[4:6], even.log() if function == "log_softmax" else even, c=2.0, what="equal scores")
+            alone = torch.cat([FUNCTIONS[function](row) for row in x.split(1)])  # one row has another kernel
+            torch.testing.assert_close(alone, y, equal_nan=True)
 
 
 def test_rows_without_scores_have_no_gradient() -> None:
@@ -403,7 +412,9 @@ def test_bench_rows_agree_with_torch() -> None:
 # ---- on the GPU -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ("plain", "odd", "several_warps", "lengths_ring", "long", "many_short_rows"))
+@pytest.mark.parametrize(
+    "case", ("plain", "odd", "several_warps", "lengths_ring", "long", "many_short_rows", "few_rows_of_two_blocks")
+)
 @at("sm_90", "cuda")
 def test_equal_bits_twice(place: str, case: str) -> None:
     with running_on(place) as device:

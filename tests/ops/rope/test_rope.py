@@ -23,7 +23,8 @@ def test_every_case(place: str, case: str) -> None:
 @at()
 def test_every_dtype(place: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
-        for case in ("q_and_k", "full_interleaved", "narrow_tables", "half", "odd_interleaved", "sections", "zigzag"):
+        for case in ("q_and_k", "full_interleaved", "narrow_tables", "half", "odd_interleaved", "sections", "zigzag",
+                     "split_chunks", "split_narrow", "split_in_a_chunk", "across_warps"):  # fmt: skip
             check(CASES[case](Maker(case, dtype, device)))
 
 
@@ -51,7 +52,7 @@ def test_position_outside_the_table_gives_nan(place: str) -> None:
 @at("cpu", "sm_90", "cuda")
 def test_elements_beside_the_rotary_part_keep_their_bits(place: str) -> None:
     with running_on(place) as device:
-        for dim, rotary in ((64, 32), (15, 8)):
+        for dim, rotary in ((64, 32), (15, 8), (88, 40), (80, 24)):
             m = Maker("beside", torch.bfloat16, device)
             x = m.normal(2, 3, 2, dim)
             x[..., rotary] = torch.nan
@@ -65,7 +66,8 @@ def test_elements_beside_the_rotary_part_keep_their_bits(place: str) -> None:
 
 
 @pytest.mark.parametrize("case", ("plain", "q_and_k", "half_interleaved", "odd_sizes", "strided", "unaligned",
-                                  "last_strided", "transposed", "sequences", "sections", "no_tokens"))  # fmt: skip
+                                  "last_strided", "transposed", "sequences", "sections", "no_tokens", "split_chunks",
+                                  "split_fraction", "split_in_a_chunk", "across_warps"))  # fmt: skip
 @at()
 def test_in_place(place: str, case: str) -> None:
     with running_on(place) as device:
@@ -78,6 +80,17 @@ def test_in_place(place: str, case: str) -> None:
             expected, got = (expected,), (got,)
         for wanted, y, t in zip(expected, got, (x, k), strict=False):
             assert y is t
+            assert_same_bits(y, wanted)
+
+
+@at("sm_90", "cuda")
+def test_in_place_of_more_heads_than_a_block_has(place: str) -> None:
+    """The last block of a token has a group without heads of its own, which must not rotate those of another one."""
+    with running_on(place) as device:
+        m = Maker("blocks", torch.bfloat16, device)
+        x, k, tables = m.normal(1, 2, 88, 128), m.normal(1, 2, 16, 128), m.angles(2, 64)
+        expected = rope(x, **tables, k=k)
+        for y, wanted in zip(rope(x, **tables, k=k, in_place=True), expected, strict=True):
             assert_same_bits(y, wanted)
 
 
