@@ -185,26 +185,55 @@ RTK_DEVICE void finish_numbers(const u32 (&raw)[N], const ResultPlace& place, co
     }
 }
 
-// Threads of a warpgroup finish a box of fp32 numbers [64, 32] with first column n.
+// The number of a lane's column in a row of a box [64, 32].
+RTK_DEVICE u32 box_number(const u8* box, int row, int lane) {
+    return *reinterpret_cast<const u32*>(box + row * 128 + ((lane / 4 ^ (row & 7)) << 4) + lane % 4 * 4);
+}
+
+// Every fourth row of a box of finished numbers, from `row` on, to memory in any alignment: a lane has a column.
+template <typename T>
+RTK_DEVICE void store_rows(const u8* box, T* to, i64 pitch, int row, int rows, int lane) {
+#pragma unroll 4
+    for (; row < rows; row += 4) {
+        const float v[1] = {__uint_as_float(box_number(box, row, lane))};
+        store<T, 1>(to + row * pitch, v);
+    }
+}
+
+// Threads of a warpgroup finish a box of fp32 numbers [64, 32] with first column n. Where rows are aligned, a thread has
+// four neighbours; otherwise a warp has a row, so that its stores are neighbours.
 RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
-    const Activation activate(place.flags.act());
+    const EpilogueFlags flags = place.flags;
+    const Activation activate(flags.act());
+    const int thread = static_cast<int>(threadIdx.x) % 128, rows = min(part.rows, 64);
+    if (flags.aligned() && place.columns - n >= 32) {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) % 128; i < 64 * 8; i += 128) {
-        const int row = i / 8, vector = i % 8, exist = min(place.columns - n - 4 * vector, 4);
-        if (row >= part.rows || exist <= 0) continue;
-        const u8* from = box + row * 128 + ((vector ^ (row & 7)) << 4);
-        const i64 m = part.row + row, column = n + 4 * vector;
-        const i64 at = part.group * place.group_pitch + m * place.pitch + column, added_at = m * place.add_pitch + column;
-        if (place.flags.aligned() && exist == 4) {
-            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(from));
-            finish_numbers<4>(raw.w, place, activate, at, added_at);
-        } else {
-#pragma unroll 1
-            for (int c = 0; c < exist; ++c) {
-                const u32 one[1] = {*reinterpret_cast<const u32*>(from + 4 * c)};
-                finish_numbers<1>(one, place, activate, at + c, added_at + c);
-            }
+        for (int i = thread; i < rows * 8; i += 128) {
+            const int row = i / 8, vector = i % 8;
+            const i64 m = part.row + row, column = n + 4 * vector;
+            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4)));
+            finish_numbers<4>(raw.w, place, activate, part.group * place.group_pitch + m * place.pitch + column,
+                              m * place.add_pitch + column);
         }
+        return;
+    }
+    const int lane = thread % kWarp, warp = thread / kWarp;
+    if (lane >= place.columns - n) return;
+    const i64 first = part.group * place.group_pitch + part.row * place.pitch + n + lane;
+    if (place.add == nullptr && flags.act() == kNoAct && !flags.accumulate()) {
+        if (flags.out() == kBf16) {
+            store_rows(box, static_cast<bf16*>(place.out) + first, place.pitch, warp, rows, lane);
+        } else if (flags.out() == kFp16) {
+            store_rows(box, static_cast<fp16*>(place.out) + first, place.pitch, warp, rows, lane);
+        } else {  // the bits of an int32 result pass through unchanged
+            store_rows(box, static_cast<float*>(place.out) + first, place.pitch, warp, rows, lane);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = warp; row < rows; row += 4) {
+        const u32 one[1] = {box_number(box, row, lane)};
+        finish_numbers<1>(one, place, activate, first + row * place.pitch, (part.row + row) * place.add_pitch + n + lane);
     }
 }
 

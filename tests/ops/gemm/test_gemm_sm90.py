@@ -80,6 +80,14 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
     "int8_rows": (140, 136, 160, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": BROAD}),
     "int8_sums": (70, 66, 160, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL}),
+    # Rows of results that TMA cannot store, in every type.
+    "bf16_odd_columns": (131, 323, 72, {"tile": BROAD}),
+    "fp16_odd_columns": (70, 67, 72, {"a": "fp16", "out": "fp16", "narrow": 2, "tile": ONE}),
+    "fp32_odd_columns": (131, 131, 72, {"out": "fp32", "bias": "bf16", "tile": SMALL}),
+    "int8_odd_columns": (70, 67, 160, {"a": "int8", "out": "int32", "tile": SMALL}),
+    "1d2d_odd_columns": (131, 131, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": SMALL}),
+    "odd_columns_accumulated": (70, 67, 72, {"add": "fp32", "accumulate": True, "narrow": 2, "tile": SMALL}),
+    "aligned_rows_odd_columns": (70, 67, 72, {"act": "relu", "narrow": 1, "tile": SMALL}),
     "gated": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": BROAD}),
     "gated_odd": (70, 131, 72, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": BROAD}),
     "gated_1d2d_quantized": (
