@@ -90,7 +90,8 @@ def choose(
 ) -> Tile:
     """Return the tile for a product: a large one, unless it leaves SMs without work.
 
-    ``m`` is the number of rows of one group, or what is known of it; ``tiles`` are those that can compute it (default: all).
+    ``m`` is the number of rows of one group, or what is known of it; ``tiles`` are those that can compute the product
+    (default: all).
     """
     if finish != PLAIN:
         return LARGE
