@@ -185,28 +185,75 @@ RTK_DEVICE void finish_numbers(const u32 (&raw)[N], const ResultPlace& place, co
     }
 }
 
-// Threads of a warpgroup finish a box of fp32 numbers [64, 32] with first column n.
-RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
-    const Activation activate(place.flags.act());
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) % 128; i < 64 * 8; i += 128) {
-        const int row = i / 8, vector = i % 8, exist = min(place.columns - n - 4 * vector, 4);
-        if (row >= part.rows || exist <= 0) continue;
-        const u8* from = box + row * 128 + ((vector ^ (row & 7)) << 4);
-        const i64 m = part.row + row, column = n + 4 * vector;
-        const i64 at = part.group * place.group_pitch + m * place.pitch + column, added_at = m * place.add_pitch + column;
-        if (place.flags.aligned() && exist == 4) {
-            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(from));
-            finish_numbers<4>(raw.w, place, activate, at, added_at);
-        } else {
-#pragma unroll 1
-            for (int c = 0; c < exist; ++c) {
-                const u32 one[1] = {*reinterpret_cast<const u32*>(from + 4 * c)};
-                finish_numbers<1>(one, place, activate, at + c, added_at + c);
-            }
-        }
+// The number of a lane's column in a row of a box [64, 32].
+RTK_DEVICE u32 box_number(const u8* box, int row, int lane) {
+    return *reinterpret_cast<const u32*>(box + row * 128 + ((lane / 4 ^ (row & 7)) << 4) + lane % 4 * 4);
+}
+
+// Every fourth row of a box of finished numbers, from `row` on, to memory in any alignment: a lane has a column.
+template <typename T>
+RTK_DEVICE void store_rows(const u8* box, T* to, i64 pitch, int row, int rows, int lane) {
+#pragma unroll 4
+    for (; row < rows; row += 4) {
+        const float v[1] = {__uint_as_float(box_number(box, row, lane))};
+        store<T, 1>(to + row * pitch, v);
     }
 }
+
+// Threads of a warpgroup finish a box of fp32 numbers [64, 32] with first column n. Where rows are aligned, a thread has
+// four neighbours; otherwise a warp has a row, so that its stores are neighbours.
+RTK_DEVICE void finish_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
+    const EpilogueFlags flags = place.flags;
+    const Activation activate(flags.act());
+    const int thread = static_cast<int>(threadIdx.x) % 128, rows = min(part.rows, 64);
+    if (flags.aligned() && place.columns - n >= 32) {
+#pragma unroll 1
+        for (int i = thread; i < rows * 8; i += 128) {
+            const int row = i / 8, vector = i % 8;
+            const i64 m = part.row + row, column = n + 4 * vector;
+            const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4)));
+            finish_numbers<4>(raw.w, place, activate, part.group * place.group_pitch + m * place.pitch + column,
+                              m * place.add_pitch + column);
+        }
+        return;
+    }
+    const int lane = thread % kWarp, warp = thread / kWarp;
+    if (lane >= place.columns - n) return;
+    const i64 first = part.group * place.group_pitch + part.row * place.pitch + n + lane;
+    if (place.add == nullptr && flags.act() == kNoAct && !flags.accumulate()) {
+        if (flags.out() == kBf16) {
+            store_rows(box, static_cast<bf16*>(place.out) + first, place.pitch, warp, rows, lane);
+        } else if (flags.out() == kFp16) {
+            store_rows(box, static_cast<fp16*>(place.out) + first, place.pitch, warp, rows, lane);
+        } else {  // the bits of an int32 result pass through unchanged
+            store_rows(box, static_cast<float*>(place.out) + first, place.pitch, warp, rows, lane);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = warp; row < rows; row += 4) {
+        const u32 one[1] = {box_number(box, row, lane)};
+        finish_numbers<1>(one, place, activate, first + row * place.pitch, (part.row + row) * place.add_pitch + n + lane);
+    }
+}
+
+// The first 32 columns of a box of 16-bit results, which begin at column n; rows are aligned as TMA needs them.
+RTK_DEVICE void store_half_box(const u8* box, const ResultPlace& place, const ResultPart& part, i32 n) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) % 128; i < min(part.rows, 64) * 4; i += 128) {
+        const int row = i / 4, vector = i % 4;
+        const i64 column = n + 8 * vector;
+        if (column >= place.columns) continue;
+        const i64 at = part.group * place.group_pitch + (part.row + row) * place.pitch + column;
+        ptx::st<16>(static_cast<u8*>(place.out) + 2 * at,
+                    ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4))));
+    }
+}
+
+template <int N>
+struct BoxEights {  // columns of a box, by the eight
+    enum : int { value = N };
+};
 
 RTK_DEVICE float as_float(float sum) { return sum; }
 RTK_DEVICE float as_float(i32 bits) { return __uint_as_float(static_cast<u32>(bits)); }
@@ -271,19 +318,20 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
     // Rows of the matrices that this lane passes to stmatrix: those at columns 8j, those 8 rows below, then both at 8
     // (j + 1).
     const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
-    auto two_bytes = [&](ptx::SharedAddress box, int w, int first) {
-        float2 v[8][2];
+    auto two_bytes = [&](ptx::SharedAddress box, int w, int first, auto eights) {
+        constexpr int kEights = decltype(eights)::value;
+        float2 v[kEights][2];
         finished(w, first, v);
-        u32 packed[8][2];
+        u32 packed[kEights][2];
         if (flags.out() == kBf16) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_bf16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+            for (int i = 0; i < 2 * kEights; ++i) packed[i / 2][i % 2] = ptx::cvt_bf16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
         } else {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) packed[i / 2][i % 2] = ptx::cvt_f16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
+            for (int i = 0; i < 2 * kEights; ++i) packed[i / 2][i % 2] = ptx::cvt_f16x2(v[i / 2][i % 2].x, v[i / 2][i % 2].y);
         }
 #pragma unroll
-        for (int j = 0; j < 8; j += 2)
+        for (int j = 0; j < kEights; j += 2)
             ptx::stmatrix_x4(box + named_row * 128 + (((j + named_column) ^ (lane & 7)) << 4), packed[j][0], packed[j][1],
                              packed[j + 1][0], packed[j + 1][1]);
     };
@@ -299,7 +347,10 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                                  Raw<8>{{__float_as_uint(v[j][r].x), __float_as_uint(v[j][r].y)}});
             }
     };
-    constexpr int kNarrowBatch = SLOTS < COLS / 64 ? SLOTS : COLS / 64, kBatch = SLOTS < COLS / 32 ? SLOTS : COLS / 32;
+    // TMA stores boxes of 64 16-bit columns; if the last one has 32, threads do.
+    constexpr bool kHalfBox = COLS % 64 != 0;
+    constexpr int kNarrowBoxes = (COLS + 63) / 64;
+    constexpr int kNarrowBatch = SLOTS < kNarrowBoxes ? SLOTS : kNarrowBoxes, kBatch = SLOTS < COLS / 32 ? SLOTS : COLS / 32;
 #pragma unroll 1
     for (int wave = 0; wave < WAVES; ++wave) {
         const ResultPart part = part_of(wave);
@@ -321,7 +372,12 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
 #pragma unroll
                     for (int i = 0; i < COLS / 64; ++i)
                         if (w == wave && i / kNarrowBatch * 64 * kNarrowBatch == column)
-                            two_bytes(to + i % kNarrowBatch * BoxRing<SLOTS>::kBytes, w, 8 * i);
+                            two_bytes(to + i % kNarrowBatch * BoxRing<SLOTS>::kBytes, w, 8 * i, BoxEights<8>());
+                    if constexpr (kHalfBox) {
+                        constexpr int kLast = COLS / 64;
+                        if (w == wave && kLast / kNarrowBatch * 64 * kNarrowBatch == column)
+                            two_bytes(to + kLast % kNarrowBatch * BoxRing<SLOTS>::kBytes, w, 8 * kLast, BoxEights<4>());
+                    }
                 } else {
 #pragma unroll
                     for (int i = 0; i < COLS / 32; ++i)
@@ -329,10 +385,15 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                             four_bytes(to + i % kBatch * BoxRing<SLOTS>::kBytes, w, 4 * i);
                 }
             }
-            const int boxes = min(step, place.columns - part.n - column + box_columns - 1) / box_columns;
+            int boxes = min(step, place.columns - part.n - column + box_columns - 1) / box_columns;
+            if constexpr (kHalfBox) boxes = min(boxes, (COLS - column) / box_columns);
             if (part.engine) {
                 ring.send(place.map, first_box, boxes, box_columns, part.n + column, part.row, part.group,
                           flags.copy_engine_adds());
+                if constexpr (kHalfBox) {
+                    if (narrow && column + step > COLS - 32)
+                        store_half_box(first_box + (COLS - column) / 64 * BoxRing<SLOTS>::kBytes, place, part, part.n + COLS - 32);
+                }
             } else {
                 ptx::named_barrier_sync(ring.barrier, 128);
 #pragma unroll 1

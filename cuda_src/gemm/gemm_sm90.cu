@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
-    constexpr int kHalves = COLS > 128 ? COLS / 128 : 1, kUnitCols = COLS / kHalves;
+    constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
     // Weight gradients have few tiles and a long k, so several blocks may share it.
     constexpr bool kSplits =

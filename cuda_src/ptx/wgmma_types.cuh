@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup for all types of operands, both in shared memory, with 64, 128 or 256 columns; sm_90a
-// only. Accumulators have the layout of ptx/wgmma.cuh, whose fence, commit and wait go with these.
+// Matrix products of a warpgroup for all types of operands, both in shared memory, with the numbers of columns below;
+// sm_90a only. Accumulators have the layout of ptx/wgmma.cuh, whose fence, commit and wait go with these.
 //
 // An instruction takes 32 bytes of k: 16 of 16-bit elements, 32 of 8-bit ones. 16-bit operands may be transposed, with
 // rows of m or n (gemm/operand.cuh has the descriptors). fp8 accumulation keeps about 14 bits; integer accumulation is
@@ -22,8 +22,15 @@ namespace rtk::ptx {
     constraint(d[i + 4]), constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7]), \
     constraint(d[i + 8]), constraint(d[i + 9]), constraint(d[i + 10]), constraint(d[i + 11]), \
     constraint(d[i + 12]), constraint(d[i + 13]), constraint(d[i + 14]), constraint(d[i + 15])
+#define RTK_WGMMA_NAMES_TO_56 RTK_WGMMA_NAMES_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define RTK_WGMMA_REGISTERS_8(c, i) \
+    c(d[i + 0]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_REGISTERS_16(c, 0), RTK_WGMMA_REGISTERS_16(c, 16)
+#define RTK_WGMMA_REGISTERS_48(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32)
+#define RTK_WGMMA_REGISTERS_56(c) RTK_WGMMA_REGISTERS_48(c), RTK_WGMMA_REGISTERS_8(c, 48)
 #define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32), RTK_WGMMA_REGISTERS_16(c, 48)
+#define RTK_WGMMA_REGISTERS_96(c) RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80)
+#define RTK_WGMMA_REGISTERS_112(c) RTK_WGMMA_REGISTERS_96(c), RTK_WGMMA_REGISTERS_16(c, 96)
 #define RTK_WGMMA_REGISTERS_128(c)                                                                \
     RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80),      \
         RTK_WGMMA_REGISTERS_16(c, 96), RTK_WGMMA_REGISTERS_16(c, 112)
@@ -84,7 +91,11 @@ namespace rtk::ptx {
         RTK_WGMMA_INTEGER_PAIR(n, sums, u8, u8, __VA_ARGS__)                               \
     }
 RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
+RTK_WGMMA_TYPED_OF("96", 48, "48", "49", "50")
+RTK_WGMMA_TYPED_OF("112", 56, "56", "57", "58")
 RTK_WGMMA_TYPED_OF("128", 64, "64", "65", "66")
+RTK_WGMMA_TYPED_OF("192", 96, "96", "97", "98")
+RTK_WGMMA_TYPED_OF("224", 112, "112", "113", "114")
 RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
 
 // The same with a in registers, fp8 and 128 columns only: a[0 .. 3] are rows g and g + 8 at bytes 4t, then both at 16 + 4t, of
@@ -113,8 +124,14 @@ RTK_DEVICE void wgmma_left(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
 #undef RTK_WGMMA_16_BITS
 #undef RTK_WGMMA_TYPED
 #undef RTK_WGMMA_REGISTERS_128
+#undef RTK_WGMMA_REGISTERS_112
+#undef RTK_WGMMA_REGISTERS_96
 #undef RTK_WGMMA_REGISTERS_64
+#undef RTK_WGMMA_REGISTERS_56
+#undef RTK_WGMMA_REGISTERS_48
 #undef RTK_WGMMA_REGISTERS_32
 #undef RTK_WGMMA_REGISTERS_16
+#undef RTK_WGMMA_REGISTERS_8
+#undef RTK_WGMMA_NAMES_TO_56
 
 }  // namespace rtk::ptx

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm import cluster_plan, mma_plan, skinny_plan, sm90_plan, unpack_plan
+from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
 from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.launch.device import DeviceInfo
+from rtkernels.runtime.operator.plan import Steps
 
 _SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
 _LATENCY_ROWS = 32  # rows up to which a product of few weights is a matter of latency
@@ -21,7 +22,20 @@ def _is_latency(product: Product, info: DeviceInfo) -> bool:
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
     order = ("skinny", "sm90", "unpack", "mma") if product.m <= _SKINNY_FIRST else ("sm90", "skinny", "unpack", "mma")
-    return ("cluster", *order) if _is_latency(product, info) else order
+    order = ("cluster", *order) if _is_latency(product, info) else order
+    return ("pad", *order) if pad_plan.is_worthwhile(product) else order
+
+
+def _pad_unsupported(product: Product, info: DeviceInfo) -> str | None:
+    return pad_plan.unsupported(product, info, PRODUCTS)
+
+
+def _pad_steps(product: Product, device: int) -> Steps:
+    return pad_plan.steps(product, device, PRODUCTS)
+
+
+def _pad_summary(product: Product, info: DeviceInfo) -> str:
+    return pad_plan.summary(product, info, PRODUCTS)
 
 
 PRODUCTS: Backends[Product] = Backends(
@@ -29,6 +43,7 @@ PRODUCTS: Backends[Product] = Backends(
     (
         Backend.of("sm90", sm90_plan), Backend.of("skinny", skinny_plan), Backend.of("unpack", unpack_plan),
         Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan),
+        Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
     order=_order, automatic=("auto", "rtkernels"), others=("torch",),
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),

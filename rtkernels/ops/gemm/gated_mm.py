@@ -62,7 +62,7 @@ def gated_mm(
         global_scale: One float32 factor of the sums, or two: for the gate and for up.
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad" or "mma".
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 

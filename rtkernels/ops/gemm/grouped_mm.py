@@ -99,7 +99,7 @@ def grouped_mm(
         acc: As for scaled_mm.
         packed: As for scaled_mm.
         b_layout: "nk" or "kn" states the layout of b's matrices, regardless of their strides.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad" or "mma".
 
     Returns:
         ``[rows, n]``, contiguous, or `out`.
@@ -190,7 +190,7 @@ def grouped_wgrad(
         out_dtype: Dtype of a new result.
         recipe: As for scaled_mm.
         acc: As for scaled_mm.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack" or "mma".
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad" or "mma".
 
     Returns:
         `out`, or a new tensor.

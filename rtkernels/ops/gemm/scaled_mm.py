@@ -182,8 +182,9 @@ def scaled_mm(
             of quantize_fp8.
         b_layout: "nk" or "kn" states the layout of b regardless of its strides; floating-point operands may have unit
             stride along n.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "mma", or "torch" for torch.mm,
-            torch._scaled_mm or torch._int_mm if they support the call. ``rtkernels.explain`` shows what "auto" selects.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad", "mma", or "torch" for
+            torch.mm, torch._scaled_mm or torch._int_mm if they support the call. ``rtkernels.explain`` shows what
+            "auto" selects.
 
     Returns:
         ``[..., m, n]``, contiguous, or `out`; with `quant_out` ``(codes, scales)``.

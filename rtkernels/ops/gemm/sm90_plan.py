@@ -13,6 +13,7 @@ import torch
 from rtkernels.ops.gemm.mma_kernels import spans_of_rows
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
 from rtkernels.ops.gemm.tile_choice import (
+    BETWEEN,
     COLUMN_SCALES,
     GATED,
     LARGE,
@@ -53,6 +54,8 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
             if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
                 continue
             for tile in tiles if pair in _USUAL else (SMALL,):
+                if tile in BETWEEN and scales == ROW_SCALES and pair[0] not in FP8:
+                    continue
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
                 for finish in (QUANTIZED, GATED):
@@ -315,9 +318,11 @@ def _tile(p: Product, scales: int, sms: int) -> Tile:
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
         m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
-    tile = choose(m, n, p.k, scales, finish, sms, g is not None)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    return tile if (*types, *tile, scales, finish) in _BUILT else SMALL
+    tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
+    if g is not None or (scales == ROW_SCALES and _in_loop(p.scale_b, p.k)):  # a scale covers 128 columns of a tile
+        tiles = [tile for tile in tiles if tile not in BETWEEN]
+    return choose(m, n, p.k, scales, finish, sms, g is not None, tiles)
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:

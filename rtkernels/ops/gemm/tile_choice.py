@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 BOX = 64 * 128  # bytes of a box of results in shared memory
@@ -43,12 +44,21 @@ class Tile(NamedTuple):
 
 
 LARGE = Tile(2, 1, 256, 3, 4)
+COLS_224 = Tile(2, 1, 224, 3, 4)
+COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
-    ROW_SCALES: (LARGE, SMALL, ONE_WARPGROUP),
+    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
+    ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
+}
+BETWEEN = (COLS_224, COLS_192)  # for dense results of which others would leave many SMs without work in the last round
+# Times of a tile's element, relative to those of the large tile.
+_SLOWER = {
+    NO_SCALES: {LARGE: 1.0, COLS_224: 1.03, COLS_192: 1.06, SMALL: 1.12, ONE_WARPGROUP: 1.5},
+    ROW_SCALES: {LARGE: 1.0, COLS_224: 1.06, COLS_192: 1.09, SMALL: 1.12, ONE_WARPGROUP: 1.5},
+    COLUMN_SCALES: {LARGE: 1.0, SMALL: 1.12},
 }
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
 
@@ -75,19 +85,22 @@ def shares_tiles(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> b
     return _shared_waves(tile, m, n, k, scales, sms) is not None
 
 
-def choose(m: int, n: int, k: int, scales: int, finish: int, sms: int, groups: bool = False) -> Tile:
+def choose(
+    m: int, n: int, k: int, scales: int, finish: int, sms: int, groups: bool = False, tiles: Sequence[Tile] = ()
+) -> Tile:
     """Return the tile for a product: a large one, unless it leaves SMs without work.
 
-    ``m`` is the number of rows of one group, or what is known of it.
+    ``m`` is the number of rows of one group, or what is known of it; ``tiles`` are those that can compute the product
+    (default: all).
     """
     if finish != PLAIN:
         return LARGE
 
     def cost(tile: Tile) -> float:
-        """Work of the busiest SM, and how much slower a small tile is than a large one."""
+        """Work of the busiest SM, and how much slower another tile is than a large one."""
         waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, sms)
         if waves is None:
             waves = -(-tile_count(tile, m, n) // sms)
-        return waves * tile.rows * tile.cols * {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}[tile]
+        return waves * tile.rows * tile.cols * _SLOWER[scales][tile]
 
-    return min(TILES[scales], key=cost)
+    return min(tiles or TILES[scales], key=cost)

@@ -17,6 +17,7 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
+COLS_224, COLS_192 = tile_choice.COLS_224, tile_choice.COLS_192
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
 # m, n, k and what differs from a plain product of bf16.
@@ -80,6 +81,25 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
     "int8_rows": (140, 136, 160, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": BROAD}),
     "int8_sums": (70, 66, 160, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL}),
+    # Rows of results that TMA cannot store, in every type.
+    "bf16_odd_columns": (131, 323, 72, {"tile": BROAD}),
+    "fp16_odd_columns": (70, 67, 72, {"a": "fp16", "out": "fp16", "narrow": 2, "tile": ONE}),
+    "fp32_odd_columns": (131, 131, 72, {"out": "fp32", "bias": "bf16", "tile": SMALL}),
+    "int8_odd_columns": (70, 67, 160, {"a": "int8", "out": "int32", "tile": SMALL}),
+    "1d2d_odd_columns": (131, 131, 272, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": SMALL}),
+    "odd_columns_accumulated": (70, 67, 72, {"add": "fp32", "accumulate": True, "narrow": 2, "tile": SMALL}),
+    "aligned_rows_odd_columns": (70, 67, 72, {"act": "relu", "narrow": 1, "tile": SMALL}),
+    # The last box of 224 columns has 32 of 16 bits; in the second case it is cut, in the third one it is empty.
+    "bf16_224": (131, 448, 72, {"bias": "bf16", "tile": COLS_224}),
+    "fp16_224_cut": (70, 440, 72, {"a": "fp16", "out": "fp16", "narrow": 8, "tile": COLS_224}),
+    "bf16_224_empty": (70, 416, 72, {"tile": COLS_224}),
+    "bf16_224_odd": (70, 227, 72, {"act": "relu", "tile": COLS_224}),
+    "fp8_224_promoted": (131, 232, 300, {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "tile": COLS_224}),
+    "fp8_224_fast": (70, 232, 160, {"a": "e4m3", "sums": "fast", "out": "fp32", "tile": COLS_224}),
+    "int8_224": (70, 232, 160, {"a": "int8", "out": "int32", "tile": COLS_224}),
+    "bf16_192": (131, 200, 72, {"tile": COLS_192}),
+    "fp8_192_promoted": (70, 200, 300, {"a": "e4m3", "scale_a": ROW, "scale_b": TENSOR, "tile": COLS_192}),
+    "int8_192_added": (70, 392, 160, {"a": "int8", "out": "fp32", "accumulate": True, "tile": COLS_192}),
     "gated": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": BROAD}),
     "gated_odd": (70, 131, 72, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": BROAD}),
     "gated_1d2d_quantized": (
@@ -246,9 +266,25 @@ def test_what_is_unsupported() -> None:
 
 def test_tiles_fit_in_shared_memory() -> None:
     variants = sm90_plan.GEMM.variants(targets.parse("sm_90a"))
-    assert len(variants) == len(set(variants)) <= 60
+    assert len(variants) == len(set(variants)) <= 66
     for variant in variants:
         assert Tile(*variant[4:9]).shared(variant[9], tile_choice.MAX_GROUPS) + 128 <= 227 * 1024
+
+
+def test_tiles_between_fill_the_last_round() -> None:
+    bf16, e4m3, out = Matrix("bf16", 1344), Matrix("e4m3", 1344), Matrix("bf16", 2624)
+    product = Product(5003, 2624, 1344, bf16, bf16, out)
+    rows, blocks = Scales(1, 0, 1), {"scale_a": Scales(1, 128, 1, 5004), "scale_b": Scales(128, 128, 11, 1)}
+
+    def tile(sms: int = 132, **changed: Any) -> Tile:
+        p = product._replace(**changed)
+        return sm90_plan._tile(p, sm90_plan._loop_scales(p), sms)
+
+    assert tile() == COLS_224 and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
+    assert tile(a=e4m3, b=e4m3, **blocks) == SMALL  # a scale covers 128 columns
+    assert tile(b=bf16._replace(across=True)) in (SMALL, BROAD)  # not built
+    assert tile(groups=Groups("rows", 2)) in (SMALL, BROAD) and tile(gate="silu") == BROAD
+    assert tile(m=4096, n=4096) == BROAD and tile(m=128) == ONE
 
 
 def test_chosen_tiles_are_built() -> None:

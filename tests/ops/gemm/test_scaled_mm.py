@@ -45,6 +45,7 @@ def emulated_coverage() -> None:
             rtkernels.grouped_mm(a, stack, m_indices=labels)
             rtkernels.grouped_mm_masked(a.view(2, 36, 64), stack, masked_m=offs.clamp(max=36))
             rtkernels.grouped_wgrad(a[:, :32], a, offs=offs)
+            scaled_mm(a[:, 1:], b[:, 1:], backend="pad")
     with rtkernels.emulate("sm_90"):
         scaled_mm(a, codes("e4m3", 32, 64, seed=1).codes, None, torch.ones(32), recipe="row", backend="unpack")
 
