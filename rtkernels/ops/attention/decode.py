@@ -7,10 +7,10 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
-from rtkernels.ops.attention.attention import default_scale, window_sides
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_shared_heads, strides
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
