@@ -3,7 +3,8 @@
 //
 // One warp per token and head, two neighbouring elements per lane and step; grid: warps in x, keys and values in y.
 // Token l of sequence b goes to position lengths[b] + l, or to slots[b * length + l] (page * page size + offset;
-// negative: skip the token). Tokens that do not fit into the cache are skipped.
+// negative: skip the token). Tokens that do not fit into the cache are skipped. Neighbours of a head are `step` elements
+// apart in the cache.
 #include "attention/codes.cuh"
 #include "common/any_type.cuh"
 
@@ -11,10 +12,16 @@ namespace rtk {
 
 // Two values as elements or codes of the cache.
 template <typename T, int CODES>
-RTK_DEVICE void store_pair(u8* cache, i64 at, float first, float second, float inverse_scale) {
+RTK_DEVICE void store_pair(u8* cache, i64 at, i64 step, float first, float second, float inverse_scale) {
     if constexpr (CODES == kSameType) {
         const float values[2] = {first, second};
-        store<T, 2>(reinterpret_cast<T*>(cache) + at, values);
+        T* const to = reinterpret_cast<T*>(cache) + at;
+        if (step == 1) {
+            store<T, 2>(to, values);
+        } else {
+            store<T, 1>(to, reinterpret_cast<const float(&)[1]>(values[0]));
+            store<T, 1>(to + step, reinterpret_cast<const float(&)[1]>(values[1]));
+        }
     } else {
         Raw<2> raw;
         if constexpr (CODES == kCodesE4m3) {
@@ -25,7 +32,11 @@ RTK_DEVICE void store_pair(u8* cache, i64 at, float first, float second, float i
             const int b = min(max(__float2int_rn(second * inverse_scale), -127), 127);
             raw.w[0] = (static_cast<u32>(a) & 0xffu) | (static_cast<u32>(b) & 0xffu) << 8;
         }
-        ptx::st<2>(cache + at, raw);
+        if (step == 1) {
+            ptx::st<2>(cache + at, raw);
+        } else {
+            cache[at] = static_cast<u8>(raw.w[0]), cache[at + step] = static_cast<u8>(raw.w[0] >> 8);
+        }
     }
 }
 
@@ -35,8 +46,8 @@ __global__ void __launch_bounds__(256)
                     const i32* positions, const void* cosines, const void* sines, const float* k_scale, const float* v_scale,
                     i64 tokens, i64 length, i64 heads, i64 d_k, i64 d_v, i64 capacity, i64 page_size, i64 table_row,
                     i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 k_cache_page,
-                    i64 k_cache_row, i64 k_cache_head, i64 v_cache_page, i64 v_cache_row, i64 v_cache_head, i64 k_scale_head,
-                    i64 v_scale_head, i64 angles, i64 angle_row, i64 angle_type, i64 interleaved) {
+                    i64 k_cache_row, i64 k_cache_head, i64 k_cache_step, i64 v_cache_page, i64 v_cache_row,
+                    i64 v_cache_head, i64 v_cache_step, i64 k_scale_head, i64 v_scale_head, i64 angles, i64 angle_row, i64 angle_type, i64 interleaved) {
     const bool values = blockIdx.y == 1;
     const i64 warp = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     if (warp >= tokens * heads) return;
@@ -58,6 +69,7 @@ __global__ void __launch_bounds__(256)
     u8* const cache = values ? v_cache : k_cache;
     const i64 first = values ? page * v_cache_page + place * v_cache_row + head * v_cache_head
                              : page * k_cache_page + place * k_cache_row + head * k_cache_head;
+    const i64 step = values ? v_cache_step : k_cache_step;
     const float* const scale = values ? v_scale : k_scale;
     const float inverse = scale == nullptr ? 1.0f : 1.0f / scale[head * (values ? v_scale_head : k_scale_head)];
     const int width = static_cast<int>(values ? d_v : d_k);
@@ -83,7 +95,7 @@ __global__ void __launch_bounds__(256)
                 x[c] = lower[c] ? x[c] * cosine - y[c] * sine : x[c] * cosine + y[c] * sine;
             }
         }
-        store_pair<T, CODES>(cache, first + d, x[0], x[1], inverse);
+        store_pair<T, CODES>(cache, first + d * step, step, x[0], x[1], inverse);
     }
 }
 

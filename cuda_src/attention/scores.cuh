@@ -84,8 +84,8 @@ RTK_DEVICE void cap_scores(float (&s)[N][4], const ScoreRule& rule) {
     }
 }
 
-template <int N>
-RTK_DEVICE void mask_scores(float (&s)[N][4], const SeenKeys& seen, int i0, int j0, int lane) {
+template <int N, typename Keys>
+RTK_DEVICE void mask_scores(float (&s)[N][4], const Keys& seen, int i0, int j0, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = i0 + lane / 4 + 8 * r;

@@ -1,6 +1,7 @@
-"""The functions of FlagGems and vLLM between a router and its experts, by the same names and argument orders.
+"""Functions of FlagGems and vLLM by the same names and argument orders: experts of tokens, and writing a KV cache.
 
-They launch ``topk_router`` and ``moe_index``, do not synchronise and can be captured in a CUDA graph.
+They launch ``topk_router``, ``moe_index`` and ``append_kv_cache``, do not synchronise and can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.append_kv_cache import append_kv_cache
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 from rtkernels.ops.router.topk_router import topk_router
 
 _INDICES = (torch.int32, torch.int64, torch.uint32)
+_VALUES = (torch.bfloat16, torch.float16, torch.float32)
+_E4M3 = ("fp8", "fp8_e4m3", "fp8e4m3")
 
 
 def _check_dtype(name: str, tensor: Tensor, *wanted: torch.dtype) -> None:
@@ -154,3 +158,154 @@ def _aligned(
     first = torch.arange(0, blocks * block_size, block_size, dtype=torch.int32, device=ids.device)
     experts = torch.searchsorted(index.offsets[1:].contiguous(), first, right=True, out_int32=True)
     return torch.where(index.slots < 0, ids.numel(), index.slots), experts, index.offsets[-1:].clone()
+
+
+def _written(cache: Tensor, name: str, of: Tensor, kv_cache_dtype: str) -> Tensor:
+    """Return a cache with the dtype of its elements, which may be stored as bytes; raise an ArgumentError otherwise."""
+    if kv_cache_dtype == "auto":
+        _check_dtype(name, cache, of.dtype)
+        return cache
+    if kv_cache_dtype not in _E4M3:
+        names = ", ".join(map(repr, ("auto", *_E4M3)))
+        raise ArgumentError(f"kv_cache_dtype is {kv_cache_dtype!r}; expected one of {names}")
+    _check_dtype(name, cache, torch.uint8, torch.float8_e4m3fn)
+    return cache.view(torch.float8_e4m3fn)
+
+
+def _scales(kv_cache_dtype: str, **scales: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the scales of 8-bit codes; caches of the inputs' dtype have none, whatever is given."""
+    if kv_cache_dtype == "auto":
+        return (None,) * len(scales)
+    for name, scale in scales.items():
+        _check_dtype(name, scale, torch.float32)
+        if scale.numel() != 1:
+            raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; expected one number")
+    return tuple(scale.reshape(()) for scale in scales.values())
+
+
+def _slots(slot_mapping: Tensor, rows: int, name: str) -> Tensor:
+    _check_dtype("slot_mapping", slot_mapping, torch.int64, torch.int32)
+    if slot_mapping.dim() != 1 or slot_mapping.shape[0] > rows:
+        raise ArgumentError(
+            f"slot_mapping has shape {tuple(slot_mapping.shape)}; expected up to {rows}, rows of {name}"
+        )
+    return slot_mapping.to(torch.int32).unsqueeze(0)
+
+
+def _check_key_value(key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        _check_dtype(name, tensor, *_VALUES)
+        if tensor.dim() != 3:
+            raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}; expected [tokens, heads, width]")
+    _check_dtype("value", value, key.dtype)
+
+
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+    k_scale: Tensor, v_scale: Tensor,
+) -> None:  # fmt: skip
+    """Write keys and values of new tokens into a paged cache, as ``attention_varlen`` and ``attention_decode`` read it.
+
+    Args:
+        key: ``[tokens, heads, width]``, bfloat16, float16 or float32; more rows than `slot_mapping` has are padding.
+        value: Like `key`; the width may differ.
+        key_cache: ``[pages, page size, heads, width]``, overwritten; key's dtype, or uint8 or float8_e4m3fn for "fp8".
+        value_cache: The same for `value`, overwritten.
+        slot_mapping: ``[tokens]`` int64 or int32: ``page * page size + index in the page``, negative to skip a token.
+        kv_cache_dtype: "auto" for caches of key's dtype; "fp8", "fp8_e4m3" or "fp8e4m3" for e4m3 codes.
+        k_scale: One float32: keys are the codes times this. Not read for "auto".
+        v_scale: The same for values.
+    """
+    _check_key_value(key, value)
+    slots = _slots(slot_mapping, key.shape[0], "key")
+    rows, caches = slots.shape[1], []
+    for name, given, of in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
+        cache = _written(given, name, of, kv_cache_dtype)
+        if cache.dim() != 4 or tuple(cache.shape[2:]) != tuple(of.shape[1:]):
+            raise ArgumentError(
+                f"{name} has shape {tuple(cache.shape)}; expected (pages, page size, {of.shape[1]}, {of.shape[2]})"
+            )
+        caches.append(cache)
+    scales = _scales(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
+    append_kv_cache(
+        key[:rows].unsqueeze(0), value[:rows].unsqueeze(0), *caches, slots=slots, k_scale=scales[0], v_scale=scales[1]
+    )
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+    k_scale: Tensor, v_scale: Tensor,
+) -> None:  # fmt: skip
+    """Write keys and values of new tokens into a cache with keys in vectors of x elements and values transposed.
+
+    Arguments as for :func:`reshape_and_cache_flash`, except for the caches. Our attention does not read this layout.
+
+    Args:
+        key: ``[tokens, heads, width]``.
+        value: ``[tokens, heads, width]``.
+        key_cache: ``[pages, heads, width / x, page size, x]``, contiguous, overwritten; x elements are 16 bytes.
+        value_cache: ``[pages, heads, width, page size]``, contiguous, overwritten.
+        slot_mapping: ``[tokens]`` int64 or int32; negative for tokens to skip.
+        kv_cache_dtype: "auto" or "fp8".
+        k_scale: One float32.
+        v_scale: One float32.
+    """
+    _check_key_value(key, value)
+    _check_shape("value", value, tuple(key.shape))
+    slots = _slots(slot_mapping, key.shape[0], "key")
+    rows = slots.shape[1]
+    keys = _written(key_cache, "key_cache", key, kv_cache_dtype)
+    values = _written(value_cache, "value_cache", value, kv_cache_dtype)
+    scales = _scales(kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
+    heads, width = key.shape[1:]
+    x = 16 // keys.dtype.itemsize
+    if keys.dim() != 5 or width % x or tuple(keys.shape[i] for i in (1, 2, 4)) != (heads, width // x, x):
+        raise ArgumentError(
+            f"key_cache has shape {tuple(key_cache.shape)}; expected (pages, {heads}, {width} / {x}, page size, {x})"
+        )
+    pages, size = keys.shape[0], keys.shape[3]
+    _check_shape("value_cache", value_cache, (pages, heads, width, size))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if not cache.is_contiguous():
+            raise ArgumentError(f"{name} has strides {cache.stride()}; expected a contiguous cache")
+    # Vectors of x elements as heads: those of values have their elements a page apart.
+    vectors = heads * width // x
+    append_kv_cache(
+        key[:rows].reshape(1, rows, vectors, x), value[:rows].reshape(1, rows, vectors, x),
+        keys.view(pages, vectors, size, x).transpose(1, 2), values.view(pages, vectors, x, size).permute(0, 3, 1, 2),
+        slots=slots, k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    """Write latents and rotated keys of new tokens side by side into a paged cache, as ``mla_decode`` reads it.
+
+    Args:
+        kv_c: ``[tokens, latent]``, bfloat16, float16 or float32; more rows than `slot_mapping` has are padding.
+        k_pe: ``[tokens, rotated]``; DeepSeek has 512 and 64 columns.
+        kv_cache: ``[pages, page size, latent + rotated]``, overwritten; kv_c's dtype, or uint8 or float8_e4m3fn for
+            "fp8".
+        slot_mapping: ``[tokens]`` int64 or int32: ``page * page size + index in the page``, negative to skip a token.
+        kv_cache_dtype: "auto" for a cache of kv_c's dtype; "fp8", "fp8_e4m3" or "fp8e4m3" for e4m3 codes.
+        scale: One float32: elements are the codes times this. Not read for "auto".
+    """
+    for name, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
+        _check_dtype(name, tensor, *_VALUES)
+        if tensor.dim() != 2 or tensor.shape[0] != kv_c.shape[0]:
+            raise ArgumentError(
+                f"{name} has shape {tuple(tensor.shape)}; expected [tokens, columns], tokens as in kv_c"
+            )
+    _check_dtype("k_pe", k_pe, kv_c.dtype)
+    slots = _slots(slot_mapping, kv_c.shape[0], "kv_c")
+    cache = _written(kv_cache, "kv_cache", kv_c, kv_cache_dtype)
+    rows, (factor,) = slots.shape[1], _scales(kv_cache_dtype, scale=scale)
+    latent, rotated = kv_c.shape[1], k_pe.shape[1]
+    if cache.dim() != 3 or cache.shape[2] != latent + rotated:
+        raise ArgumentError(
+            f"kv_cache has shape {tuple(kv_cache.shape)}; expected (pages, page size, {latent + rotated})"
+        )
+    parts = cache.unsqueeze(2).split((latent, rotated), -1)
+    new = (t[:rows].unsqueeze(0).unsqueeze(2) for t in (kv_c, k_pe))
+    append_kv_cache(*new, *parts, slots=slots, k_scale=factor, v_scale=factor)

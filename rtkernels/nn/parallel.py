@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention.attention import BACKWARD, attention, default_scale, window_sides
+from rtkernels.ops.attention.attention import BACKWARD, attention
 from rtkernels.ops.attention.merge import merge_attention
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.moe.moe_index import moe_index
 from rtkernels.ops.moe.moe_permute import moe_permute, moe_unpermute
 from rtkernels.runtime.operator.autograd import once_differentiable

@@ -22,20 +22,26 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
+_MAX_WIDTH = 1024  # of a head; a latent of 512 is one head
+_DTYPES = (*HALVES, torch.float32)
 _KERNEL = Kernel(
     "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, tier="serve",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
     "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
-    "k_cache_head:i64 "
-    "v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 "
-    "angle_type:i64 interleaved:i64",
-    variants=[(t, codes) for t in ("bf16", "fp16") for codes in (0, 1, 2)],
+    "k_cache_head:i64 k_cache_step:i64 v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 v_cache_step:i64 "
+    "k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 angle_type:i64 interleaved:i64",
+    variants=[(t, codes) for t in ("bf16", "fp16", "fp32") for codes in (0, 1, 2)],
 )  # fmt: skip
 
 
 class _WrittenCache(Cache):
+    """A cache that is written: also one in which neighbouring elements of a head are apart."""
+
     written = True
+
+    def fits_kernel(self, meta: Meta) -> bool:
+        return super().fits_kernel(meta) or (meta.stride[-1] > 1 and min(meta.stride) >= 0)
 
 
 def _check(
@@ -51,7 +57,12 @@ def _check(
         raise ArgumentError("seqlens and slots are both given, or neither; expected one of them")
     given = lengths if lengths is not None else Meta(torch.int32, k.shape[:1], (1,), k.device, 0)
     check_cache(
-        k, k_cache, v_cache, given, page_table if slots is None else Meta(torch.int32, (k.shape[0], 1), (1, 1), 0, 0)
+        k,
+        k_cache,
+        v_cache,
+        given,
+        page_table if slots is None else Meta(torch.int32, (k.shape[0], 1), (1, 1), 0, 0),
+        widest=_MAX_WIDTH,
     )
     if v_cache.shape[-1] != v.shape[-1] or k_cache.shape[2] != k.shape[2]:
         raise ArgumentError(
@@ -90,6 +101,10 @@ def _capacity(k_cache: Meta, page_table: Meta | None, slots: Meta | None) -> int
     return k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1)
 
 
+def _step(cache: Meta) -> int:
+    return 1 if cache.shape[-1] == 1 else cache.stride[-1]
+
+
 def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, interleaved, device):
     tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
     if tokens * heads == 0:
@@ -100,7 +115,7 @@ def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, inte
     numbers = (
         *(tokens, k.shape[1], heads, k.shape[3], v.shape[3], _capacity(k_cache, page_table, slots), k_cache.shape[1]),
         *(page_table.shape[1] if page_table is not None else 0, *strides(k)[:3], *strides(v)[:3]),
-        *(*strides(k_cache)[:3], *strides(v_cache)[:3]),
+        *(*strides(k_cache)[:3], _step(k_cache), *strides(v_cache)[:3], _step(v_cache)),
         *(int(meta is not None and meta.numel() > 1) for meta in (k_scale, v_scale)),
         *((cos.shape[1], cos.shape[1], ANY_TYPE[DTYPE_TOKEN[cos.dtype]]) if cos is not None else (0, 0, 0)),
         int(interleaved),
@@ -171,7 +186,7 @@ def _reference(
 APPEND = Operator(
     "append_kv_cache",
     (
-        Heads("k", HALVES), Heads("v", HALVES), _WrittenCache("k_cache", None), _WrittenCache("v_cache", None),
+        Heads("k", _DTYPES), Heads("v", _DTYPES), _WrittenCache("k_cache", None), _WrittenCache("v_cache", None),
         Dense("lengths", None, optional=True), Dense("page_table", None, optional=True), Dense("slots", None,
         optional=True), Dense("positions", None, optional=True), Dense("cos", FLOAT_DTYPES, optional=True),
         Dense("sin", FLOAT_DTYPES, optional=True), Rows("k_scale", (torch.float32,), optional=True),
@@ -198,10 +213,12 @@ def append_kv_cache(
     ``RTKERNELS_DEBUG=1`` such tokens raise an error, and each call waits for the device. Not differentiable.
 
     Args:
-        k: bfloat16 or float16 [batch, tokens, heads, width], or [batch, heads, width] for one token each.
+        k: bfloat16, float16 or float32 [batch, tokens, heads, width], or [batch, heads, width] for one token each.
+            Width up to 1024.
         v: Like k; its heads may have a different width.
         k_cache: [pages, page size, heads, width] with a page_table or slots, else [batch, length, heads, width]; in k's
-            dtype, float8_e4m3fn or int8. Overwritten.
+            dtype, float8_e4m3fn or int8. Overwritten. Strides as for ``attention_decode``, or any strides if elements
+            of a head are not neighbours.
         v_cache: The same for v. Overwritten.
         seqlens: int32 [batch]: number of keys that each sequence already has; the new tokens follow them.
         page_table: int32 [batch, pages]: the pages of each sequence.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import backends, checks, reference
+from rtkernels.ops.attention import backends, checks, paged, reference
 from rtkernels.ops.attention.checks import (
     HALVES,
     LAYOUTS,
@@ -21,10 +20,11 @@ from rtkernels.ops.attention.checks import (
     result_strides,
     strides,
 )
+from rtkernels.ops.attention.options import check_softcap, default_scale, window_sides
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -61,23 +61,9 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-class _Destination(Heads):
-    """The argument for the output."""
-
-    written = True
-
-
 def _check_out(given: Forward, out: Meta) -> None:
     _check(given)
-    checks.check_same("out", tuple(out.shape), given.out_shape, "shape", of="q and v")
-    checks.check_same("out", out.dtype, given.q.dtype, "dtype", of="q")
-    if not Heads("out").fits(out):
-        raise ArgumentError(
-            f"out has strides {tuple(out.stride)}; expected neighbouring elements of a head, other strides and the "
-            f"address multiples of 16 bytes"
-        )
-    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride, strict=True)):
-        raise ArgumentError(f"out has strides {tuple(out.stride)}; expected memory of its own for every element")
+    checks.check_out(out, given.out_shape, given.q.dtype)
 
 
 def _plan_out(given: Forward, out: Meta, device: int) -> Steps:
@@ -95,7 +81,7 @@ def _out_outputs(given: Forward) -> tuple[Memory]:
 
 
 OUT = Operator(
-    "attention_fwd_out", (*_INPUTS, _Destination("out", HALVES, over="q")), options=_OPTIONS, results="lse",
+    "attention_fwd_out", (*_INPUTS, checks.Destination("out", HALVES, over="q")), options=_OPTIONS, results="lse",
     outputs=_out_outputs, plan=_plan_out, reference=_reference_out,
     check=_check_out,
 )  # fmt: skip
@@ -191,37 +177,6 @@ _attention = applied(_Attention)
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
-    """Return how many keys a query sees to the left and to the right of its own, -1 for all."""
-    if window is None:
-        left = right = -1
-    elif isinstance(window, int):
-        left, right = check_integer("window", window), -1
-    else:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise ArgumentError(f"window is {window!r}; expected an int or a pair (left, right)")
-        left, right = (-1 if side is None else check_integer("window", side) for side in window)
-    if left < -1 or right < -1:
-        raise ArgumentError(f"window is {window!r}; expected numbers from 0 on, or None or -1 for no limit")
-    return left, 0 if causal and right < 0 else right if not causal else min(right, 0)
-
-
-def default_scale(scale: float | None, q: Tensor) -> float:
-    """Return the factor of products of q and k: 1 / sqrt(width of a head) unless one is given."""
-    if scale is not None:
-        return float(check_number("scale", scale))
-    if not q.shape:
-        raise ArgumentError("q has no dimensions; expected those of tokens and heads, and the elements of a head")
-    return 1.0 / math.sqrt(max(q.shape[-1], 1))
-
-
-def check_softcap(softcap: float) -> float:
-    """Return the soft cap as a float (0: none), or raise an ArgumentError."""
-    if not 0.0 <= check_number("softcap", softcap) < math.inf:
-        raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
-    return float(softcap)
-
-
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse for the 9 tensors and 8 options of FORWARD, with gradients if needed."""
     if out is not None:
@@ -315,54 +270,86 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 @public(own_out=True)
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None, return_lse: bool = False,
-    out: Tensor | None = None, backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, *, scale: float | None = None, causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of packed sequences; each sequence attends only to itself.
 
     Works like ``attention`` for every sequence; options are explained there. Rows after the last sequence (padding) are
     0 in the result and in the gradients.
 
+    With a page_table, keys and values are in a paged cache, as servers have it for prefill, chunked prefill and mixed
+    batches: new tokens are in the cache already (``append_kv_cache``), and the last query of a sequence is aligned with
+    its last key. Lengths and pages are read on the device only, so one captured graph works for all of them. Not
+    differentiable then.
+
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; strides as for ``attention``.
-        k: [tokens of keys, heads, width].
+        k: [tokens of keys, heads, width]. With a page_table: [pages, page size, heads, width] in q's dtype,
+            float8_e4m3fn or int8; page size a multiple of 16; strides as for ``attention_decode``.
         v: Like k; its width may differ.
         cu_seqlens_q: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens_q[b]`` to ``[b + 1]`` of q.
-        cu_seqlens_k: The same for k and v.
-        max_seqlen_q: The largest number of queries in a sequence (or more).
+        cu_seqlens_k: The same for k and v. None with a page_table.
+        max_seqlen_q: The largest number of queries in a sequence (or more). With a page_table, 1 selects the kernels of
+            ``attention_decode``, which split the keys over blocks.
         max_seqlen_k: The largest number of keys in a sequence (or more).
         scale: Factor of the scores.
         causal: Causal mask aligned to the last query of each sequence, which attends to all its keys.
         window: Number of keys to the left that a query attends to, or ``(left, right)``.
         softcap: Limit of the scores as in ``attention``; 0 for none.
         sinks: [heads of q], an extra score per head without a value.
-        seqused_k: int32 [sequences]: the number of valid keys of each sequence.
+        seqused_k: int32 [sequences]: the number of valid keys of each sequence. Needed with a page_table.
+            ``RTKERNELS_DEBUG=1`` then checks it against the pages, and waits for the device.
+        page_table: int32 [sequences, pages]: the pages of each sequence in k and v. Entries after the last page that
+            `seqused_k` needs are not read.
+        k_scale: For an 8-bit cache: float32 () or [heads], the scale of the codes of keys.
+        v_scale: The same for values.
         return_lse: Also return the log-sum-exp (lse) of the scores.
         out: Tensor to write the result to. Not with gradients.
-        backend: "auto", or the name of a backend.
+        backend: "auto", or the name of a backend; "auto" or "mma" with a page_table.
 
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
     """
-    given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
+    given["cu_seqlens_k" if page_table is None else "page_table"] = cu_seqlens_k if page_table is None else page_table
     for name, t in given.items() if sinks is None else (*given.items(), ("sinks", sinks)):
         check_tensor(name, t)
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
+    lengths = check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k)
+    if page_table is not None:
+        _check_paged(cu_seqlens_k, seqused_k, backend)
+        cache = (q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks)
+        options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths)
+        result, lse = paged.run(cache, options, out)
+        return (result, lse) if return_lse else result
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is not None:
+            raise ArgumentError(f"{name} is given without a page_table; expected None, or attention_quantized")
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
-    options = (
-        default_scale(scale, q), left, right, check_softcap(softcap),
-        check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k), False, backend,
-    )  # fmt: skip
+    options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths, False, backend)
     result, lse = run(tensors, options, out)
     return (result, lse) if return_lse else result
 
 
+def _check_paged(cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, backend: str) -> None:
+    """Raise an ArgumentError for arguments that do not go with a page table."""
+    if cu_seqlens_k is not None:
+        raise ArgumentError("cu_seqlens_k is given with a page_table; expected None, and lengths in seqused_k")
+    if seqused_k is None:
+        raise ArgumentError("seqused_k is None; expected the number of keys of each sequence with a page_table")
+    check_tensor("seqused_k", seqused_k)
+    if backend not in ("auto", "mma"):
+        raise ArgumentError(f"backend is {backend!r}; expected 'auto' or 'mma' with a page_table")
+
+
 OP = Op(
     "attention", public=("attention", "attention_varlen"), kernels=backends.KERNELS, torch_ops=(FORWARD, OUT, BACKWARD),
-    uses=("decode",),
+    uses=("decode", "paged"),
 )  # fmt: skip

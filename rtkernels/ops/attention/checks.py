@@ -36,6 +36,25 @@ class Heads(Argument):
         return t.clone(memory_format=torch.contiguous_format)
 
 
+class Destination(Heads):
+    """The argument for the output."""
+
+    written = True
+
+
+def check_out(out: Meta, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise an ArgumentError unless a result of this shape and dtype can be written to `out`."""
+    check_same("out", tuple(out.shape), shape, "shape", of="q and v")
+    check_same("out", out.dtype, dtype, "dtype", of="q")
+    if not Heads("out").fits(out):
+        raise ArgumentError(
+            f"out has strides {tuple(out.stride)}; expected neighbouring elements of a head, other strides and the "
+            f"address multiples of 16 bytes"
+        )
+    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride, strict=True)):
+        raise ArgumentError(f"out has strides {tuple(out.stride)}; expected memory of its own for every element")
+
+
 def forward_arguments() -> tuple[Argument, ...]:
     """Return the tensor arguments of a forward pass, which all attention operators share."""
     return (

@@ -7,10 +7,18 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
-from rtkernels.ops.attention.attention import default_scale, window_sides
-from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_shared_heads, strides
+from rtkernels.ops.attention.checks import (
+    HALVES,
+    MAX_WIDTH,
+    Heads,
+    check_cache_rows,
+    check_factor,
+    check_shared_heads,
+    strides,
+)
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
@@ -30,15 +38,21 @@ class Cache(Argument):
         meta = given[self.name]
         if meta.dim() != 4:
             raise ArgumentError(f"{self.name} has shape {tuple(meta.shape)}; expected 4 dimensions")
-        if not Heads(self.name).fits(meta) and meta.numel():
+        if not self.fits_kernel(meta) and meta.numel():
             raise ArgumentError(
                 f"{self.name} has strides {tuple(meta.stride)}; expected neighbouring elements of a head, other "
                 f"strides and "
                 f"the address multiples of 16 bytes"
             )
 
+    def fits_kernel(self, meta: Meta) -> bool:
+        """Return whether the kernels can use a cache with these strides."""
+        return Heads(self.name).fits(meta)
 
-def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table: Meta | None) -> None:
+
+def check_cache(
+    q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table: Meta | None, widest: int = MAX_WIDTH
+) -> None:
     """Raise an ArgumentError unless the tensors of a cache fit together and to q [batch, length, heads, width]."""
     if k_cache.dtype not in (q.dtype, *CODES):
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, *CODES))
@@ -51,9 +65,9 @@ def check_cache(q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table
     )
     per_vector = 16 // k_cache.dtype.itemsize
     for name, meta in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not 0 < meta.shape[-1] <= 256 or meta.shape[-1] % per_vector:
+        if not 0 < meta.shape[-1] <= widest or meta.shape[-1] % per_vector:
             raise ArgumentError(
-                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to 256"
+                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to {widest}"
             )
     if k_cache.shape[-1] != q.shape[-1]:
         raise ArgumentError(f"k_cache has heads of {k_cache.shape[-1]} elements; expected {q.shape[-1]}, those of q")

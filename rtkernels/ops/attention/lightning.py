@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import lightning_reference as reference
-from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides, strides
 from rtkernels.ops.attention.lightning_parallel import state_before
@@ -25,6 +24,7 @@ from rtkernels.ops.attention.lightning_plan import (
     segment_count,
     step,
 )
+from rtkernels.ops.attention.options import default_scale
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor

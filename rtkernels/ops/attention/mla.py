@@ -9,6 +9,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.registry import Op
@@ -57,11 +58,11 @@ def mla_attention(
         if not isinstance(t, Tensor) or t.dim() != dims:
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
-    factor = base.default_scale(scale, q)
+    factor = default_scale(scale, q)
     if clip_value is not None and not 0.0 < check_number("clip_value", clip_value) < math.inf:
         raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")
     cut_off = 0.0 if clip_value is None else -float(clip_value) * factor
-    left, right = base.window_sides(None, causal)
+    left, right = window_sides(None, causal)
     heads_first = layout == "bhld" and dims == 4
     if heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
-from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_cache_rows, check_factor, check_width
 from rtkernels.ops.attention.decode import gathered
 from rtkernels.ops.attention.decode_plan import (
@@ -20,6 +19,7 @@ from rtkernels.ops.attention.decode_plan import (
     part_memory,
     split_count,
 )
+from rtkernels.ops.attention.options import default_scale
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public

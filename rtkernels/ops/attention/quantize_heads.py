@@ -8,8 +8,8 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
-from rtkernels.ops.attention.attention import default_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, check_grid, check_shared_heads, check_width, strides
+from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.autograd import refuse_gradients

@@ -10,7 +10,6 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
-from rtkernels.ops.attention.attention import default_scale, window_sides
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import (
     HALVES,
@@ -19,6 +18,7 @@ from rtkernels.ops.attention.checks import (
     result_strides,
     strides,
 )
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.attention.quantize_heads import (
     CODES,
     QUANTIZE_QK,

@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention import quantize_heads, quantized
 from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -95,8 +96,8 @@ def sage_attention(
             raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(expected)}")
     if layout == "bhld":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    left, right = base.window_sides(window, causal)
-    options = (base.default_scale(scale, q), left, right, qk, pv, granularity, bool(smooth_k))
+    left, right = window_sides(window, causal)
+    options = (default_scale(scale, q), left, right, qk, pv, granularity, bool(smooth_k))
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     out, lse = _Sage.apply(q, k, v, *options) if wanted else _forward(q, k, v, *options)
     out = out.transpose(1, 2) if layout == "bhld" else out

@@ -20,3 +20,5 @@ def samples(device: str):
     codes = torch.zeros(2, 8, 2, 16, dtype=torch.int8, device=device)
     rotation = angles.cos(), angles.sin()
     yield APPEND, (k, k, codes, codes.clone(), None, None, slots, slots.abs(), *rotation, scale, scale, True)
+    plain, spread = torch.zeros(2, 8, 2, 16, device=device), torch.zeros(2, 2, 16, 8, device=device)
+    yield APPEND, (k.float(), k.float(), plain, spread.permute(0, 3, 1, 2), None, None, slots, *nothing[:5], False)
