@@ -514,42 +514,44 @@ def rope(
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[False] =
-    False, return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[False] = False, return_accuracy: Literal[False] = False, one_pass: bool = False, in_place:
+    bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Return the cross entropy of logits and labels, in fp32."""
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[True],
-    return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[True], return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool =
+    False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[False] =
-    False, return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[False] = False, return_accuracy: Literal[True], one_pass: bool = False, in_place: bool =
+    False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[True],
-    return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start:
-    int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[True], return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group:
+    Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...]
+    | None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: bool = False,
-    return_accuracy: bool = False, one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int
-    | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: bool = False, return_accuracy: bool = False, one_pass: bool = False, in_place: bool = False, group:
+    Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...]
+    | None = None
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 def jsd(
