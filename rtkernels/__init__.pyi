@@ -938,24 +938,26 @@ def transpose(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: Literal[False] =
-    False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90',
-    'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: Literal[False] = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd',
+    backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor:
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores."""
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: Literal[True], out:
-    Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: Literal[True], out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
+    Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: bool = False, out:
-    Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: bool = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
+    Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload
