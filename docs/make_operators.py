@@ -235,6 +235,12 @@ INTRODUCTION = """
 block, `rtkernels.disable()` ends it. Names are overloads (`sum.dim_IntList`), operators (`sum`) or families (`red`);
 `rtkernels.aten.overloads()` lists them, `rtkernels.report()` prints what was taken and what went to torch, and why.
 
+A user can choose without changing the program: `RTKERNELS_ENABLE=row,sum,-amax` is what `enable()` and `use()` take
+when the call names nothing. `-name` leaves an operator to torch; exclusions alone are taken from the default set. A
+file of names is `@path` there, and `@path` or a `pathlib.Path` in a call: one name per line or several with commas,
+`-name` to exclude, `#` for comments, or lists of YAML under the headings `include:` and `exclude:`. An unknown name is
+an error that says where it is.
+
 What a kernel does not cover (float64 and complex, more than six dimensions that do not merge, sparse tensors, invalid
 arguments) goes to torch's own kernel. Gradients are torch's formulas. Where the time of the host decides for torch,
 small tensors go to it as well: `rtkernels.aten.table.MIN_ELEMENTS` has the sizes. A call that is like one before in

@@ -514,42 +514,44 @@ def rope(
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[False] =
-    False, return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[False] = False, return_accuracy: Literal[False] = False, one_pass: bool = False, in_place:
+    bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Return the cross entropy of logits and labels, in fp32."""
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[True],
-    return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[True], return_accuracy: Literal[False] = False, one_pass: bool = False, in_place: bool =
+    False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[False] =
-    False, return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group: Any = None,
-    vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None =
-    None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[False] = False, return_accuracy: Literal[True], one_pass: bool = False, in_place: bool =
+    False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: Literal[True],
-    return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start:
-    int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: Literal[True], return_accuracy: Literal[True], one_pass: bool = False, in_place: bool = False, group:
+    Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...]
+    | None = None
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean', return_lse: bool = False,
-    return_accuracy: bool = False, one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int
-    | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float
+    = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: Literal['none', 'mean', 'sum'] = 'mean',
+    return_lse: bool = False, return_accuracy: bool = False, one_pass: bool = False, in_place: bool = False, group:
+    Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...]
+    | None = None
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 def jsd(
@@ -936,24 +938,26 @@ def transpose(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: Literal[False] =
-    False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90',
-    'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: Literal[False] = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd',
+    backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor:
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores."""
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: Literal[True], out:
-    Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: Literal[True], out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
+    Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
-    kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None, return_lse: bool = False, out:
-    Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
+    None, return_lse: bool = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
+    Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

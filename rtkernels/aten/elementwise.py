@@ -62,6 +62,25 @@ def promoted(metas: Sequence[Any], default: torch.dtype) -> torch.dtype | None:
     return None if result is None or result.is_complex else result
 
 
+def common_dtype(functor: Functor, metas: Sequence[Any], default: torch.dtype) -> torch.dtype | None:
+    """Return the dtype that a functor computes in, before 16-bit floats become float32; None: complex.
+
+    Args:
+        functor: Which.
+        metas: Of its operands, as for ``promoted``.
+        default: As for ``promoted``.
+    """
+    counted = [meta for i, meta in enumerate(metas) if not functor.own >> i & 1]
+    common = promoted(counted, default)
+    if common is None:
+        return None
+    if functor.promotion == "float" and not common.is_floating_point:
+        return default
+    if functor.promotion == "long" and common == torch.bool:
+        return torch.int64
+    return counted[0][2] if functor.promotion == "first" else common
+
+
 def _higher(above: torch.dtype | None, below: torch.dtype | None) -> torch.dtype | None:
     if above is None or below is None:
         return below if above is None else above
@@ -82,15 +101,10 @@ class _Plan:
 def _build(
     functor: Functor, device: int, default: torch.dtype, common: Any, result: Any, out: Meta | None, *metas: Any
 ) -> _Plan | NotHandled:
-    counted = [meta for i, meta in enumerate(metas) if not functor.own >> i & 1]
     if common is None:
-        common = promoted(counted, default)
+        common = common_dtype(functor, metas, default)
         if common is None:
             return _COMPLEX
-        if functor.promotion == "float" and common not in FLOATS and not common.is_floating_point:
-            common = default
-        elif functor.promotion == "first":
-            common = counted[0][2]
     if common not in functor.dtypes or common not in TOKENS:
         return NotHandled(str(common).removeprefix("torch."))
     for meta in metas:
@@ -105,7 +119,7 @@ def _build(
     plan.common, plan.is_float, plan.rounds = common, common in FLOATS, functor.rounds_numbers
     by_number = bool(functor.by_number) and plan.is_float and not (isinstance(metas[1], tuple) and metas[1][3] >= 0)
     plan.inverts = by_number and functor.reciprocal
-    plan.range = (0, 1) if common == torch.bool else None if plan.is_float else _range(common)
+    plan.range = None if plan.is_float else integer_range(common)
     plan.dtype = result or functor.result or common
     plan.shape = shape
     if out is not None:
@@ -170,7 +184,10 @@ _FORMATS = (torch.contiguous_format, torch.channels_last)
 _ITERATED = {1: torch.neg, 2: torch.add, 3: torch.addcmul}  # operators of so many operands that count alike
 
 
-def _range(dtype: torch.dtype) -> tuple[int, int]:
+def integer_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the smallest and the largest value of an integer dtype or bool."""
+    if dtype == torch.bool:
+        return 0, 1
     info = torch.iinfo(dtype)
     return info.min, info.max
 
@@ -236,14 +253,14 @@ def run(
     to = None
     if out is not None:
         for operand in operands:
-            if isinstance(operand, Tensor) and operand is not out and _shares_partly(operand, out):
+            if isinstance(operand, Tensor) and operand is not out and shares_partly(operand, out):
                 return OVERLAP
         to = meta_of(out)
     plan = _PLANS[(functor, device, torch.get_default_dtype(), common, result, to, *metas)]
     if type(plan) is NotHandled:
         return plan
     values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
-    bits = [_bits(plan, i, value) for i, value in enumerate(values)]
+    bits = [bits_of(plan, i, value) for i, value in enumerate(values)]
     if None in bits:
         return OUT_OF_RANGE
     made = out
@@ -267,7 +284,7 @@ def _record(
     if plan.launch is None or any(tensor.get_device() != device for tensor in tensors):
         trace.refuse("the host read a number, or nothing was launched")
         return
-    passed = {i: trace.number(value, partial(_bits, plan, i)) for i, value in enumerate(values)}
+    passed = {i: trace.number(value, partial(bits_of, plan, i)) for i, value in enumerate(values)}
     passed = {i: number for i, number in passed.items() if number is not None}
     names = iter("abc")
     places = [next(names) if isinstance(operand, Tensor) else 0 for operand in operands]
@@ -287,7 +304,7 @@ def _record(
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
-def _bits(plan: _Plan, place: int, value: Number) -> int | None:
+def bits_of(plan: _Plan, place: int, value: Number) -> int | None:
     """Return a number as the kernel takes it: the first three are operands, others scalars. None: it does not fit."""
     if not plan.is_float:
         low, high = plan.range
@@ -336,7 +353,7 @@ def rounded(value: Number, dtype: torch.dtype) -> float:
     return single
 
 
-def _shares_partly(operand: Tensor, out: Tensor) -> bool:
+def shares_partly(operand: Tensor, out: Tensor) -> bool:
     """Return True if writing `out` may change elements of an operand that are not read yet."""
     if operand.untyped_storage()._cdata != out.untyped_storage()._cdata:
         return False

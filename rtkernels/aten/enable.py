@@ -46,8 +46,8 @@ _native: dict[tuple[str, str], Any] = {}  # torch's kernels, by overload and key
 
 
 def enable(
-    include: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str | None = None,
+    include: Iterable[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+    exclude: Iterable[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
     *,
     record: bool | str | os.PathLike[str] | Record | None = None,
 ) -> None:
@@ -57,17 +57,22 @@ def enable(
     Inside of ``rtkernels.emulate()`` CPU tensors are taken as well, by the emulator: for tests. A second ``enable``
     replaces the first; one with the same arguments changes nothing.
 
+    A file of names is a `pathlib.Path` or ``"@path"`` in the place of a name. It has one name per line, or several
+    with commas; ``-name`` excludes, ``#`` starts a comment. Lists of YAML with the headings ``include:`` and
+    ``exclude:`` are read, too (``- name``, ``[name, name]``); no more of YAML is.
+
     Args:
         include: What to take: aten overloads (``"sum.dim_IntList"``), operators (``"sum"``: all overloads and the
-            in-place form), families (``"row"``), or ``"all"``. None: the default set, overloads that were measured to
-            be faster than torch's.
+            in-place form), families (``"row"``), ``"all"``, or files of names; ``"-sum"`` excludes. None: what the
+            environment variable ``RTKERNELS_ENABLE`` lists, else the default set, overloads that were measured to be
+            faster than torch's. The default set is also what exclusions alone are taken from.
         exclude: What to leave to torch, named likewise.
         record: True writes a line per call to the logger "rtkernels", a path to that file; a function gets the
             overload and the reason why torch's kernel ran, or None if ours did. None or False: calls are counted
             only.
 
     Raises:
-        ArgumentError: A name is no overload, operator or family.
+        ArgumentError: A name is no overload, operator or family, or a file cannot be read.
     """
     with _lock, _collector_paused():
         choice = _chosen(include, exclude, record)
@@ -86,8 +91,8 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def use(
-    include: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str | None = None,
+    include: Iterable[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+    exclude: Iterable[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
     *,
     record: bool | str | os.PathLike[str] | Record | None = None,
 ):

@@ -32,8 +32,8 @@ INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 NUMBERS = FLOATS | INTEGERS
 ANY = NUMBERS | {torch.bool}
 ABSENT = "u8"  # the template argument of an operand that there is not
-_NUMBERS = "na:i64 nb:i64 nd:i64 s0:i64 s1:i64 s2:i64 s3:i64"
-_TABLE = " ".join(f"{name}{i}:i64" for name in "nqoabd" for i in range(6))
+NUMBER_ARGUMENTS = "na:i64 nb:i64 nd:i64 s0:i64 s1:i64 s2:i64 s3:i64"
+TABLE_ARGUMENTS = " ".join(f"{name}{i}:i64" for name in "nqoabd" for i in range(6))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Functor:
         inputs: Tensors or numbers that it takes, 0 to 3.
         dtypes: Promoted dtypes that it is for.
         promotion: What operands are converted to: "default" (torch's promotion), "float" (integers become the default
-            float), or "first" (the dtype of the first operand that counts).
+            float), "long" (bool becomes int64), or "first" (the dtype of the first operand that counts).
         result: Dtype of the result; None: the promoted one.
         own: A bit for each operand that keeps its dtype and does not count for promotion (masks).
         by_number: The functor in the place of this one where the second operand is a number and the dtype a float.
@@ -84,22 +84,22 @@ class Kernels:
         pointers = "out:ptr a:ptr b:ptr d:ptr"
         self.flat = Kernel(
             unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} count:i64 steps:i64 aligned16:i64",
+            args=f"{pointers} {NUMBER_ARGUMENTS} count:i64 steps:i64 aligned16:i64",
             **of("V"),
         )  # fmt: skip
         self.strided = Kernel(
             unit, "pointwise_strided", template=f"{types} INDEX64", tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} {_TABLE} count:i64 dims:i64 steps:i64 vectors:i64",
+            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} count:i64 dims:i64 steps:i64 vectors:i64",
             **of("G"),
         )  # fmt: skip
         self.transposed = Kernel(
             unit, "pointwise_transposed", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
+            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
             **of("T"),
         )  # fmt: skip
         self.squares = Kernel(
             unit, "pointwise_squares", template=f"{types} TILED", tier=tier, max_registers=128,
-            args=f"{pointers} {_NUMBERS} {_TABLE} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
+            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
             **of("S"),
         )  # fmt: skip
 

@@ -80,7 +80,9 @@ def collapse(shape: Ints, strides: list[Ints]) -> tuple[list[int], list[list[int
     return sizes, kept
 
 
-def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: list[int]) -> Arrangement | None:
+def arrange(
+    shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: list[int], *, tiles: bool = True
+) -> Arrangement | None:
     """Return the launch for operands that all have `shape`; None if too many dimensions are left.
 
     Args:
@@ -88,6 +90,7 @@ def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: 
         strides: Of the output, then of the inputs, in elements; zeros where an input is constant.
         itemsizes: Bytes of an element of each.
         misaligned: Bytes by which each starts after a multiple of 16.
+        tiles: The kernel has a form of class T.
     """
     sizes, steps = collapse(shape, strides)
     if len(sizes) > MAX_DIMS:
@@ -106,7 +109,7 @@ def arrange(shape: Ints, strides: list[Ints], itemsizes: list[int], misaligned: 
         count *= size
     if len(sizes) == 1 and flat:
         return _launch("V", -(-count // (2 * THREADS * vector)), False, (count, moving, int(aligned)))
-    if not flat and (tiled := _tiled(sizes, steps, itemsizes, misaligned)) is not None:
+    if tiles and not flat and (tiled := _tiled(sizes, steps, itemsizes, misaligned)) is not None:
         return tiled
     vectors = (
         flat and aligned and sizes[0] % vector == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rtkernels.aten.measured import DEFAULT, MODULE_OF
+from rtkernels.aten.selection import asked
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.suggest import did_you_mean
 
@@ -161,24 +162,25 @@ def overloads() -> list[str]:
     return sorted(table())
 
 
-def select(include: Iterable[str] | str | None, exclude: Iterable[str] | str | None) -> dict[str, Overload]:
+def select(include: Any, exclude: Any) -> dict[str, Overload]:
     """Return the rows that names stand for.
 
     Args:
-        include: Overloads, operators (all their overloads, in-place and ``out=`` forms) or families; None: the
-            default set; ``"all"``: every row.
+        include: Overloads, operators (all their overloads, in-place and ``out=`` forms) or families, ``"all"`` for
+            every row, or files of names; None: those of ``RTKERNELS_ENABLE``, else the default set.
         exclude: The same; left out of `include`.
 
     Raises:
         ArgumentError: A name stands for nothing.
     """
-    rows = default_rows() if include is None and exclude is None else table()
-    if include is None:
+    included, excluded = asked(include, exclude)
+    rows = default_rows() if included is None and excluded is None else table()
+    if included is None:
         chosen = {name for name, row in rows.items() if row.default}
     else:
-        chosen = set().union(*(_names(name, rows, "include") for name in _listed("include", include)))
-    if exclude is not None:
-        chosen -= set().union(*(_names(name, rows, "exclude") for name in _listed("exclude", exclude)))
+        chosen = set().union(*(_names(name, rows, source) for name, source in included.items()))
+    if excluded is not None:
+        chosen -= set().union(*(_names(name, rows, source) for name, source in excluded.items()))
     return {name: row for name, row in rows.items() if name in chosen}
 
 
@@ -191,17 +193,8 @@ def schema_of(name: str) -> Any:
         raise ArgumentError(f"aten has no overload {name!r}") from None
 
 
-def _listed(argument: str, names: Iterable[str] | str) -> list[str]:
-    listed = [names] if isinstance(names, str) else list(names)
-    for name in listed:
-        if not isinstance(name, str):
-            raise ArgumentError(
-                f"{argument} has a {type(name).__name__}; expected names of overloads, operators or families"
-            )
-    return [name.removeprefix("aten::").removeprefix("aten.") for name in listed]
-
-
 def _names(name: str, rows: dict[str, Overload], argument: str) -> set[str]:
+    name = name.removeprefix("aten::").removeprefix("aten.")
     if name == "all":
         return set(rows)
     if name in FAMILIES:

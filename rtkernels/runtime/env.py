@@ -73,10 +73,14 @@ def _paths(text: str) -> tuple[Path, ...]:
     return tuple(_path(part) for part in text.split(os.pathsep) if part)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
 def _users(text: str) -> tuple[int, ...]:
     """Return user ids from names or numbers, separated by commas."""
     found = []
-    for name in filter(None, map(str.strip, text.split(","))):
+    for name in _names(text):
         try:
             found.append(int(name) if name.isascii() and name.isdigit() else pwd.getpwnam(name).pw_uid)
         except KeyError:
@@ -119,6 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RTKERNELS_ARCH", None, "target to use instead of the device's own", _target),
     Variable("RTKERNELS_CUDA_INCLUDE", None, "directory of the CUDA headers", _path),
     Variable("RTKERNELS_FALLBACK", "off", "torch: use torch where no kernel can run", _choice("off", "torch")),
+    Variable("RTKERNELS_ENABLE", (), "names that rtkernels.enable() takes, -name leaves, @path lists", _names),
     Variable("RTKERNELS_LINEINFO", False, "1: compile with -lineinfo, for profilers", _boolean),
     Variable("RTKERNELS_DEBUG", False, "1: check positions that only the device knows, and wait for it", _boolean),
     Variable("RTKERNELS_LOG", "warning", "warning, info or debug", _choice("warning", "info", "debug")),

@@ -125,6 +125,57 @@ def test_names(toy) -> None:
         rtkernels.enable(record=3)
 
 
+def test_names_of_the_environment_and_of_files(toy, monkeypatch, tmp_path) -> None:
+    def chosen(include=None, exclude=None):
+        with rtkernels.use(include, exclude):
+            return rtkernels.aten.enabled()
+
+    path = tmp_path / "ops.txt"
+    path.write_text("# what this model needs\nsin, mul.Tensor  # two\n\n-sin_\naten::sum.dim_IntList\n")
+    from_file = ["mul.Tensor", "sin", "sum.dim_IntList"]
+    assert chosen(path) == chosen(f"@{path}") == chosen([f"@{path}"]) == from_file
+    assert chosen(["cos", path], ["mul"]) == ["cos", "sin", "sum.dim_IntList"]
+    assert chosen(["ew", "-cos", "-exp"], ["log", "isfinite"]) == ["mul.Tensor", "sin", "sin_"]
+    assert chosen("-mul") == ["sin"]  # of the default set
+
+    listed = tmp_path / "ops.yaml"
+    listed.write_text("include:\n  - sin\n  - 'mul'\nexclude: [sin_, cos]\n")
+    assert chosen(listed) == ["mul.Tensor", "sin"]
+    assert chosen("ew", [tmp_path / "ops.yaml", "isfinite"]) == ["exp", "log"]
+
+    monkeypatch.setenv("RTKERNELS_ENABLE", f"cos,@{path}, -mul")
+    assert chosen() == ["cos", "sin", "sum.dim_IntList"]
+    assert chosen(exclude="cos") == ["sin", "sum.dim_IntList"]
+    assert chosen("exp") == ["exp"]  # what a call names counts alone
+    monkeypatch.setenv("RTKERNELS_ENABLE", "-mul")
+    assert chosen() == ["sin"]
+
+
+def test_bad_names_say_where_they_are(toy, monkeypatch, tmp_path) -> None:
+    path = tmp_path / "ops.txt"
+    path.write_text("cos\nsinn\n")
+    with pytest.raises(ArgumentError, match=r"ops.txt, line 2, has 'sinn', which is no overload.*did you mean 'sin'"):
+        rtkernels.enable(path)
+    monkeypatch.setenv("RTKERNELS_ENABLE", "kos")
+    with pytest.raises(ArgumentError, match=r"RTKERNELS_ENABLE has 'kos'.*did you mean 'cos'"):
+        rtkernels.enable()
+    monkeypatch.delenv("RTKERNELS_ENABLE")
+    for text, message in (
+        ("", "which lists no name"),
+        ("vendor:\n- sin", "line 1, has 'vendor:'; expected a name, or one of the headings"),
+        ("exclude:\n-sin", "line 2, has '-sin'; expected a name without '-'"),
+        ("@other.txt", "a file cannot name other files"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match=message):
+            rtkernels.enable(path)
+    with pytest.raises(ArgumentError, match=r"include has the file .*, which cannot be read"):
+        rtkernels.enable(f"@{tmp_path}/absent.txt")
+    with pytest.raises(ArgumentError, match="include is a int; expected names"):
+        rtkernels.enable(3)
+    assert rtkernels.aten.enabled() == []
+
+
 def test_nesting_and_threads(toy) -> None:
     rtkernels.enable("sin")
     with rtkernels.use("mul"):

@@ -12,7 +12,7 @@ from rtkernels.runtime import env
 
 DOCUMENTED = {
     "CACHE_DIR", "CACHE_EXTRA", "CACHE_OWNERS", "CACHE", "CACHE_MAX_MB", "NO_COMPILE", "ARCH", "CUDA_INCLUDE",
-    "FALLBACK", "LINEINFO", "DEBUG", "LOG", "EMULATE",
+    "FALLBACK", "ENABLE", "LINEINFO", "DEBUG", "LOG", "EMULATE",
 }  # fmt: skip
 
 
@@ -30,8 +30,8 @@ def test_env_table_is_exactly_the_documented_one():
 def test_env_defaults():
     expected = {
         "CACHE_DIR": None, "CACHE_EXTRA": (), "CACHE_OWNERS": (), "CACHE": "rw", "CACHE_MAX_MB": 512,
-        "NO_COMPILE": False, "ARCH": None, "CUDA_INCLUDE": None, "FALLBACK": "off", "LINEINFO": False, "DEBUG": False,
-        "LOG": "warning", "EMULATE": False,
+        "NO_COMPILE": False, "ARCH": None, "CUDA_INCLUDE": None, "FALLBACK": "off", "ENABLE": (),
+        "LINEINFO": False, "DEBUG": False, "LOG": "warning", "EMULATE": False,
     }  # fmt: skip
     assert {name: env.get(name) for name in DOCUMENTED} == expected
 
@@ -48,6 +48,7 @@ def test_env_defaults():
         ("NO_COMPILE", "0", False),
         ("ARCH", "9.0", "sm_90a"),
         ("FALLBACK", "torch", "torch"),
+        ("ENABLE", "row, -sum,,@ops.txt", ("row", "-sum", "@ops.txt")),
         ("LINEINFO", "on", True),
         ("LOG", "debug", "debug"),
         ("EMULATE", "1", True),

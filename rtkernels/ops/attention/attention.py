@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, paged, reference
+from rtkernels.ops.attention.alibi import alibi_bias, alibi_offset
 from rtkernels.ops.attention.checks import (
     HALVES,
     LAYOUTS,
@@ -191,8 +192,9 @@ def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    bias: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None = None,
-    return_lse: bool = False, out: Tensor | None = None, layout: str = "blhd", backend: str = "auto",
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None,
+    seqused_k: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None, layout: str = "blhd",
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores.
 
@@ -217,6 +219,10 @@ def attention(
             dtype or float32; ``-inf`` masks. Its gradient is summed over the broadcast dimensions in a fixed order. If
             queries or keys are broadcast, the sum needs a temporary [queries, keys] matrix per sequence and head that
             do not share the bias.
+        alibi_slopes: [heads of q] or [batch, heads of q], floating and without a gradient: ``slope * (key - position of
+            the query)`` is added to scores after softcap. Only where no query attends to later keys (`causal`, or a
+            window that ends at its own position), and not with `bias` or `sinks`. It needs memory for heads times keys
+            float32 numbers; a score is exact to 2^-24 of slope times keys.
         kv_limit: int32 [queries] or [batch, queries], or a list: query i attends only to keys below its limit.
         seqused_k: int32 [batch] on the device: the number of valid keys of each sequence. Later keys may be
             uninitialised; causal and window are relative to the valid keys. A captured graph can be replayed with other
@@ -246,12 +252,16 @@ def attention(
     for name, t in (("sinks", sinks), ("bias", bias)):
         if t is not None:
             check_tensor(name, t)
+    if alibi_slopes is not None:
+        bias = alibi_bias(alibi_slopes, q, k, bias, sinks, right)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
     options = (
         default_scale(scale, q), left, right, check_softcap(softcap), 0, 0, heads_first, backend,
     )  # fmt: skip
     result, lse = run(tensors, options, out)
     result = result.transpose(1, 2) if heads_first else result
+    if return_lse and alibi_slopes is not None:
+        lse = lse + alibi_offset(alibi_slopes, q, k, seqused_k)
     return (result, lse) if return_lse else result
 
 

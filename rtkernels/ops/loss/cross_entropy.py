@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import cross_entropy_soft as soft
 from rtkernels.ops.loss.cross_entropy_operators import (
     BACKWARD,
     BACKWARD_IN_PLACE,
@@ -95,12 +96,45 @@ def _single(logits: Tensor, labels: Tensor, options, reduction: int, accuracy: b
     return loss, hits, stats
 
 
+def _weighted(logits, labels, weight, options, reduction, one_pass, in_place, refused) -> tuple[Tensor, Tensor]:
+    """Return loss and log-sum-exp with class weights, or for labels that are probabilities."""
+    probabilities = isinstance(labels, Tensor) and labels.is_floating_point()
+    what = "probabilities for labels" if probabilities else "weight"
+    ignore_index, smoothing, softcap = options
+    check_options(smoothing, 0.0, softcap, reduction)
+    if is_sharded(logits) or is_sharded(labels) or is_sharded(weight):
+        raise ArgumentError(f"logits, labels or weight is a DTensor; expected plain tensors with {what}")
+    fused = probabilities or smoothing != 0
+    refused |= {"one_pass": one_pass and fused, "in_place": in_place and fused}
+    for name, given in refused.items():
+        if given:
+            raise ArgumentError(f"{name} is given with {what}{' and label_smoothing' * (not probabilities and fused)}")
+    weight = soft.class_weights(weight, logits)
+    if probabilities:
+        if ignore_index != -100:
+            raise ArgumentError(f"ignore_index is {ignore_index} with probabilities for labels; expected the default")
+        if labels.requires_grad and is_grad_enabled():
+            raise ArgumentError("labels requires a gradient; expected none: the loss is differentiable in logits only")
+        losses, lse = soft.soft_losses(logits, labels, None, weight, options)
+        return soft.reduced(losses, None, weight, ignore_index, reduction), lse
+    if fused:
+        losses, lse = soft.soft_losses(logits, None, labels, weight, options)
+    else:
+        if in_place:
+            refuse_leaf("logits", logits)
+        every = ignore_index, 0.0, 0.0, softcap
+        losses, _, stats = _single(logits, labels, every, REDUCTIONS["none"], False, one_pass, in_place)
+        losses = losses * soft.row_weights(labels, weight, labels != ignore_index)
+        lse = stats.detach().sum(0).view(labels.shape)
+    return soft.reduced(losses, labels, weight, ignore_index, reduction), lse
+
+
 @public
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", return_lse: bool = False, return_accuracy: bool = False,
-    one_pass: bool = False, in_place: bool = False, group: Any = None, vocab_start: int | None = None,
-    vocab_size: int | None = None,
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+    return_lse: bool = False, return_accuracy: bool = False, one_pass: bool = False, in_place: bool = False,
+    group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the cross entropy of logits and labels, in fp32.
@@ -111,6 +145,10 @@ def cross_entropy(
     which are not read: their loss and gradient are 0. If all rows are ignored, the mean is 0 (torch gives NaN).
     Differentiable once in logits.
 
+    With class weights w and target probabilities p (1 at the label), the loss of a row is the sum over the columns of
+    ``w * ((1 - e) * p + e / columns) * (lse - z)``, as in torch. Weights of labels without smoothing cost no memory
+    traffic; with smoothing, and for probabilities, another kernel reads logits and target once in each direction.
+
     A label outside the vocabulary raises an ArgumentError that names label and row: on the CPU immediately; on a GPU,
     without synchronisation, in the next forward or backward call on that device after the kernel has ended, or in
     ``check_labels()``. Until then the row's loss is NaN and its gradient 0.
@@ -119,12 +157,17 @@ def cross_entropy(
         logits: ``[..., vocabulary]``, bfloat16, float16 or float32, any strides (copied unless rows are unit-stride and
             evenly spaced). Any object with ``__dlpack__`` is accepted; results are then of the same kind. A DTensor may
             be sharded by rows, and over one mesh dimension by columns; results are DTensors.
-        labels: ``[...]``, int32 or int64.
-        ignore_index: Rows with this label are ignored.
+        labels: ``[...]``, int32 or int64; or probabilities, of the shape of logits, in logits' dtype or float32 and
+            without a gradient.
+        weight: ``[columns]``, a factor of each column's loss, floating and without a gradient. Not with `z_loss`,
+            `return_accuracy` or `group`; with `label_smoothing` also not with `one_pass` or `in_place`. The same holds
+            for probabilities.
+        ignore_index: Rows with this label are ignored. Must be the default for probabilities.
         label_smoothing: 0 to 1: the fraction of the label's weight that is spread evenly over all columns.
         z_loss: Factor of the squared log-sum-exp.
         softcap: Positive limit of the logits, or None.
-        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``.
+        reduction: ``"mean"`` over the rows that are not ignored (with `weight`: divided by the sum of the weights of
+            their labels), ``"sum"``, or ``"none"``.
         return_lse: Also return the log-sum-exp of each row (0 if ignored); it has no gradient.
         return_accuracy: Also return the accuracy: 1 for a row whose label is the first largest logit, else 0, reduced
             like the loss. A row with NaN counts as wrong.
@@ -148,6 +191,12 @@ def cross_entropy(
         ``(loss, lse, accuracy)`` without those not requested.
     """
     check_names(reduction, softcap)
+    if weight is not None or (isinstance(labels, Tensor) and labels.is_floating_point()):
+        refused = {"z_loss": z_loss != 0, "return_accuracy": return_accuracy, "group": group is not None,
+                   "vocab_start": vocab_start is not None, "vocab_size": vocab_size is not None}  # fmt: skip
+        loss, lse = _weighted(logits, labels, weight, (ignore_index, label_smoothing, softcap or 0.0),
+                              REDUCTIONS[reduction], one_pass, in_place, refused)  # fmt: skip
+        return (loss, lse) if return_lse else loss
     if is_sharded(logits):
         from rtkernels.ops.loss.cross_entropy_shards import cross_entropy_of_shards
 
@@ -203,6 +252,8 @@ def check_labels(device: torch.device | int | str | None = None) -> None:
 
 
 OP = Op(
-    "cross_entropy", public=("cross_entropy", "check_labels"), kernels=KERNELS,
-    torch_ops=(FORWARD, PARTS, BACKWARD, BACKWARD_IN_PLACE, ONE_PASS, ONE_PASS_IN_PLACE, SCALE),
+    "cross_entropy", public=("cross_entropy", "check_labels"), kernels=(*KERNELS, *soft.KERNELS),
+    torch_ops=(
+        FORWARD, PARTS, BACKWARD, BACKWARD_IN_PLACE, ONE_PASS, ONE_PASS_IN_PLACE, SCALE, soft.FORWARD, soft.BACKWARD,
+    ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ def check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
         )
 
 
-def _capped(logits: Tensor, softcap: float) -> Tensor:
+def capped(logits: Tensor, softcap: float) -> Tensor:
     z = logits.float()
     return softcap * torch.tanh(z / softcap) if softcap else z
 
@@ -32,7 +32,7 @@ def parts(
 ) -> Tensor:  # fmt: skip
     """Return ``[5, rows]``: top, level, score of the label, sum of scores, whether the label is the first largest."""
     check_range(labels, ignore_index, vocabulary)
-    z, labels = _capped(logits, softcap).reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    z, labels = capped(logits, softcap).reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     ignored, column = labels == ignore_index, labels - first
     here = (column >= 0) & (column < z.shape[-1]) & ~ignored
     if z.shape[0] == 0:
@@ -82,7 +82,7 @@ def backward(
     dloss, logits, labels, stats, factor, ignore_index, label_smoothing, z_loss, softcap, first, vocabulary
 ) -> Tensor:
     """The operator ``cross_entropy_bwd``."""
-    z = _capped(logits, softcap).reshape(-1, logits.shape[-1])
+    z = capped(logits, softcap).reshape(-1, logits.shape[-1])
     labels = labels.reshape(-1).long()
     g = dloss.float().reshape(-1).expand(labels.shape) * (1.0 if factor is None or not factor.numel() else factor)
     top, level = stats

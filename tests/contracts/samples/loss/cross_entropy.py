@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rtkernels.ops.loss import cross_entropy_soft as soft
 from rtkernels.ops.loss.cross_entropy_operators import (
     BACKWARD,
     BACKWARD_IN_PLACE,
@@ -34,3 +35,10 @@ def samples(device: str):
     yield ONE_PASS_IN_PLACE, (x.clone(), labels, -100, 0.0, 0.0, 0.0, NONE, False)
     yield SCALE, (x.clone(), one * 2)
     yield SCALE, (x.clone(), torch.rand(3, 4, device=device))
+    weight, target = torch.rand(40, generator=g, device=device), x.softmax(-1)
+    _, stats = soft.FORWARD(x, target, None, weight, -100, 0.1, 0.0)
+    rows = torch.ones(3, 4, device=device)
+    yield soft.FORWARD, (x, target, None, weight, -100, 0.1, 0.0)
+    yield soft.FORWARD, (x.bfloat16(), None, labels, weight, -100, 0.1, 5.0)
+    yield soft.BACKWARD, (rows, x, target, None, weight, stats, -100, 0.1, 0.0)
+    yield soft.BACKWARD, (rows, x.half(), None, labels, None, stats, -100, 0.1, 0.0)

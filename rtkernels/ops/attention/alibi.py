@@ -1,0 +1,56 @@
+"""ALiBi, ``slope * (key - position of the query)`` added to scores, as a bias that depends on head and key only.
+
+Where no query attends to later keys, the part of the query is the same for all scores of a row, so it does not change
+the softmax: the bias is one number per head and key, and the log-sum-exp gets the part of the query afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+
+
+def alibi_bias(
+    slopes: Tensor, q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None, right: int
+) -> Tensor:  # fmt: skip
+    """Return ``slope * (key - last key)``, float32 [batch or 1, heads, 1, keys].
+
+    Args:
+        slopes: [heads] or [batch, heads].
+        q: [batch, queries, heads, width].
+        k: [batch, keys, heads, width].
+        bias: Must be None.
+        sinks: Must be None: their score is not relative to the position of the query.
+        right: How many keys after its own position a query attends to; -1 for all.
+    """
+    for name, given in (("bias", bias), ("sinks", sinks)):
+        if given is not None:
+            raise ArgumentError(f"alibi_slopes and {name} are both given; expected one of them")
+    if right != 0:
+        raise ArgumentError(
+            "alibi_slopes is given, and queries attend to later keys; expected causal=True, or a window that ends at 0"
+        )
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        kind = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
+        raise ArgumentError(f"alibi_slopes is {kind}; expected a floating tensor [heads] or [batch, heads]")
+    batch, heads, keys = q.shape[0], q.shape[2], k.shape[1]
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        got = tuple(slopes.shape)
+        raise ArgumentError(f"alibi_slopes has shape {got}; expected {(heads,)} or {(batch, heads)}")
+    if slopes.device != q.device:
+        raise ArgumentError(f"alibi_slopes is on {slopes.device}; expected that of q, {q.device}")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("alibi_slopes requires a gradient; expected none")
+    distance = torch.arange(1 - keys, 1, dtype=torch.float32, device=q.device)
+    return slopes.detach().float().view(-1, heads, 1, 1) * distance
+
+
+def alibi_offset(slopes: Tensor, q: Tensor, k: Tensor, seqused_k: Tensor | None) -> Tensor:
+    """Return ``slope * (last key - position of the query)``, which the bias lacks: [batch or 1, heads, queries]."""
+    queries, heads, keys = q.shape[1], q.shape[2], k.shape[1]
+    behind = torch.arange(queries - 1, -1, -1, dtype=torch.float32, device=q.device)
+    if seqused_k is not None:  # positions are relative to the valid keys
+        behind = behind + (keys - seqused_k).view(-1, 1, 1)
+    return slopes.detach().float().view(-1, heads, 1) * behind
