@@ -1,4 +1,4 @@
-"""``python -m bench``: run, check, sweep, aten, host, report, record, readme, zoo and e2e."""
+"""``python -m bench``: run, check, sweep, neighbours, aten, host, report, record, readme, zoo and e2e."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bench import meta, peers
 from bench.measure import host_stand_in
 from bench.report import accepted
 from bench.report import tables as report
+from bench.sweep import command as sweep_command
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "plot", "record")
@@ -49,10 +50,11 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
     check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
-    sweep = commands.add_parser("sweep", help="ours and a copy over many shapes, with the memory a call takes")
-    sweep.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
-    sweep.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
-    sweep.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    sweep_command.add_arguments(commands.add_parser("sweep", help="ours beside the best peer at random shapes"))
+    near = commands.add_parser("neighbours", help="ours and a copy beside powers of two, with the memory a call takes")
+    near.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
+    near.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
+    near.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     aten = commands.add_parser("aten", help="torch's operators on our kernels, over FlagGems' core shapes")
     aten.add_argument("--rows", type=_regex, default="", help="regular expression on 'family overload'")
     aten.add_argument("--ways", default="torch,rtkernels,flaggems,inductor", help="comma-separated")
@@ -134,19 +136,19 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if run.check(rows, bench, pool) else 1
 
 
-def _sweep(args: argparse.Namespace) -> int:
+def _neighbours(args: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    from bench.measure import sweep
+    from bench.measure import neighbours as measured
     from bench.measure.timing import CudaDevice, Timer
     from bench.report import neighbours
 
     env = meta.environment()
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
-    rows = sweep.measure(
+    rows = measured.measure(
         timer, "cuda", lambda text: print(text, flush=True), lambda name: re.search(args.rows, name) is not None
     )
     result = {
@@ -246,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         return zoo.main(words[1:])
     args = parser().parse_args(words)
     commands = {
-        "run": _run, "check": _check, "sweep": _sweep, "aten": _aten, "report": _report, "record": _record,
-        "host": host_stand_in.run, "readme": _readme,
+        "run": _run, "check": _check, "sweep": sweep_command.run, "neighbours": _neighbours, "aten": _aten,
+        "report": _report, "record": _record, "host": host_stand_in.run, "readme": _readme,
         "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)
