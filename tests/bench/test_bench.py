@@ -218,7 +218,7 @@ def test_failing_host_rows_keep_the_device_rows() -> None:
 def test_result_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "r.json"
     got = measured([scale_row()], ["torch"], path=path, host=lambda: {"us_per_call": {}})
-    assert set(got) == set(meta.TOP_KEYS)
+    assert set(got) == {*meta.TOP_KEYS, "peak_tflops"}
     assert {"gpu", "driver", "torch", "cupy", "nvrtc", "triton", "commit", "dirty", "date"} <= set(got["environment"])
     assert meta.load(path) == got
     assert list(path.parent.iterdir()) == [path]
