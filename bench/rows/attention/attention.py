@@ -111,9 +111,10 @@ def backward_row(
         q, k, v = given["q"], given["k"], given["v"]
         out, lse = FORWARD(q, k, v, *[None] * 6, *options)
         dy = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
-        return {"dy": dy, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        # The last two are for peers.
+        return {"dy": dy, "q": q, "k": k, "v": v, "out": out, "lse": lse, "causal": causal, "scale": scale}
 
-    def ours(dy, q, k, v, out, lse):
+    def ours(dy, q, k, v, out, lse, **_):
         return BACKWARD(dy, None, q, k, v, out, lse, *[None] * 6, *options, True, True, True, False, False)[:3]
 
     return Row(name=name, shape=shape, make=make_all, ours=ours, torch=_gradients(plain), bytes=nbytes, flops=products)
@@ -150,12 +151,13 @@ def pair(batch: int, heads: int, heads_kv: int, length: int, width: int, causal:
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
         shapes = {"q": heads, "k": heads_kv, "v": heads_kv}
-        return {
+        given = {
             name: torch.randn(batch, length, count, width, device=device, generator=generator).bfloat16()
             for name, count in shapes.items()
         }
+        return {**given, "causal": causal}
 
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = causal) -> torch.Tensor:
         return _plain(q, k, v, causal)
 
     mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
@@ -164,10 +166,10 @@ def pair(batch: int, heads: int, heads_kv: int, length: int, width: int, causal:
         name="attention_fwd",
         shape=shape,
         make=make,
-        ours=lambda q, k, v: attention(q, k, v, causal=causal),
+        ours=lambda q, k, v, causal: attention(q, k, v, causal=causal),
         torch=head_by_head(plain) if too_large(batch * heads * length**2) else plain,
         exact=head_by_head(plain, torch.float64),
-        fused=lambda q, k, v: _fused(q, k, v, causal),
+        fused=_fused,
         bytes=2 * batch * length * width * (2 * heads + 2 * heads_kv),
         flops=pairs * 4 * width,
         backends=backends(causal, backward=False),
