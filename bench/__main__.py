@@ -19,7 +19,7 @@ from bench.sweep import command as sweep_command
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
-CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
+CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
 
 
 def _regex(text: str) -> str:

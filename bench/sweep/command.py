@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from bench import meta
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing; print the statistics of --out")
     parser.add_argument("--child", choices=("first", "next"), help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--after", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def _shared(args: argparse.Namespace) -> list[str]:
@@ -91,6 +94,7 @@ def _process(args: argparse.Namespace, names: list[str]) -> int:
     from bench.measure.timing import CudaDevice, Timer
     from bench.sweep import measure
 
+    warnings.filterwarnings("ignore")  # torch explains at length why a backend of its attention is not there
     ends = time.monotonic() + args.seconds
     wanted = measure.DEFAULT_PEERS if args.peers is None else [name for name in args.peers.split(",") if name]
     timer = Timer(CudaDevice(), iterations=measure.SAMPLES, warm_us=2000.0)
@@ -99,10 +103,19 @@ def _process(args: argparse.Namespace, names: list[str]) -> int:
         if args.part:
             part, parts = (int(number) for number in args.part.split("/"))
             sweep = measure.Sweep(timer, "cuda", args.seed, wanted, budget)
-            for family, index in list(measure.plan(names, min(args.draws, args.jit_draws)))[part::parts]:
+            mine = list(measure.plan(names, min(args.draws, args.jit_draws)))[part::parts]
+            for done, (family, index) in enumerate(mine):
                 if time.monotonic() > ends:
                     break
-                sweep.try_warm(family, index)
+                if done < args.after:
+                    continue
+                try:
+                    sweep.try_warm(family, index)
+                except DeviceLost:  # only a new process has a working device
+                    left = f"{ends - time.monotonic():.1f}"
+                    rest = ("--part", args.part, "--after", f"{done + 1}", "--seconds", left)
+                    words = supervise.command(_shared(args), *rest)
+                    os.execv(words[0], words)
             return 0
         file = measure.File(args.out, args.seed, after_loss=args.child == "next")
         sweep = measure.Sweep(timer, "cuda", args.seed, wanted, budget, file.mark)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ SAMPLES, MIN_SAMPLES = 30, 8
 BUDGET_US = 40_000.0  # of a measurement: long calls get fewer samples
 SAVE_SECONDS = 5.0
 FATAL = "did not return, or broke the device, in an earlier process"
+MAX_FATAL = 2  # of a peer, after which its family is measured without it
 DEFAULT_PEERS = ["torch", "liger", "quack", "linghe", "fa4", "deepgemm"]
 # Peers that measure many candidates at their first call of a shape.
 TUNED = frozenset({"quack_tuned"})
@@ -170,6 +172,8 @@ class Sweep:
 
     def _peers(self, drawn: families.Draw) -> dict[str, peers.Prepare]:
         found = {**peers.torch_peers(drawn.row, drawn.forward), **peers.adapters_of(drawn.row)}
+        if "torch_fused" in found:  # faster than the same in several kernels
+            found.pop("torch", None)
         return {
             name: prepare for name, prepare in found.items()
             if peers.selected(name, self.wanted) and name not in drawn.leave_out and name not in TUNED
@@ -250,8 +254,10 @@ class File:
             self.save()
 
     def fatal(self, family: str, index: int) -> frozenset[str]:
-        """Return what ended processes that measured this draw."""
-        return frozenset(name for *draw, name in self.result["fatal"] if draw == [family, index])
+        """Return what ended processes that measured this draw, and peers that ended several of this family."""
+        here = frozenset(name for *draw, name in self.result["fatal"] if draw == [family, index])
+        often = Counter(name for of, _, name in self.result["fatal"] if of == family and name != "ours")
+        return here | {name for name, count in often.items() if count >= MAX_FATAL}
 
     def mark(self, family: str, index: int, name: str) -> None:
         """Write down what is about to be called."""

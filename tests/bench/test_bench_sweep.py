@@ -287,6 +287,9 @@ def test_a_call_that_ends_the_process_is_left_out_by_the_next(
     assert measure.run(fresh, file, ["scale"], 1, time.monotonic() + 60, lambda text: None)
     (done,) = measure.load(path)["draws"]
     assert done["peers"] == {"torch": 10.0, "liger": {"error": f"RuntimeError: {measure.FATAL}"}}
+    file.result["fatal"] += [["scale", 5, "liger"], ["other", 1, "ours"], ["other", 2, "ours"]]
+    assert file.fatal("scale", 9) == {"liger"}  # the second time in a family
+    assert file.fatal("other", 3) == frozenset() and file.fatal("other", 1) == {"ours"}
     # Ours, the same.
     assert fresh.measure("scale", 0, frozenset({"ours"}))["failed"] == measure.FATAL
     # A process that was only cut off leaves no blame.

@@ -125,7 +125,7 @@ def _int(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
 def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
     """Return a copy with zeros up to a size."""
     result = torch.zeros(rows, cols, dtype=t.dtype, device=t.device)
-    result.view(torch.uint8)[: t.shape[0], : t.shape[1]] = t.view(torch.uint8)
+    result[: t.shape[0], : t.shape[1]].copy_(t)
     return result
 
 
