@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from bench import meta, peers
 from bench.measure.run import DeviceLost
 from bench.measure.timing import Timer, Timing, TimingError
 from bench.rows.row import Row
-from bench.sweep import command, families, measure, sizes, statistics, supervise
+from bench.sweep import families, measure, sizes, statistics
 
 # ---- draws ---------------------------------------------------------------------------------------------------------
 
@@ -312,49 +311,3 @@ def test_warm_calls_everything_once(one_family: dict[str, families.Draw], monkey
     assert called == ["ours", "liger"]
     one_family["scale"] = families.Draw(_row(make=lambda device, g: 1 / 0))
     sweep.try_warm("scale", 1)
-
-
-# ---- processes -----------------------------------------------------------------------------------------------------
-
-
-def _programs(monkeypatch: pytest.MonkeyPatch, *programs: str) -> list[list[str]]:
-    """Let processes of the sweep run these programs in turn; return their options."""
-    started: list[list[str]] = []
-
-    def line(arguments: list[str], *extra: str) -> list[str]:
-        started.append([*arguments, *extra])
-        return [sys.executable, "-c", programs[min(len(started), len(programs)) - 1]]
-
-    monkeypatch.setattr(supervise, "command", line)
-    return started
-
-
-def test_a_process_that_loses_the_device_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started = _programs(monkeypatch, "raise SystemExit(3)", "import os; os.abort()", "raise SystemExit(0)")
-    lines: list[str] = []
-    assert supervise.measure_all(["--seed=1"], tmp_path / "m", 30.0, 60.0, lines.append) == 0
-    assert len(lines) == 2 and [words[2] for words in started] == ["first", "next", "next"]
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _programs(monkeypatch, "import time; time.sleep(60)", "raise SystemExit(0)")
-    start = time.monotonic()
-    assert supervise.measure_all([], tmp_path / "m", 1.0, 60.0, lambda text: None) == 0
-    assert time.monotonic() - start < 20
-    assert supervise.measure_all([], tmp_path / "m", 1.0, -1.0, lambda text: None) == 1  # no time left
-
-
-def test_compiling_processes_share_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = _programs(monkeypatch, "pass")
-    supervise.compile_all(["--seed=1"], 2, 20.0, lambda text: None)
-    assert [words[2] for words in started] == ["0/2", "1/2"]
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["sweep"]) == 2 and "nothing is measured" in capsys.readouterr().err
-    assert cli.main(["sweep", "--family", "nothing_like_it"]) == 2
-    assert "known: mm_bf16" in capsys.readouterr().err
-    args = cli.parser().parse_args(["sweep", "--seed", "4", "--family", "mm|rope", "--peers", "torch"])
-    again = cli.parser().parse_args(["sweep", *command._shared(args)])
-    assert (again.seed, again.family, again.peers, again.out) == (4, "mm|rope", "torch", args.out)
