@@ -1,4 +1,4 @@
-"""``python -m bench``: run, check, sweep, aten, host, report, record, readme, zoo and e2e."""
+"""``python -m bench``: run, check, peak, sweep, neighbours, aten, host, report, record, readme, zoo and e2e."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import importlib
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 from bench import meta, peers
 from bench.measure import host_stand_in
-from bench.report import accepted
+from bench.report import accepted, records
 from bench.report import tables as report
+from bench.sweep import command as sweep_command
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
-CHECKED = ["torch", "torch_fused", "liger", "quack", "linghe", "flaggems"]
+CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
 
 
 def _regex(text: str) -> str:
@@ -46,13 +48,21 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     run.add_argument("--record", action="store_true", help="take the rows over into bench/results/<gpu>.json")
+    run.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
+    run.add_argument("--missing", action="store_true", help="only rows that bench/results does not have")
+    run.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    run.add_argument("--jobs", type=int, help="processes that compile everything before (default: 6 with --record)")
+    run.add_argument("--part", help=argparse.SUPPRESS)
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
     check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
-    sweep = commands.add_parser("sweep", help="ours and a copy over many shapes, with the memory a call takes")
-    sweep.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
-    sweep.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
-    sweep.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    check.add_argument("--missing", action="store_true", help="call nothing; list the rows that have no record")
+    commands.add_parser("peak", help="rate of the tensor cores of this machine's GPU, TFLOP/s")
+    sweep_command.add_arguments(commands.add_parser("sweep", help="ours beside the best peer at random shapes"))
+    near = commands.add_parser("neighbours", help="ours and a copy beside powers of two, with the memory a call takes")
+    near.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
+    near.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
+    near.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     aten = commands.add_parser("aten", help="torch's operators on our kernels, over FlagGems' core shapes")
     aten.add_argument("--rows", type=_regex, default="", help="regular expression on 'family overload'")
     aten.add_argument("--ways", default="torch,rtkernels,flaggems,inductor", help="comma-separated")
@@ -87,18 +97,32 @@ def _run(args: argparse.Namespace) -> int:
     if missing := peers.not_installed(args.peers):
         print(f"bench run: not installed: {', '.join(missing)}; leave them out of --peers, or --peers", file=sys.stderr)
         return 2
-    from bench.measure import host, run
+    from bench.measure import host, run, warm
     from bench.measure.timing import CudaDevice, Timer
     from bench.rows import all_rows
 
     pool = list(all_rows())
     rows = run.select(pool, args.rows)
-    with_host = args.rows is None or re.search(args.rows, "host") is not None
+    if args.missing:
+        wanted = {row.label for row in records.missing(pool, meta.RESULTS)}
+        rows = [row for row in rows if row.label in wanted]
+    with_host = not args.missing and (args.rows is None or re.search(args.rows, "host") is not None)
     if not rows and not with_host:
         labels = "\n  ".join(row.label for row in pool)
         print(f"bench run: no row matches {args.rows!r}; rows:\n  host\n  {labels}", file=sys.stderr)
         return 2
+    started = time.monotonic()
+    if args.part:
+        return warm.part(rows, args.part, run.Bench(Timer(CudaDevice()), "cuda", args.peers), pool, args.seconds)
     path = args.out or meta.default_path(meta.environment())
+    try:
+        earlier = records.interrupted(path) if args.resume else None
+    except meta.ResultError as error:
+        print(f"bench run: {error}", file=sys.stderr)
+        return 2
+    jobs = args.jobs if args.jobs is not None else 6 * args.record
+    if jobs:
+        warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
     result = run.run(
         rows,
@@ -106,6 +130,8 @@ def _run(args: argparse.Namespace) -> int:
         pool=pool,
         path=path,
         host=(lambda: host.measure(args.quick)) if with_host else None,
+        earlier=earlier,
+        ends=started + args.seconds,
     )
     print(report.markdown(result))
     print(f"written: {path}")
@@ -115,9 +141,29 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if result["complete"] and not failed else 1
 
 
+def _peak(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    from bench.measure import peak
+    from bench.measure.timing import CudaDevice, Timer
+
+    print(json.dumps(peak.measure(Timer(CudaDevice()))))
+    return 0
+
+
 def _check(args: argparse.Namespace) -> int:
     import torch
 
+    if args.missing:
+        from bench.rows import all_rows
+
+        found = records.missing(list(all_rows()), meta.RESULTS)
+        labels = [row.label for row in found if args.rows is None or re.search(args.rows, row.label)]
+        print("\n".join([*labels, f"{len(labels)} rows have no record with a commit"]))
+        return 0
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
@@ -134,19 +180,19 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if run.check(rows, bench, pool) else 1
 
 
-def _sweep(args: argparse.Namespace) -> int:
+def _neighbours(args: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    from bench.measure import sweep
+    from bench.measure import neighbours as measured
     from bench.measure.timing import CudaDevice, Timer
     from bench.report import neighbours
 
     env = meta.environment()
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
-    rows = sweep.measure(
+    rows = measured.measure(
         timer, "cuda", lambda text: print(text, flush=True), lambda name: re.search(args.rows, name) is not None
     )
     result = {
@@ -246,8 +292,8 @@ def main(argv: list[str] | None = None) -> int:
         return zoo.main(words[1:])
     args = parser().parse_args(words)
     commands = {
-        "run": _run, "check": _check, "sweep": _sweep, "aten": _aten, "report": _report, "record": _record,
-        "host": host_stand_in.run, "readme": _readme,
+        "run": _run, "check": _check, "peak": _peak, "sweep": sweep_command.run, "neighbours": _neighbours,
+        "aten": _aten, "report": _report, "record": _record, "host": host_stand_in.run, "readme": _readme,
         "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)

@@ -77,7 +77,7 @@ def environment() -> dict[str, Any]:
         "nvrtc": _nvrtc(),
         "triton": _version("triton"),
         "peers": {peer: _version(dist) for peer, dist in DISTRIBUTIONS.items()},
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT"),
         "dirty": None if status is None else bool(status),
         "source": source_hash(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

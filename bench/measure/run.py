@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from bench import meta, peers
+from bench.measure import peak
 from bench.measure.timing import Call, Timer, TimingError, copy_calls
+from bench.measure.values import _clone, _double, _storages, relative_error, tensors
 from bench.rows.row import Row
 
 COPIES = 3
@@ -40,63 +42,6 @@ def forward_of(row: Row, rows: Iterable[Row]) -> Row | None:
         return None
     name = row.name.removesuffix("_bwd") + "_fwd"
     return next((other for other in rows if (other.name, other.shape) == (name, row.shape)), None)
-
-
-def tensors(out: Any) -> list[torch.Tensor]:
-    """The tensors of an op's result, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        out = [getattr(out, field.name) for field in dataclasses.fields(out)]
-    if isinstance(out, dict):
-        out = list(out.values())
-    return [t for item in out for t in tensors(item)] if isinstance(out, (list, tuple)) else []
-
-
-def relative_error(out: Any, reference: Any) -> float:
-    """Largest ``||out - ref|| / ||ref||`` over the reference's tensors, in fp64.
-
-    Raises:
-        ValueError: Too few outputs, another shape, or a result that is not finite.
-    """
-    got, want = tensors(out), tensors(reference)
-    if not want or len(got) < len(want):
-        raise ValueError(f"{len(got)} output tensors, the reference has {len(want)}")
-    worst = 0.0
-    for a, b in zip(got, want, strict=False):
-        if a.shape != b.shape:
-            raise ValueError(f"shape {tuple(a.shape)}, the reference has {tuple(b.shape)}")
-        a, b = a.to(torch.float64), b.to(torch.float64)
-        error = (torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b).clamp_min(1e-300)).item()
-        if not math.isfinite(error):
-            raise ValueError("not finite")
-        worst = max(worst, error)
-    return worst
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor in nested lists, tuples and dicts changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, change) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_mapped(item, change) for item in value]
-        # A named tuple takes its items one by one.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _clone(inputs: dict[str, Any]) -> dict[str, Any]:
-    return _mapped(inputs, torch.Tensor.clone)
-
-
-def _double(inputs: dict[str, Any]) -> dict[str, Any]:
-    return _mapped(inputs, lambda t: t.to(torch.float64) if t.is_floating_point() else t)
-
-
-def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors(value)} - {0}
 
 
 def _reference(row: Row, inputs: dict[str, Any]) -> Any:
@@ -227,6 +172,22 @@ class Bench:
             **({"flops": row.flops, "tflops": row.flops / ours.us / 1e6} if row.flops else {}),
         }
 
+    def warm(self, row: Row, forward: Row | None) -> None:
+        """Call ours and every peer once, which compiles them; errors are told by the measurement."""
+        inputs = row.make(self.device, self._generator(0))
+        calls = {"ours": lambda **given: lambda: row.ours(**given)}
+        calls |= {**peers.torch_peers(row, forward), **peers.adapters_of(row)}
+        for name, make_call in calls.items():
+            if name != "ours" and not peers.selected(name, self.wanted):
+                continue
+            try:
+                with self._peer(make_call, [inputs], [], False):
+                    self._check_alive()
+            except DeviceLost:
+                raise
+            except Exception:
+                self._check_alive()
+
     def _generator(self, i: int) -> torch.Generator:
         return torch.Generator(device=self.device).manual_seed(1234 + i)
 
@@ -345,6 +306,8 @@ def run(
     path: Path | None = None,
     host: Callable[[], dict[str, Any]] | None = None,
     peak_bytes: int = PEAK_BYTES,
+    earlier: dict[str, Any] | None = None,
+    ends: float = math.inf,
 ) -> dict[str, Any]:
     """Measure ``rows`` and return the result, saved to ``path`` after every row.
 
@@ -355,17 +318,27 @@ def run(
         path: Result file; None keeps the result in memory.
         host: Measures the host rows, or None to leave them out.
         peak_bytes: Size of the copy that gives the peak bandwidth.
+        earlier: Result of an interrupted run, whose rows are kept, except for those that failed.
+        ends: No row begins after this time of ``time.monotonic()``.
     """
     result: dict[str, Any] = {
         "schema": meta.SCHEMA,
         "environment": meta.environment(),
         "copy_peak_gbps": bench.peak_gbps(peak_bytes) if rows else None,
-        "rows": [],
-        "host": None,
+        "peak_tflops": peak.try_measure(bench.timer) if any(row.flops for row in rows) else {},
+        "rows": [row for row in (earlier or {}).get("rows", ()) if "failed" not in row],
+        "host": (earlier or {}).get("host"),
         "complete": False,
     }
+    kept = {(row["row"], row["shape"]) for row in result["rows"]}
     try:
         for row in rows:
+            if (row.name, row.shape) in kept:
+                continue
+            if time.monotonic() > ends:
+                if path:
+                    meta.save(result, path)
+                return result
             bench.log(row.label)
             try:
                 done = bench.row(row, forward_of(row, pool), result["copy_peak_gbps"])
@@ -374,11 +347,13 @@ def run(
             except Exception as error:
                 bench._check_alive()
                 done = {"row": row.name, "shape": row.shape, "failed": _say(error)}
+            if (of_peak := peak.share(done, result["peak_tflops"])) is not None:
+                done["of_peak"] = of_peak
             result["rows"].append(done)
             _release()
             if path:
                 meta.save(result, path)
-        if host:
+        if host and result["host"] is None:
             result["host"] = _host(host)
         result["complete"] = True
     except DeviceLost as error:

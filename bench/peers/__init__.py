@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import util
 from typing import Any
 
-from bench.peers import flaggems, liger, linghe, quack
+from bench.peers import fa4, flaggems, liger, linghe, others, quack
 from bench.peers.base import Absent, Call, Compared, Prepare, Table
 from bench.peers.torch import torch_peers
 
@@ -32,14 +32,27 @@ __all__ = [
     "torch_peers",
 ]
 
-FAMILIES = ("torch", "inductor", "liger", "quack", "linghe", "flaggems")
+FAMILIES = ("torch", "inductor", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla", "torchao")
 DISTRIBUTIONS = {
     "liger": "liger-kernel",
     "quack": "quack-kernels",
     "linghe": "linghe",
     "flaggems": "flag-gems",
+    "fa4": "flash-attn-4",
+    "deepgemm": "deep-gemm",
+    "fla": "flash-linear-attention",
+    "torchao": "torchao",
 }
-_MODULES = {"liger": "liger_kernel", "quack": "quack", "linghe": "linghe", "flaggems": "flag_gems"}
+_MODULES = {
+    "liger": "liger_kernel",
+    "quack": "quack",
+    "linghe": "linghe",
+    "flaggems": "flag_gems",
+    "fa4": "flash_attn",
+    "deepgemm": "deep_gemm",
+    "fla": "fla",
+    "torchao": "torchao",
+}
 
 
 def not_installed(wanted: list[str] | None) -> list[str]:
@@ -68,4 +81,4 @@ def _merged(*tables: Table) -> Table:
     return found
 
 
-ADAPTERS = _merged(liger.ADAPTERS, quack.ADAPTERS, linghe.ADAPTERS, flaggems.ADAPTERS)
+ADAPTERS = _merged(liger.ADAPTERS, quack.ADAPTERS, fa4.ADAPTERS, linghe.ADAPTERS, flaggems.ADAPTERS, others.ADAPTERS)

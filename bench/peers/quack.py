@@ -82,7 +82,41 @@ def _topk(x: Any, k: int, **_: Any) -> Call:
     return lambda: topk_fwd(x, k)
 
 
+def _product(tuned: bool) -> Any:
+    def prepare(a: Any, b: Any, scale_a: Any = None, scale_b: Any = None, **_: Any) -> Call:
+        """Its own choice of a kernel, or the fastest of those that it tries at the first call."""
+        from quack.gemm_interface import gemm
+
+        if a.dtype.itemsize != 2 or b.dtype != a.dtype or scale_b is not None:
+            raise Absent("quack's products of 8 bits have scales of blocks of 32, on other devices")
+        right = b.t()
+        return lambda: gemm(a, right, tuned=tuned)
+
+    return prepare
+
+
+def _gated(tuned: bool) -> Any:
+    def prepare(a: Any, b: Any, **_: Any) -> Call:
+        """Rows of the weight alternate between gate and up there; they are sorted beforehand."""
+        from quack.gemm_interface import gemm_gated
+
+        right = b.view(2, -1, b.shape[1]).transpose(0, 1).reshape(b.shape).t()
+        return lambda: gemm_gated(a, right, activation="swiglu", store_preact=False, tuned=tuned)[1]
+
+    return prepare
+
+
+def _rope_fwd(q: Any, k: Any, tables: Any, **_: Any) -> Call:
+    """One launch each for q and k."""
+    from quack.rotary import apply_rotary
+
+    return lambda: (apply_rotary(q, *tables), apply_rotary(k, *tables))
+
+
 ADAPTERS: Table = {
+    "scaled_mm": {"quack": _product(False), "quack_tuned": _product(True)},
+    "gated_mm": {"quack": _gated(False), "quack_tuned": _gated(True)},
+    "rope_fwd": {"quack": _rope_fwd},
     "topk": {"quack": _topk},
     "topk_bf16": {"quack": _topk},
     "rms_norm_fwd": {"quack": _rms_norm_fwd},

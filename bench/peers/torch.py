@@ -75,7 +75,7 @@ def _compiled(prepare: Prepare, function: Callable[..., Any]) -> Prepare:
 
 
 def torch_peers(row: Any, forward: Any | None) -> dict[str, Prepare]:
-    """torch's own competitors of a row: eager, its fused op, and inductor.
+    """torch's own competitors of a row: eager, its fused op, the row's other backends, and inductor.
 
     With ``forward`` (the matching forward row) the backward is autograd's, timed alone: ``inductor`` is
     then the backward of the compiled forward and ``inductor_math`` the compiled formula of the row.
@@ -92,4 +92,4 @@ def torch_peers(row: Any, forward: Any | None) -> dict[str, Prepare]:
         found["torch_fused"] = functools.partial(_eager, row.fused)
     elif forward is not None and forward.fused:
         found["torch_fused"] = functools.partial(_backward, forward.fused)
-    return found
+    return {**found, **{f"torch_{name}": prepare for name, prepare in row.backends.items()}}

@@ -62,7 +62,8 @@ def save(accepted: Accepted, path: Path) -> None:
 
 def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
     """Accept the valid rows of a run, a sweep or a layer measurement, and return the labels of the others."""
-    accepted["runs"].append({**result["environment"], "copy_peak_gbps": result.get("copy_peak_gbps")})
+    peak = {"peak_tflops": result["peak_tflops"]} if result.get("peak_tflops") else {}
+    accepted["runs"].append({**result["environment"], "copy_peak_gbps": result.get("copy_peak_gbps"), **peak})
     run, refused = len(accepted["runs"]) - 1, []
     if layers := result.get("layers"):
         for name, measured in layers.items():

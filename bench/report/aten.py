@@ -113,7 +113,9 @@ def default_set(result: dict[str, Any]) -> dict[str, int]:
     return {
         name: 0 if size == min(case["elements"] for case in cases[name]) else size
         for name, (_, mean, size) in choice(result).items()
-        if mean >= WANTED and size != NEVER and name not in SLOWER_IN_MODELS
+        if mean >= WANTED
+        and size != NEVER
+        and name not in SLOWER_IN_MODELS
         and is_candidate_of(cases[name][0]["family"], name)
     }
 

@@ -10,7 +10,10 @@ from bench.report import tables as report
 
 HEAD = "| on one NVIDIA H200 |"
 _NAMES = {"hf": "transformers", "transformers": "transformers", "liger": "Liger", "compile": "torch.compile"}
-_OP_PEERS = {"liger": "Liger", "inductor": "torch.compile", "torch_fused": "torch's fused op"}
+_OP_PEERS = {
+    "liger": "Liger", "inductor": "torch.compile", "torch_fused": "torch's fused op", "fa4": "FlashAttention 4",
+    "fa4_deterministic": "FlashAttention 4", "torch_cudnn": "cuDNN", "torch_flash": "torch's flash attention",
+}  # fmt: skip
 # What a row is called, the recorded command, our arm of it.
 _MODELS = (
     ("training step, dense model of 0.89 B parameters", "train dense", "ours_fused"),

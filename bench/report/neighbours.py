@@ -1,4 +1,4 @@
-"""Efficiency of a sweep along rows and along columns, and where it drops next to a power of two.
+"""Efficiency along rows and along columns, and where it drops next to a power of two.
 
 A kernel should be no slower next to a power of two than at it: every size is compared with the powers of two below and
 above it that were measured, and a drop by more than ``LIMIT`` is reported. Powers of two are compared with each other
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from bench.measure.sweep import ELEMENTS
+from bench.measure.neighbours import ELEMENTS
 
 LIMIT = 0.15
 _FEWEST = 3  # points of a line

@@ -79,14 +79,22 @@ def tables(measured: dict[tuple[str, str], dict[str, Any]], rows: Iterable[Row])
             by_width.setdefault(declared.name, {})[cols_of[declared.shape]] = row
         else:
             table = experts if _EXPERTS.search(declared.name) else others
-            table.append([declared.name, declared.shape, _ours(row), _fastest(row)])
+            share = f"{row['of_peak']:.2f}" if "of_peak" in row else "-"
+            table.append([declared.name, declared.shape, _ours(row), share, _fastest(row)])
     lines = [[titles[n], *(_cell(by_width[n].get(cols)) for cols in _WIDTHS)] for n in titles if n in by_width]
-    tail = ["shape", "µs (efficiency, or rate)", "fastest peer, µs"]
     return [
         report.table(["op, bf16", *(f"8192x{cols}" for cols in _WIDTHS)], lines),
-        report.table(["op", *tail], others),
-        report.table(["mixture of experts", *tail], experts),
+        _with_peak("op", others),
+        _with_peak("mixture of experts", experts),
     ]
+
+
+def _with_peak(first: str, body: list[list[str]]) -> list[str]:
+    """Return a table; the column of the tensor cores' peak is left out while no row has it."""
+    head = [first, "shape", "µs (efficiency, or rate)", "of the peak", "fastest peer, µs"]
+    if all(cells[3] == "-" for cells in body):
+        head, body = [*head[:3], head[4]], [[*cells[:3], cells[4]] for cells in body]
+    return report.table(head, body)
 
 
 def rewritten(text: str, fresh: list[str]) -> str:

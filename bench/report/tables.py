@@ -18,6 +18,10 @@ def _error(value: Any) -> str:
     return f"{value:.1e}" if isinstance(value, float) else value["error"] if isinstance(value, dict) else "-"
 
 
+def _share(row: dict[str, Any]) -> str:
+    return f"{row['of_peak']:.2f}" if "of_peak" in row else "-"
+
+
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -33,6 +37,9 @@ def heading(result: dict[str, Any]) -> str:
     commit = (env["commit"] or "unknown")[:12] + (" with local changes" if env["dirty"] else "")
     peers = ", ".join(f"{name} {version}" for name, version in env["peers"].items() if version)
     peak = f" Largest copy: {result['copy_peak_gbps']:.0f} GB/s." if result["copy_peak_gbps"] else ""
+    rates = {k: v for k, v in (result.get("peak_tflops") or {}).items() if isinstance(v, float)}
+    if rates:
+        peak += f" Tensor cores: {', '.join(f'{kind} {rate:.0f} TFLOP/s' for kind, rate in rates.items())}."
     partial = "" if result["complete"] else " **The run did not finish.**"
     return (
         f"{env['gpu']}, driver {env['driver']}, torch {env['torch']}, CuPy {env['cupy']}, "
@@ -45,7 +52,9 @@ def row_table(result: dict[str, Any]) -> list[str]:
     """The device rows; times in µs. Rows of matrix products have an extra column."""
     products = any("tflops" in row for row in result["rows"])
     head = ["row", "shape", "dtype", "MB", "ours", "p20-p80", "copy", "floor", "efficiency"]
-    head += ["TFLOP/s"] * products + ["error", "torch's error", "best peer / ours", "peers"]
+    compared = any("of_peak" in row for row in result["rows"])
+    head += ["TFLOP/s"] * products + ["of the peak"] * compared
+    head += ["error", "torch's error", "best peer / ours", "peers"]
     body = []
     for row in result["rows"]:
         if "failed" in row:
@@ -64,6 +73,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
                 f"{row['floor_us']:.1f}",
                 f"{row['efficiency']:.2f}",
                 *([f"{row['tflops']:.0f}" if "tflops" in row else "-"] * products),
+                *([_share(row)] * compared),
                 _error(row["error_ours"]),
                 _error(row["error_torch"]),
                 f"{peers[0][1] / row['us']:.2f}" if peers else "-",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rtkernels.errors import ArgumentError
@@ -36,6 +36,8 @@ class Row:
         exact: fp64 reference from the same inputs; None runs ``torch`` on inputs cast to fp64.
         fused: torch's own fused op for this math, where there is one.
         flops: Operations of a matrix product, ``2 m n k``; 0 for rows that memory bounds.
+        backends: Other ways of torch to compute it, each called as ``prepare(**inputs)`` like the adapters of
+            other libraries; ``{"flash": ...}`` is measured as ``torch_flash``.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Row:
     exact: Callable[..., Any] | None = None
     fused: Callable[..., Any] | None = None
     flops: int = 0
+    backends: Mapping[str, Callable[..., Callable[[], Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape:

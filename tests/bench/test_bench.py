@@ -218,7 +218,7 @@ def test_failing_host_rows_keep_the_device_rows() -> None:
 def test_result_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "r.json"
     got = measured([scale_row()], ["torch"], path=path, host=lambda: {"us_per_call": {}})
-    assert set(got) == set(meta.TOP_KEYS)
+    assert set(got) == {*meta.TOP_KEYS, "peak_tflops"}
     assert {"gpu", "driver", "torch", "cupy", "nvrtc", "triton", "commit", "dirty", "date"} <= set(got["environment"])
     assert meta.load(path) == got
     assert list(path.parent.iterdir()) == [path]
@@ -348,8 +348,8 @@ def test_the_calls_of_host_rows_work() -> None:
         make()()
 
 
-def test_sweep_times_every_point_on_a_simulated_device() -> None:
-    from bench.measure import sweep
+def test_neighbours_times_every_point_on_a_simulated_device() -> None:
+    from bench.measure import neighbours
 
     class Device:
         def __init__(self) -> None:
@@ -374,23 +374,25 @@ def test_sweep_times_every_point_on_a_simulated_device() -> None:
         def sync(self) -> None:
             pass
 
-    names = {point.name for point in sweep.points("cpu")}
+    names = {point.name for point in neighbours.points("cpu")}
     losses = {"cross_entropy_fwd", "cross_entropy_fwdbwd", "cross_entropy_autograd"}
     assert {"rms_norm_bwd", "layer_norm_bwd", "gate_bwd", "softmax_bwd", "rms_norm_fp8_both", *losses} <= names
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "points", _few_points)
-        rows = sweep.measure(Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: name != "rms_norm_bwd")
+        patch.setattr(neighbours, "points", _few_points)
+        rows = neighbours.measure(
+            Timer(Device(), 2, 2, 0.0), "cpu", lambda text: None, lambda name: name != "rms_norm_bwd"
+        )
     norms = {"rms_norm_fwd", "layer_norm_fwd", "layer_norm_bwd", "gate_fwd", "gate_bwd"}
     assert {row["row"] for row in rows} == norms | losses
     assert all(row["us"] > 0 and row["copy_us"] > 0 and row["peak_extra_bytes"] is None for row in rows)
 
 
 def _few_points(device: str):
-    from bench.measure import sweep
+    from bench.measure import neighbours
 
-    yield from sweep._norms(4, 64, device)
-    yield from sweep._losses(4, 100, device)
-    yield from sweep._autograd(4, 100, device)
+    yield from neighbours._norms(4, 64, device)
+    yield from neighbours._losses(4, 100, device)
+    yield from neighbours._autograd(4, 100, device)
 
 
 def _measured(us: float, date: str, **times: float) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.act.glu import BACKWARD, FORWARD
-from rtkernels.runtime.operator.operator import TorchOp
 
 
 def _torch_fwd(x: Tensor, act: str) -> Tensor:
@@ -27,37 +26,37 @@ def _torch_bwd(dy: Tensor, x: Tensor, act: str) -> Tensor:
     return torch.cat((d * up * (s + gate * s * (1 - s)), d * gate * s), -1).to(x.dtype)
 
 
-def _rows_of(forward_op: TorchOp, backward_op: TorchOp) -> Iterator[Row]:
-    """Yield the rows of both directions."""
-    rows = 8192
-    for cols in (2048, 4096, 8192, 14336):
-        n = rows * cols * 2  # bytes of y
+def pair(rows: int, cols: int) -> tuple[Row, Row]:
+    """Return the forward and the backward row of a size; ``cols`` of the result."""
+    n = rows * cols * 2  # bytes of y
 
-        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
-            def normal(*shape: int) -> Tensor:
-                return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+    def make(device: str, generator: torch.Generator, *, backward: bool) -> dict[str, Any]:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
 
-            inputs = {"x": normal(rows, 2 * cols), "act": "silu"}
-            return {"dy": normal(rows, cols), **inputs} if backward else inputs
+        inputs = {"x": normal(rows, 2 * cols), "act": "silu"}
+        return {"dy": normal(rows, cols), **inputs} if backward else inputs
 
-        yield Row(
-            name="glu_fwd",
-            shape=f"{rows}x2x{cols}",
-            make=lambda device, g, make=make: make(device, g, backward=False),
-            ours=lambda x, act: forward_op(x, None, None, act),
-            torch=_torch_fwd,
-            bytes=3 * n,
-        )
-        yield Row(
-            name="glu_bwd",
-            shape=f"{rows}x2x{cols}",
-            make=lambda device, g, make=make: make(device, g, backward=True),
-            ours=lambda dy, x, act: backward_op(dy, x, None, None, act, False)[0],
-            torch=_torch_bwd,
-            bytes=5 * n,
-        )
+    forward = Row(
+        name="glu_fwd",
+        shape=f"{rows}x2x{cols}",
+        make=lambda device, g: make(device, g, backward=False),
+        ours=lambda x, act: FORWARD(x, None, None, act),
+        torch=_torch_fwd,
+        bytes=3 * n,
+    )
+    backward = Row(
+        name="glu_bwd",
+        shape=f"{rows}x2x{cols}",
+        make=lambda device, g: make(device, g, backward=True),
+        ours=lambda dy, x, act: BACKWARD(dy, x, None, None, act, False)[0],
+        torch=_torch_bwd,
+        bytes=5 * n,
+    )
+    return forward, backward
 
 
 def rows() -> Iterator[Row]:
     """Yield the benchmark rows."""
-    yield from _rows_of(FORWARD, BACKWARD)
+    for cols in (2048, 4096, 8192, 14336):
+        yield from pair(8192, cols)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ _SIZES = (
     (4, 32, 32, 4096, 64, True),
     (2, 16, 16, 4096, 256, True),
 )
+BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 _BACKWARD_SIZES = (_SIZES[0], _SIZES[1], _SIZES[3], _SIZES[4])
 
 
@@ -109,49 +111,82 @@ def backward_row(
         q, k, v = given["q"], given["k"], given["v"]
         out, lse = FORWARD(q, k, v, *[None] * 6, *options)
         dy = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
-        return {"dy": dy, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        # The last two are for peers.
+        return {"dy": dy, "q": q, "k": k, "v": v, "out": out, "lse": lse, "causal": causal, "scale": scale}
 
-    def ours(dy, q, k, v, out, lse):
+    def ours(dy, q, k, v, out, lse, **_):
         return BACKWARD(dy, None, q, k, v, out, lse, *[None] * 6, *options, True, True, True, False, False)[:3]
 
     return Row(name=name, shape=shape, make=make_all, ours=ours, torch=_gradients(plain), bytes=nbytes, flops=products)
 
 
+def _on_backend(name: str, causal: bool, backward: bool) -> Any:
+    """Return an adapter of one backend of torch's attention."""
+
+    def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor | None = None, **_: Any) -> Any:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, name)
+
+        def forward(*given: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return _fused(*given, causal)
+
+        if not backward:
+            return lambda: forward(q, k, v)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = forward(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
+
+    return prepare
+
+
+def backends(causal: bool, backward: bool) -> dict[str, Any]:
+    """Return adapters of cuDNN's and flash attention in torch, which chooses one of them by itself."""
+    return {key: _on_backend(name, causal, backward) for key, name in BACKENDS.items()}
+
+
+def pair(batch: int, heads: int, heads_kv: int, length: int, width: int, causal: bool) -> tuple[Row, Row]:
+    """Return the forward and the backward row of a size."""
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        shapes = {"q": heads, "k": heads_kv, "v": heads_kv}
+        given = {
+            name: torch.randn(batch, length, count, width, device=device, generator=generator).bfloat16()
+            for name, count in shapes.items()
+        }
+        return {**given, "causal": causal}
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = causal) -> torch.Tensor:
+        return _plain(q, k, v, causal)
+
+    mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
+    shape = f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}"
+    forward = Row(
+        name="attention_fwd",
+        shape=shape,
+        make=make,
+        ours=lambda q, k, v, causal: attention(q, k, v, causal=causal),
+        torch=head_by_head(plain) if too_large(batch * heads * length**2) else plain,
+        exact=head_by_head(plain, torch.float64),
+        fused=_fused,
+        bytes=2 * batch * length * width * (2 * heads + 2 * heads_kv),
+        flops=pairs * 4 * width,
+        backends=backends(causal, backward=False),
+    )
+    backward = backward_row(
+        "attention_bwd", shape, make, plain, width**-0.5, causal, pairs * 10 * width,
+        2 * batch * length * width * (4 * heads + 4 * heads_kv),
+    )  # fmt: skip
+    return forward, dataclasses.replace(backward, backends=backends(causal, backward=True))
+
+
 def rows() -> Iterator[Row]:
-    for batch, heads, heads_kv, length, width, causal in _SIZES:
-
-        def make(
-            device: str, generator: torch.Generator, size=(batch, heads, heads_kv, length, width)
-        ) -> dict[str, Any]:
-            batch, heads, heads_kv, length, width = size
-            shapes = {"q": heads, "k": heads_kv, "v": heads_kv}
-            return {
-                name: torch.randn(batch, length, count, width, device=device, generator=generator).bfloat16()
-                for name, count in shapes.items()
-            }
-
-        mask, pairs = "causal" if causal else "full", batch * heads * length**2 // (2 if causal else 1)
-
-        def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = causal) -> torch.Tensor:
-            return _plain(q, k, v, causal)
-
-        yield Row(
-            name="attention_fwd",
-            shape=f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}",
-            make=make,
-            ours=lambda q, k, v, causal=causal: attention(q, k, v, causal=causal),
-            torch=head_by_head(plain) if too_large(batch * heads * length**2) else plain,
-            exact=head_by_head(plain, torch.float64),
-            fused=lambda q, k, v, causal=causal: _fused(q, k, v, causal),
-            bytes=2 * batch * length * width * (2 * heads + 2 * heads_kv),
-            flops=pairs * 4 * width,
-        )
-        if (batch, heads, heads_kv, length, width, causal) in _BACKWARD_SIZES:
-            yield backward_row(
-                "attention_bwd", f"{batch}x{length} {heads}/{heads_kv} heads of {width} {mask}", make, plain,
-                width**-0.5, causal, pairs * 10 * width,
-                2 * batch * length * width * (4 * heads + 4 * heads_kv),
-            )  # fmt: skip
+    for size in _SIZES:
+        forward, backward = pair(*size)
+        yield forward
+        if size in _BACKWARD_SIZES:
+            yield backward
 
     def make_packed(device: str, generator: torch.Generator) -> dict[str, Any]:
         qkv = torch.randn(16384, 3, 16, 128, device=device, generator=generator).bfloat16()

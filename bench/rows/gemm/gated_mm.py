@@ -28,16 +28,20 @@ def _torch(a: Tensor, b: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def at(m: int, n: int, k: int) -> Row:
+    """Return the row of a size."""
+    return Row(
+        name="gated_mm",
+        shape=f"{m}x{n}x{k}_bf16",
+        make=partial(_inputs, sizes=(m, n, k)),
+        ours=gated_mm,
+        torch=_torch,
+        bytes=2 * (m * k + 2 * n * k + m * n),
+        flops=4 * m * n * k,
+    )
+
+
 def rows() -> Iterator[Row]:
     """SiLU, bf16."""
     for sizes in SIZES:
-        m, n, k = sizes
-        yield Row(
-            name="gated_mm",
-            shape=f"{m}x{n}x{k}_bf16",
-            make=partial(_inputs, sizes=sizes),
-            ours=gated_mm,
-            torch=_torch,
-            bytes=2 * (m * k + 2 * n * k + m * n),
-            flops=4 * m * n * k,
-        )
+        yield at(*sizes)

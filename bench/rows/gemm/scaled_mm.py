@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -35,7 +36,9 @@ def _floats(device: str, generator: torch.Generator, sizes: tuple[int, int, int]
 def _fp8(device: str, generator: torch.Generator, sizes: tuple[int, int, int], recipe: str) -> dict[str, Any]:
     m, n, k = sizes
     given = _floats(device, generator, sizes, F8)
-    if recipe == "row":
+    if recipe == "tensor":
+        scales = torch.rand((), device=device), torch.rand((), device=device)
+    elif recipe == "row":
         scales = torch.rand(m, 1, device=device), torch.rand(1, n, device=device)
     else:
         pitch = -(-m // 4) * 4
@@ -76,6 +79,11 @@ def _nvfp4(device: str, generator: torch.Generator, sizes: tuple[int, int, int])
 # ---- the same in torch ----------------------------------------------------------------------------------------------
 
 
+def _block(size: int, scales: int) -> int:
+    """Return how many elements share a scale; the last of the scales of blocks of 128 may have fewer."""
+    return 128 if 128 * (scales - 1) < size <= 128 * scales else -(-size // scales)
+
+
 def _torch(a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor | None = None, *, out=None, **options):
     """Operands times scales in bf16 (in fp64 for the exact result), one product."""
     dtype = options.pop("dtype", torch.bfloat16)
@@ -83,12 +91,14 @@ def _torch(a: Tensor, b: Tensor, scale_a: Tensor | None = None, scale_b: Tensor 
     values = []
     for t, scale, kind in ((a, scale_a, packed[0]), (b, scale_b, packed[1])):
         t = t.to(dtype) if kind is None else pack.nibble_values(t, kind, dtype)
-        if scale is not None:
+        if scale is not None and scale.dim() == 0:
+            t = t * scale.to(dtype)
+        elif scale is not None:
             scale = scale.to(dtype) if scale.dtype != torch.uint8 else scale
             if scale.shape[0] == 1 and t.shape[0] != 1 and scale.shape[1] == t.shape[0]:
                 scale = scale.t()
-            blocks = scale.repeat_interleave(-(-t.shape[0] // scale.shape[0]), 0)[: t.shape[0]]
-            t = t * blocks.repeat_interleave(-(-t.shape[1] // blocks.shape[1]), 1)[:, : t.shape[1]]
+            blocks = scale.repeat_interleave(_block(t.shape[0], scale.shape[0]), 0)[: t.shape[0]]
+            t = t * blocks.repeat_interleave(_block(t.shape[1], blocks.shape[1]), 1)[:, : t.shape[1]]
         values.append(t)
     return values[0] @ values[1].t()
 
@@ -112,6 +122,58 @@ def _int(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     return (torch._int_mm(a, b.t()).float() * scale_a * scale_b).bfloat16()
 
 
+def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
+    """Return a copy with zeros up to a size."""
+    result = torch.zeros(rows, cols, dtype=t.dtype, device=t.device)
+    result[: t.shape[0], : t.shape[1]].copy_(t)
+    return result
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _padded(kind: str, fast: bool) -> Callable[..., Callable[[], Tensor]]:
+    """Return an adapter of torch's product whose operands are padded beforehand to sizes that it takes."""
+
+    def prepare(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any) -> Callable[[], Tensor]:
+        (m, k), n = a.shape, b.shape[0]
+        rows, columns, depth = max(m, 17) if kind == "int8" else m, _up(n, 16), _up(k, 16)
+        a, b = _grown(a, rows, depth), _grown(b, columns, depth)
+        if kind == "fp8_tensor":
+            return lambda: torch._scaled_mm(
+                a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )[:, :n]  # fmt: skip
+        if kind == "fp8_block":
+            return _strided_blocks(a, b, scale_a, scale_b, n)
+        scale_a, scale_b = _grown(scale_a.view(-1, 1), rows, 1), _grown(scale_b.view(1, -1), 1, columns)
+        if kind == "fp8_row":
+            return lambda: torch._scaled_mm(
+                a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )[:, :n]  # fmt: skip
+        return lambda: _int(a, b, scale_a, scale_b)[:m, :n]
+
+    return prepare
+
+
+def _strided_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, n: int) -> Callable[[], Tensor]:
+    """Return the call with the first strides of scales that torch accepts: they differ between its versions."""
+    m, k_blocks = scale_a.shape
+    n_blocks = scale_b.shape[0]
+    columns = scale_a.new_zeros(k_blocks, m).copy_(scale_a.t()).t()
+    padded = scale_b.new_zeros(n_blocks, _up(k_blocks, 4))[:, :k_blocks].copy_(scale_b)
+    errors = []
+    for left in (scale_a, columns):
+        for right in (scale_b, padded):
+            try:
+                _blocks(a, b, left, right)
+            except (RuntimeError, ValueError) as error:
+                errors.append(error)
+                continue
+            return lambda left=left, right=right: _blocks(a, b, left, right)[:, :n]
+    raise errors[0]
+
+
 def _row(
     kind: str, sizes: tuple[int, int, int], make: Callable[..., Any], fused: Callable[..., Any] | None, nbytes: float,
     **options: Any,
@@ -129,6 +191,25 @@ def _row(
         bytes=int((m * k) * nbytes + n * k * nbytes) + 2 * m * n,
         flops=2 * m * n * k,
     )
+
+
+def product(kind: str, m: int, n: int, k: int, acc: str = "auto") -> Row:
+    """Return the row of a product of any size: bf16, fp8_tensor, fp8_row, fp8_block or int8.
+
+    torch's product of 8-bit operands accumulates as ours, and its operands are padded beforehand.
+    """
+    sizes = (m, n, k)
+    if kind == "bf16":
+        return _row(kind, sizes, partial(_floats, sizes=sizes, dtype=torch.bfloat16), _mm, 2)
+    backends = {"padded": _padded(kind, acc == "fast")}
+    if kind == "int8":
+        row = _row(kind, sizes, partial(_int8, sizes=sizes), None, 1, recipe="row")
+        return dataclasses.replace(row, backends=backends)
+    recipe = {"fp8_block": "block_1x128_128x128"}.get(kind, kind.removeprefix("fp8_"))
+    options = {} if acc == "auto" else {"acc": acc}
+    make = partial(_fp8, sizes=sizes, recipe=recipe)
+    row = _row(kind if acc == "auto" else f"{kind}_{acc}", sizes, make, None, 1, recipe=recipe, **options)
+    return dataclasses.replace(row, backends=backends)
 
 
 def rows() -> Iterator[Row]:

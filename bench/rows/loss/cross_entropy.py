@@ -33,8 +33,8 @@ def _torch_both(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-def rows() -> Iterator[Row]:
-    rows, cols = 8192, 157184
+def at(rows: int, cols: int) -> Iterator[Row]:
+    """Yield forward, backward and both in one call, of logits of a size."""
     n = rows * cols * 2
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
@@ -75,3 +75,7 @@ def rows() -> Iterator[Row]:
         torch=_torch_both,
         bytes=2 * n + rows * 8,
     )
+
+
+def rows() -> Iterator[Row]:
+    yield from at(8192, 157184)

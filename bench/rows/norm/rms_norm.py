@@ -13,34 +13,40 @@ from bench.rows.row import Row
 from rtkernels.ops.norm.rms_norm import BACKWARD, FORWARD
 
 
+def pair(rows: int, cols: int) -> tuple[Row, Row]:
+    """Return the forward and the backward row of a size."""
+    n = rows * cols * 2
+
+    def make(device: str, generator: torch.Generator, *, backward: bool) -> dict[str, Any]:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+        inputs = {"x": normal(rows, cols), "weight": normal(cols), "eps": 1e-6}
+        return {"dy": normal(rows, cols), **inputs} if backward else inputs
+
+    forward = Row(
+        name="rms_norm_fwd",
+        shape=f"{rows}x{cols}",
+        make=lambda device, g: make(device, g, backward=False),
+        ours=lambda x, weight, eps: FORWARD(x, weight, eps, 0.0),
+        torch=_torch_fwd,
+        fused=lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
+        bytes=2 * n + 2 * cols,
+    )
+    backward = Row(
+        name="rms_norm_bwd",
+        shape=f"{rows}x{cols}",
+        make=lambda device, g: make(device, g, backward=True),
+        ours=lambda dy, x, weight, eps: BACKWARD(dy, x, weight, None, eps, 0.0, True),
+        torch=_torch_bwd,
+        bytes=3 * n + 4 * cols,
+    )
+    return forward, backward
+
+
 def rows() -> Iterator[Row]:
     for cols in (2048, 4096, 8192):
-        rows, n = 8192, 8192 * cols * 2
-
-        def make(device: str, generator: torch.Generator, *, backward: bool, cols: int = cols) -> dict[str, Any]:
-            def normal(*shape: int) -> Tensor:
-                return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
-
-            inputs = {"x": normal(8192, cols), "weight": normal(cols), "eps": 1e-6}
-            return {"dy": normal(8192, cols), **inputs} if backward else inputs
-
-        yield Row(
-            name="rms_norm_fwd",
-            shape=f"{rows}x{cols}",
-            make=lambda device, g, make=make: make(device, g, backward=False),
-            ours=lambda x, weight, eps: FORWARD(x, weight, eps, 0.0),
-            torch=_torch_fwd,
-            fused=lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
-            bytes=2 * n + 2 * cols,
-        )
-        yield Row(
-            name="rms_norm_bwd",
-            shape=f"{rows}x{cols}",
-            make=lambda device, g, make=make: make(device, g, backward=True),
-            ours=lambda dy, x, weight, eps: BACKWARD(dy, x, weight, None, eps, 0.0, True),
-            torch=_torch_bwd,
-            bytes=3 * n + 4 * cols,
-        )
+        yield from pair(8192, cols)
 
 
 def _torch_fwd(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,8 +11,8 @@ from bench.rows.row import Row
 from rtkernels.ops.reduce.row_dot import BACKWARD, FORWARD
 
 
-def rows() -> Iterator[Row]:
-    rows, cols = 8192, 4096
+def pair(rows: int, cols: int) -> tuple[Row, Row]:
+    """Return the forward and the backward row of a size."""
 
     def make(device: str, generator: torch.Generator) -> dict[str, Any]:
         x, y = (torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator) for _ in range(2))
@@ -22,7 +22,7 @@ def rows() -> Iterator[Row]:
         inputs = make(device, generator)
         return {"dy": torch.randn(rows, dtype=torch.bfloat16, device=device, generator=generator), **inputs}
 
-    yield Row(
+    forward = Row(
         name="row_dot_fwd",
         shape=f"{rows}x{cols}",
         make=make,
@@ -30,7 +30,7 @@ def rows() -> Iterator[Row]:
         torch=lambda x, y: (x * y).sum(-1),
         bytes=4 * rows * cols + 2 * rows,
     )
-    yield Row(
+    backward = Row(
         name="row_dot_bwd",
         shape=f"{rows}x{cols}",
         make=make_bwd,
@@ -38,3 +38,8 @@ def rows() -> Iterator[Row]:
         torch=lambda dy, x, y: (dy[:, None] * y, dy[:, None] * x),
         bytes=8 * rows * cols + 2 * rows,
     )
+    return forward, backward
+
+
+def rows() -> Iterator[Row]:
+    yield from pair(8192, 4096)

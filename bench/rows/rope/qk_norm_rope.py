@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bench.rows.row import Row
 from rtkernels.ops.rope.qk_norm_rope import BACKWARD, FORWARD
-from rtkernels.runtime.operator.operator import TorchOp
 
 
 def _torch_fwd(
@@ -58,61 +57,58 @@ def _torch_bwd(dy: tuple[Tensor, ...], qkv: Tensor, q_weight: Tensor, k_weight: 
 _SHAPES = ((32, 4, 128), (32, 8, 128), *((32, 8, dim) for dim in (32, 64, 72, 80, 112, 192, 256)))
 
 
-def _rows_of(forward_op: TorchOp, backward_op: TorchOp) -> Iterator[Row]:
-    """Yield the rows of the benchmark."""
-    length, batch = 4096, 2
-    for q_heads, kv_heads, dim in _SHAPES:
-        heads = q_heads + 2 * kv_heads
-        n, table = 2 * length * batch * dim, 2 * length * dim
+def pair(length: int, batch: int, q_heads: int, kv_heads: int, dim: int) -> tuple[Row, Row]:
+    """Return the forward and the backward row of a size."""
+    heads = q_heads + 2 * kv_heads
+    n, table, rotary = 2 * length * batch * dim, 2 * length * dim, dim // 2
 
-        def make(device: str, g: torch.Generator, *, backward: bool, shape=(q_heads, kv_heads, dim)):
-            q_heads, kv_heads, dim = shape
-            rotary = dim // 2
+    def make(device: str, g: torch.Generator, *, backward: bool) -> dict[str, Any]:
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, dtype=torch.bfloat16, device=device, generator=g)
 
-            def normal(*sizes: int) -> Tensor:
-                return torch.randn(*sizes, dtype=torch.bfloat16, device=device, generator=g)
+        place = torch.arange(length, device=device, dtype=torch.float32)
+        angle = torch.outer(place, 10000.0 ** -(torch.arange(0, rotary, 2, device=device) / rotary))
+        inputs = {
+            "qkv": normal(length, batch, heads * dim),
+            "q_weight": normal(dim),
+            "k_weight": normal(dim),
+            "tables": (angle.cos(), angle.sin()),
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+        }
+        if not backward:
+            return inputs
+        return {"dy": tuple(normal(batch, length, h, dim) for h in (q_heads, kv_heads, kv_heads)), **inputs}
 
-            place = torch.arange(length, device=device, dtype=torch.float32)
-            angle = torch.outer(place, 10000.0 ** -(torch.arange(0, rotary, 2, device=device) / rotary))
-            inputs = {
-                "qkv": normal(length, batch, (q_heads + 2 * kv_heads) * dim),
-                "q_weight": normal(dim),
-                "k_weight": normal(dim),
-                "tables": (angle.cos(), angle.sin()),
-                "q_heads": q_heads,
-                "kv_heads": kv_heads,
-            }
-            if not backward:
-                return inputs
-            return {"dy": tuple(normal(batch, length, h, dim) for h in (q_heads, kv_heads, kv_heads)), **inputs}
+    def forward(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
+        options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0)
+        return FORWARD(qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
 
-        def forward(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
-            options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0)
-            return forward_op(qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
+    def backward(dy, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
+        options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0, True)
+        return BACKWARD(*dy, qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
 
-        def backward(dy, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, tables: Any, q_heads: int, kv_heads: int):
-            options = (q_heads, kv_heads, True, "sbhd", 2 * tables[0].shape[-1], 0, False, 1e-6, 0.0, True)
-            return backward_op(*dy, qkv, q_weight, k_weight, *options, *tables, None, None, "", 0, 1, 1.0)
-
-        shape = f"s{length}b{batch}q{q_heads}kv{kv_heads}d{dim}"
-        yield Row(
-            name="qk_norm_rope_fwd",
-            shape=shape,
-            make=lambda device, g, make=make: make(device, g, backward=False),
-            ours=forward,
-            torch=_torch_fwd,
-            bytes=2 * n * heads + table,
-        )
-        yield Row(
-            name="qk_norm_rope_bwd",
-            shape=shape,
-            make=lambda device, g, make=make: make(device, g, backward=True),
-            ours=backward,
-            torch=_torch_bwd,
-            bytes=2 * n * heads + n * (heads - kv_heads) + table,
-        )
+    shape = f"s{length}b{batch}q{q_heads}kv{kv_heads}d{dim}"
+    forward_row = Row(
+        name="qk_norm_rope_fwd",
+        shape=shape,
+        make=lambda device, g: make(device, g, backward=False),
+        ours=forward,
+        torch=_torch_fwd,
+        bytes=2 * n * heads + table,
+    )
+    backward_row = Row(
+        name="qk_norm_rope_bwd",
+        shape=shape,
+        make=lambda device, g: make(device, g, backward=True),
+        ours=backward,
+        torch=_torch_bwd,
+        bytes=2 * n * heads + n * (heads - kv_heads) + table,
+    )
+    return forward_row, backward_row
 
 
 def rows() -> Iterator[Row]:
     """Yield the benchmark rows."""
-    yield from _rows_of(FORWARD, BACKWARD)
+    for q_heads, kv_heads, dim in _SHAPES:
+        yield from pair(4096, 2, q_heads, kv_heads, dim)

@@ -50,7 +50,7 @@ _VARIANTS = {"bf16": (torch.bfloat16, HIGH), "high": (torch.float32, HIGH), "exa
 
 
 # Of the forward alone: tokens that do not fill tiles, expert counts between those of one and of several tiles.
-_FORWARD_VARIANTS = {"fast": (torch.bfloat16, FAST), "high": (torch.float32, HIGH)}
+FORWARD_VARIANTS = {"fast": (torch.bfloat16, FAST), "high": (torch.float32, HIGH)}
 
 
 _FORWARD_SIZES = (
@@ -58,7 +58,8 @@ _FORWARD_SIZES = (
 )  # fmt: skip
 
 
-def _forward_row(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, level: int) -> Row:
+def forward_row(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, level: int) -> Row:
+    """Return the forward row of tokens, experts and depth."""
     rows, experts, depth = sizes
     return Row(
         name="router_gemm_fwd",
@@ -77,7 +78,7 @@ def rows() -> Iterator[Row]:
         rows, experts, depth = sizes
         x_bytes, y_bytes = 2 * rows * depth, 4 * rows * experts
         for name, (dtype, level) in _VARIANTS.items():
-            yield _forward_row(sizes, name, dtype, level)
+            yield forward_row(sizes, name, dtype, level)
             w_bytes = experts * depth * dtype.itemsize
             for which, parts in (("dx", "x"), ("dw", "w"), ("bwd", "xw")):
                 yield Row(
@@ -89,5 +90,5 @@ def rows() -> Iterator[Row]:
                     bytes=y_bytes + len(parts) * (x_bytes + w_bytes),
                 )
     for sizes in _FORWARD_SIZES:
-        for name, (dtype, level) in _FORWARD_VARIANTS.items():
-            yield _forward_row(sizes, name, dtype, level)
+        for name, (dtype, level) in FORWARD_VARIANTS.items():
+            yield forward_row(sizes, name, dtype, level)

@@ -41,6 +41,20 @@ def _torch_softmax(logits, k):
     return values / values.sum(-1, keepdim=True), indices, counts.scatter_add(0, indices.flatten(), ones)
 
 
+def softmax_row(tokens: int, experts: int, k: int) -> Row:
+    """Return the row of softmax, top-k and renormalisation of a size."""
+    return Row(
+        name="softmax_router_fwd",
+        shape=f"{tokens}x{experts}k{k}",
+        make=lambda device, g: {"logits": torch.randn(tokens, experts, device=device, generator=g), "k": k},
+        ours=lambda logits, k: FORWARD(
+            logits, None, k, SCORE_FIRST | RENORMALIZE | SOFTMAX, 1, 1, 1, 1.0, 1e-20, False, False
+        )[:3],
+        torch=_torch_softmax,
+        bytes=tokens * (4 * experts + 8 * k) + 4 * experts,
+    )
+
+
 def rows() -> Iterator[Row]:
     tokens = 8192
     mode = SCORE_FIRST | RENORMALIZE
@@ -96,15 +110,4 @@ def rows() -> Iterator[Row]:
             bytes=n * 13,
         )
     for experts, k in ((256, 8), (128, 8), (64, 6), (8, 2)):
-
-        def make_softmax(device, g, *, experts=experts, k=k) -> dict[str, Any]:
-            return {"logits": normal(device, g, tokens, experts), "k": k}
-
-        yield Row(
-            name="softmax_router_fwd",
-            shape=f"{tokens}x{experts}k{k}",
-            make=make_softmax,
-            ours=lambda logits, k: FORWARD(logits, None, k, mode | SOFTMAX, 1, 1, 1, 1.0, 1e-20, False, False)[:3],
-            torch=_torch_softmax,
-            bytes=tokens * (4 * experts + 8 * k) + 4 * experts,
-        )
+        yield softmax_row(tokens, experts, k)

@@ -1,0 +1,54 @@
+"""Compilation before a recorded run: processes that call ours and every peer of each row once.
+
+What they compile is found by the process that measures: the cache of our kernels, Triton's, inductor's, and those of
+the CuTe libraries are on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+from bench.measure.run import Bench, DeviceLost, _release, forward_of
+from bench.rows.row import Row
+
+
+def options(args: argparse.Namespace) -> list[str]:
+    """Return the options of ``bench run`` that choose rows and peers."""
+    given = [f"--rows={args.rows}"] if args.rows is not None else []
+    if args.peers is not None:
+        given.append(f"--peers={','.join(args.peers) or 'none'}")
+    return [*given, *["--missing"] * args.missing]
+
+
+def all_parts(arguments: list[str], jobs: int, seconds: float) -> None:
+    """Start `jobs` processes with a part of the rows each, and end those that need longer than `seconds`."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "bench", "run", *arguments, f"--seconds={seconds:g}"]
+    workers = [subprocess.Popen([*command, f"--part={i}/{jobs}"]) for i in range(jobs)]
+    for worker in workers:
+        try:
+            worker.wait(max(0.1, started + seconds + 15 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+    print(f"compiled for {time.monotonic() - started:.0f} s in {jobs} processes", flush=True)
+
+
+def part(rows: list[Row], which: str, bench: Bench, pool: list[Row], seconds: float) -> int:
+    """Call ours and every peer of a part of the rows, ``"0/6"``; return the exit status."""
+    ends = time.monotonic() + seconds
+    index, parts = (int(number) for number in which.split("/"))
+    for row in rows[index::parts]:
+        if time.monotonic() > ends:
+            break
+        try:
+            bench.warm(row, forward_of(row, pool))
+        except DeviceLost:
+            return 1
+        except Exception as error:  # of the inputs; the measurement tells it
+            bench.log(f"not compiled: {row.label}: {type(error).__name__}")
+        _release()
+    return 0

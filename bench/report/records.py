@@ -1,0 +1,41 @@
+"""Which rows have a record, and what an interrupted run leaves to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import meta
+from bench.report import accepted
+from bench.rows.row import Row
+
+
+def recorded(folder: Path) -> set[tuple[str, str]]:
+    """Return name and shape of the rows that some GPU's accepted numbers have, with the commit that was measured."""
+    found = set()
+    for file in sorted(folder.glob("*.json")):
+        numbers = accepted.load(file)
+        found |= {(r["row"], r["shape"]) for r in numbers["rows"] if numbers["runs"][r["run"]].get("commit")}
+    return found
+
+
+def missing(rows: Iterable[Row], folder: Path) -> list[Row]:
+    """Return the rows without a record."""
+    known = recorded(folder)
+    return [row for row in rows if (row.name, row.shape) not in known]
+
+
+def interrupted(path: Path) -> dict[str, Any] | None:
+    """Return the result that a run continues; None if there is no file.
+
+    Raises:
+        ResultError: The file is no result, or was measured of other sources.
+    """
+    if not path.exists():
+        return None
+    earlier, source = meta.load(path), meta.source_hash()
+    if earlier["environment"]["source"] != source:
+        was = earlier["environment"]["source"]
+        raise meta.ResultError(f"{path}: measured of source {was}; this is {source}. Choose another --out.")
+    return earlier

@@ -1,0 +1,193 @@
+"""Peak of the tensor cores, rows without a record, and runs that compile first and can be continued."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bench import FakeTimer, backward_row, bench_with, measured, scale_row
+
+from bench import __main__ as cli
+from bench import meta, peers
+from bench.measure import peak, run, warm
+from bench.report import accepted, readme, records, tables
+from bench.rows import all_rows
+from rtkernels.runtime import targets
+
+# Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
+WITHOUT_RECORD = {
+    "mla_attention_bwd 1x8192 64 heads of 192/128 causal",
+    "mla_attention_bwd 8x4096 16 heads of 192/128 causal",
+    "mla_attention_fwd 1x8192 64 heads of 192/128 causal",
+    "mla_decode 1 x 8192 latents of 576, 128 heads, pages of 64",
+    "mla_decode 128 x 1024 latents of 576, 128 heads, pages of 64",
+    "mla_decode 128 x 8192 latents of 576, 128 heads, pages of 64",
+    "mla_decode 16 x 8192 latents of 576, 16 heads, pages of 64",
+    "quantize_int8_row 8192x2048",
+    "quantize_int8_row 8192x4096",
+    "quantize_int8_row 8192x8192",
+    "quantize_int8_tensor 8192x2048",
+    "quantize_int8_tensor 8192x4096",
+    "quantize_int8_tensor 8192x8192",
+    "quantize_qk 4x4096 and 8192 rows, 8 heads of 128",
+    "router_gemm_fwd 8192x512x4096_fast",
+    "router_gemm_fwd 8192x512x4096_high",
+    "sage_attention 4x2048 32 heads of 128 causal, int8 and bfloat16",
+    "sage_attention 4x8192 32 heads of 128 causal, int8 and bfloat16",
+    "scaled_mm 1024x1024x1024_int8_row",
+    "scaled_mm 128x7168x2048_bf16_int4",
+    "scaled_mm 128x7168x2048_bf16_nvfp4",
+    "scaled_mm 16x4096x14336_bf16_nvfp4",
+    "scaled_mm 1x4096x4096_bf16_int4",
+    "scaled_mm 1x4096x4096_bf16_nvfp4",
+    "scaled_mm 2048x2048x2048_int8_row",
+    "scaled_mm 4096x4096x4096_bf16_nvfp4",
+    "scaled_mm 4096x4096x7168_fp8_block",
+    "scaled_mm 64x28672x4096_bf16_int4",
+    "scaled_mm 64x28672x4096_bf16_nvfp4",
+    "scaled_mm 8192x8192x8192_int4_row",
+    "scaled_mm 8192x8192x8192_int8_row",
+    "scaled_mm 8192x8192x8192_nvfp4",
+    "sdpa 4x16x2048x128 bool mask",
+}
+
+
+def test_every_row_has_a_record_with_its_commit() -> None:
+    rows = list(all_rows())
+    missing = {row.label for row in records.missing(rows, meta.RESULTS)}
+    new = sorted(missing - WITHOUT_RECORD)
+    assert not new, f"measure them with `python -m bench run --missing --record`: {new}"
+    declared = {row.label for row in rows}
+    assert declared >= WITHOUT_RECORD, f"no rows any more: {sorted(WITHOUT_RECORD - declared)}"
+
+
+def test_missing_rows_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = measured([scale_row(), backward_row()], [])
+    result["environment"] |= {"gpu": "NVIDIA H200", "commit": "abc"}
+    numbers = accepted.empty()
+    accepted.record(numbers, result)
+    accepted.save(numbers, tmp_path / "h200.json")
+    rows = [scale_row(), backward_row(), scale_row(shape="9x9")]
+    assert [row.shape for row in records.missing(rows, tmp_path)] == ["9x9"]
+    numbers["runs"][0]["commit"] = None
+    accepted.save(numbers, tmp_path / "h200.json")
+    assert records.missing(rows, tmp_path) == rows
+    assert records.missing(rows, tmp_path / "nothing") == rows
+    monkeypatch.setattr(meta, "RESULTS", tmp_path)
+    assert cli.main(["check", "--missing", "--rows", "^sdpa"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 rows have no record with a commit"
+
+
+# ---- the peak ------------------------------------------------------------------------------------------------------
+
+
+def test_peak_compiles_without_spills_or_serialised_products() -> None:
+    from rtkernels.runtime.build import nvrtc
+
+    target = targets.parse("sm_90a")
+    expressions = [peak.KERNEL.expression(variant) for variant, _ in peak.KINDS.values()]
+    compiled = nvrtc.compile_unit(peak.KERNEL.unit, expressions, target)
+    for used in compiled.resources.values():
+        assert used.spill_stores == used.spill_loads == used.stack == 0
+        assert used.registers <= peak.KERNEL.max_registers
+        assert used.shared <= 48 << 10
+    assert "serialized" not in compiled.log
+    assert not peak.KERNEL.supports(targets.parse("sm_80"))
+
+
+def test_share_of_the_peak() -> None:
+    clocks = peak.flops("bf16", 132) / (132 * 4096)  # operations of bf16 per SM and clock
+    assert 3.5e-3 < clocks / 1.755e9 < 10e-3  # seconds of a launch
+    assert peak.flops("fp8", 132) == peak.flops("int8", 132) == 2 * peak.flops("bf16", 132)
+    row = {"dtype": "bfloat16", "tflops": 400.0}
+    assert peak.share(row, {"bf16": 800.0}) == 0.5
+    assert peak.share({**row, "dtype": "float8_e4m3fn"}, {"bf16": 800.0, "fp8": 1600.0}) == 0.25
+    assert peak.share({"dtype": "bfloat16"}, {"bf16": 800.0}) is None
+    for without in ({}, None, {"error": "no wgmma"}):
+        assert peak.share(row, without) is None
+    assert peak.share({"failed": "x"}, {"bf16": 800.0}) is None
+
+
+def test_products_have_the_share_in_results_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "try_measure", lambda timer: {"bf16": 2.0e-6})
+    got = measured([scale_row(flops=10), backward_row()], [])
+    assert got["rows"][0]["of_peak"] == pytest.approx(0.5) and "of_peak" not in got["rows"][1]
+    lines = tables.row_table(got)
+    assert "of the peak" in lines[0] and "| 0.50 |" in lines[2]
+    assert "Tensor cores: bf16 0 TFLOP/s" in tables.heading(got)
+    assert "of the peak" not in tables.row_table(measured([backward_row()], []))[0]
+    numbers = accepted.empty()
+    accepted.record(numbers, got)
+    assert numbers["runs"][0]["peak_tflops"] == {"bf16": 2.0e-6} and numbers["rows"][0]["of_peak"] == 0.5
+    rows = {(row["row"], row["shape"]): row for row in numbers["rows"]}
+    page = readme.tables(rows, [scale_row(), backward_row()])[1]
+    assert page[0] == "| op | shape | µs (efficiency, or rate) | of the peak | fastest peer, µs |"
+    assert "| 0.50 |" in page[2] and "| - |" in page[3]
+
+
+def test_a_peak_that_cannot_be_measured_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert peak.try_measure(FakeTimer()) == {}
+    assert cli.main(["peak"]) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peak, "measure", lambda timer: 1 / 0)
+    assert "ZeroDivisionError" in peak.try_measure(FakeTimer())["error"]
+
+
+# ---- compiling first, and continuing -------------------------------------------------------------------------------
+
+
+def test_warm_calls_ours_and_every_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def broken(**inputs: Any) -> Any:
+        raise RuntimeError("no such shape")
+
+    def ours(x: Any, by: float) -> Any:
+        called.append("ours")
+        return x
+
+    adapters = {"liger": broken, "quack": lambda x, by: lambda: called.append("quack")}
+    monkeypatch.setitem(peers.ADAPTERS, "scale_fwd", adapters)
+    row = scale_row(ours=ours)
+    assert warm.part([row], "0/1", bench_with(FakeTimer(), ["liger", "quack"]), [row], 60.0) == 0
+    assert called == ["ours", "quack"]
+    called.clear()
+    assert warm.part([row], "1/2", bench_with(FakeTimer(), []), [row], 60.0) == 0 and not called
+    assert warm.part([scale_row(make=lambda d, g: 1 / 0)], "0/1", bench_with(FakeTimer(), []), [row], 60.0) == 0
+    args = cli.parser().parse_args(["run", "--rows", "a|b", "--peers", "none", "--missing"])
+    assert warm.options(args) == ["--rows=a|b", "--peers=none", "--missing"]
+
+
+def test_a_run_is_continued(tmp_path: Path) -> None:
+    path, rows = tmp_path / "r.json", [scale_row(), backward_row()]
+
+    def broken(**inputs: Any) -> Any:
+        raise RuntimeError("upset")
+
+    measured([rows[0], backward_row(ours=broken)], [], path=path)
+    first = records.interrupted(path)
+    assert "failed" in first["rows"][1]
+    again = measured(rows, [], FakeTimer((1.0, 8.0, 50.0, 50.0, 8.0)), path=path, earlier=first)
+    assert [row["row"] for row in again["rows"]] == ["scale_fwd", "scale_bwd"] and again["complete"]
+    assert again["rows"][0] == first["rows"][0] and again["rows"][1]["us"] == 50.0
+    assert meta.load(path) == again
+    cut = measured(rows, [], path=path, ends=time.monotonic() - 1)
+    assert cut["rows"] == [] and not cut["complete"] and meta.load(path) == cut
+    assert records.interrupted(tmp_path / "none.json") is None
+    cut["environment"]["source"] = "other"
+    meta.save(cut, path)
+    with pytest.raises(meta.ResultError, match="measured of source other"):
+        records.interrupted(path)
+
+
+def test_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "_output", lambda *command: None)
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    assert meta.environment()["commit"] == "0123abc"
+    assert run.PEAK_BYTES
