@@ -1,14 +1,9 @@
 """Use our attention in transformers models, through transformers' attention interface.
 
 The interface is a table of functions by name; a model's configuration holds the name. Registering a name affects no
-other model. Where transformers needs no mask (causal, no padding), ours works from lengths alone. Where it creates a
-boolean or numeric mask, ours adds it to the scores. A single new token per sequence, as in ``generate``, reads the
-cache with ``attention_decode``. Instead of a mask it gets the number of keys, int32 ``[batch, 1, 1, 1]``, which may be
-known only on the device, as with a static cache.
-
-For a batch without padding, transformers checks on the device whether the positions are those of packed sequences, and
-waits for the answer, so the device is idle at the start of every forward. If the model computes the positions itself,
-the answer is known: :func:`_before` passes a mask of four dimensions, which transformers hands on unchanged.
+other model. Instead of a mask, ours gets its form (:mod:`rtkernels.models.mask_form`): causal, a window, padding at one
+side, packed sequences, the number of keys in a static cache. Only a mask of no such form is a matrix, and is added to
+the scores. A single new token per sequence, as in ``generate``, reads the cache with ``attention_decode``.
 """
 
 from __future__ import annotations
@@ -25,41 +20,34 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.errors import RtkError
 from rtkernels.models import replace
-from rtkernels.models.fused_layers import form_of
+from rtkernels.models.known_masks import NAME, create_masks, has_known_masks, packing_in
+from rtkernels.models.mask_form import MaskForm, form_of_mask
 from rtkernels.models.recognize import NotRecognized
-from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-NAME = "rtkernels"
 WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _needs_masks
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
-# Hashes of the forwards of models that use attention_mask only to create a causal mask, and the configuration's
-# attribute that decides whether a layer has a window.
-_MODELS = {
-    "7d6ea2c2b23e0906": None,  # Llama, GLM, GLM4, OLMo, OLMo2, Ernie 4.5, HunYuan: none has a window
-    "a4e04405d94dd416": "layer_types",  # Qwen2, Qwen3, SmolLM3
-    "a20c59e141641c74": "sliding_window",  # Mistral, Phi-3
-    "e6823f08e7c2e423": "sliding_window",  # Mixtral, Qwen3-MoE
-}
 
 
-def attention_mask(**options: Any) -> Tensor | None:
-    """Return the mask argument of :func:`attention_forward`.
+def attention_mask(**options: Any) -> MaskForm | Tensor | None:
+    """Return the mask argument of :func:`attention_forward`; arguments are those of transformers' mask interface."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    Arguments are those of transformers' mask interface. The names used here are those of 5.17; if one is missing, as in
-    other versions, the mask is created as for torch's attention.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-
-    offset, padding, batch = options.get("q_offset"), options.get("attention_mask"), options.get("batch_size")
-    known = offset is not None and batch is not None and options.get("q_length") == 1
-    plain = options.get("mask_function") is causal_mask_function and options.get("local_size") is None
-    begins = isinstance(options.get("kv_offset"), int) and options["kv_offset"] == 0
-    if known and plain and begins and not is_dynamo_compiling() and (padding is None or _is_unpadded(padding)):
-        if isinstance(offset, Tensor):
-            return (offset + 1).to(torch.int32).reshape(1).repeat(batch).view(batch, 1, 1, 1)
-        return torch.full((batch, 1, 1, 1), offset + 1, dtype=torch.int32, device=options.get("device"))
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
+    given = options.get("attention_mask")
+    if isinstance(
+        given, MaskForm
+    ):  # of create_masks, or created already: transformers hands on what has four dimensions
+        return given
+    form = form_of_mask(options)
+    if form is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
+    may_omit = "allow_is_causal_skip" if form.right == 0 else "allow_is_bidirectional_skip"
+    omits = options.get(may_omit, form.right == 0)
+    if omits or form.queries > 1:
+        return None if omits and form.is_implied else form
+    # A compiled step of generate gets tensors: the number of keys, int32 [batch, 1, 1, 1], if that is all.
+    is_number = form.is_one_row and form.left < 0
+    return form.lengths(limited=True).view(-1, 1, 1, 1) if is_number else form.tensor()
 
 
 def whole_mask(**options: Any) -> Tensor | None:
@@ -67,13 +55,6 @@ def whole_mask(**options: Any) -> Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**options, "allow_is_causal_skip": False})
-
-
-def _is_unpadded(mask: Tensor) -> bool:
-    """Return True if no token is masked. Waits for the device, as transformers does here, except during capture."""
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return bool(mask.all())
 
 
 def attention_forward(
@@ -90,13 +71,17 @@ def attention_forward(
         RtkError: None of them supports the call.
     """
     lengths = None
-    if attention_mask is not None and attention_mask.dtype == torch.int32:
-        lengths, attention_mask = attention_mask.view(-1) if attention_mask.numel() else None, None
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:
+        lengths, attention_mask = attention_mask.view(-1), None
     queries, keys = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and queries > 1
+    form, attention_mask = _form_and_mask(attention_mask, query, key, bool(causal), kwargs)
+    causal = causal and attention_mask is None and form is None and queries > 1
     ours = not dropout and query.dtype in (torch.bfloat16, torch.float16) and _fits(query, key, value)
     own, only_own = _own_function(_class_of(module)), _read_by_own(module, kwargs, s_aux)
+    if form is not None and (only_own or not ours or position_bias is not None):
+        is_causal = causal = form.is_implied and form.right == 0 and queries > 1
+        attention_mask, form = None if form.is_implied else form.tensor(), None
     if only_own or not ours:
         if lengths is not None:
             columns = torch.arange(keys, dtype=torch.int64, device=query.device)
@@ -119,6 +104,9 @@ def attention_forward(
         mask = _added(_with_causal(attention_mask, query, key, causal), query.dtype)
         return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     limits = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    # [tokens, heads, width], the layout of the projections before and after it: no copies.
+    if form is not None:
+        return form.attend(*(t.transpose(1, 2) for t in (query, key, value)), **limits), None
     if queries == 1 and attention_mask is None and position_bias is None and not torch.is_grad_enabled():
         if lengths is None:
             lengths = torch.full((query.shape[0],), keys, dtype=torch.int32, device=query.device)
@@ -132,15 +120,31 @@ def attention_forward(
         mask = _with_causal(bias, query, key, causal)
         bias, causal = _added(mask, query.dtype), False
         bias = position_bias if bias is None else position_bias + bias
-    if bias is not None:
-        bias = bias[..., : key.shape[2]]
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
-        elif bias.dtype not in (query.dtype, torch.float32):
-            bias = bias.to(query.dtype)
-    # [tokens, heads, width], the layout of the projections before and after it: no copies.
+    bias = None if bias is None else _bias(bias[..., : key.shape[2]], query.dtype)
     heads = (t.transpose(1, 2) for t in (query, key, value))
     return rtkernels.attention(*heads, causal=causal, bias=bias, seqused_k=lengths, **limits), None
+
+
+def _form_and_mask(
+    mask: Any, query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]
+) -> tuple[MaskForm | None, Tensor | None]:
+    """Return a mask as its form or as a matrix. Packed sequences may be known from arguments of flash attention."""
+    if isinstance(mask, MaskForm) and not mask.describes(query, key):
+        return None, mask.tensor()
+    form = mask if isinstance(mask, MaskForm) else None
+    packing = packing_in(kwargs, query) if form is mask and query.shape[2] == key.shape[2] else None
+    if packing is None or (form is not None and form.limits_keys and form.left < 0):
+        return form, None if form is mask else mask
+    if form is None:
+        form = MaskForm(1, query.shape[2], key.shape[2], query.device, right=0 if causal else -1)
+    return form.packed(packing), None
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers that are added to scores: a matrix, read and written by every layer."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return mask if mask.dtype in (dtype, torch.float32) else mask.to(dtype)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -199,45 +203,7 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-# ---- batches without padding ----------------------------------------------------------------------------------------
-
-
-@cache
-def _no_mask(device: torch.device) -> Tensor:
-    """Return a tensor that means "no mask": empty, with four dimensions."""
-    return torch.empty(0, 0, 0, 0, dtype=torch.int32, device=device)
-
-
-def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Pass :func:`_no_mask` to a model if its mask would be None; otherwise change nothing."""
-    if is_dynamo_compiling():  # it does not wait for the device
-        return None
-    config, tokens = model.config, kwargs.get("input_ids") if not args else args[0]
-    if tokens is None:
-        tokens = kwargs.get("inputs_embeds")
-    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
-    if given or len(args) > 1 or not isinstance(tokens, Tensor):
-        return None
-    options = ((kwargs.get(name), getattr(config, name, False)) for name in ("use_cache", "output_attentions"))
-    if any(default if value is None else value for value, default in options):
-        return None
-    if config._attn_implementation != NAME or not getattr(config, "is_causal", True) or _has_window(config, model):
-        return None
-    return args, {**kwargs, "attention_mask": _no_mask(tokens.device)}
-
-
-def _form(model: nn.Module) -> str:
-    return form_of(inspect.unwrap(type(model).forward))
-
-
-def _has_window(config: Any, model: nn.Module) -> bool:
-    """Return True if a layer may have a window, or if the model's forward is not one of those known here."""
-    where = _MODELS.get(_form(model), "unknown")
-    if where == "unknown":
-        return True
-    if where == "layer_types":
-        return any(kind != "full_attention" for kind in config.layer_types)
-    return where is not None and getattr(config, where, None) is not None
+# ---- which modules can use it ----------------------------------------------------------------------------------------
 
 
 def _constants(code: CodeType) -> Iterator[tuple[set[str], set[Any]]]:
@@ -355,9 +321,9 @@ def replace_attention(model: nn.Module) -> None:
     _give_back((config, WHOLE) for config in masked if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
     model.__dict__[_HOOK] = [
-        module.register_forward_pre_hook(_before, with_kwargs=True)
+        module.register_forward_pre_hook(create_masks, with_kwargs=True)
         for module in model.modules()
-        if hasattr(module, "rotary_emb") and hasattr(module, "layers") and _form(module) in _MODELS
+        if has_known_masks(module)
     ]
 
 

@@ -113,10 +113,11 @@ def _of_tensors(function: Callable[..., Any], swapped: bool = False) -> Callable
     return method
 
 
-for _name in ("matmul", "pow", "floordiv", "mod"):
-    setattr(Lazy, f"__{_name}__", _of_tensors(getattr(operator, _name)))
-    setattr(Lazy, f"__r{_name}__", _of_tensors(getattr(operator, _name), swapped=True))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "abs"):
+for _name in ("matmul", "pow", "floordiv", "mod", "and", "or", "xor"):
+    _function = getattr(operator, f"__{_name}__")
+    setattr(Lazy, f"__{_name}__", _of_tensors(_function))
+    setattr(Lazy, f"__r{_name}__", _of_tensors(_function, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "abs", "invert"):
     setattr(Lazy, f"__{_name}__", _of_tensors(getattr(operator, _name)))
 Lazy.__rtruediv__ = _of_tensors(operator.truediv, swapped=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rtkernels import models
-from rtkernels.models import attention
+from rtkernels.models import known_masks
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -63,11 +63,14 @@ def test_where_a_mask_may_be_needed(looked_at: list[int]) -> None:
     assert max(compared(build("llama"), {}, attention_mask=padding)) <= 1e-5
     model = build("mistral")
     model.config.sliding_window = 4
-    assert max(compared(model, {})) <= 1e-5 and len(looked_at) == 4
-    model = build("qwen3")
-    model.model.config.layer_types = ["sliding_attention", "full_attention"]
-    assert attention._has_window(model.model.config, model.model)
-    assert attention._has_window(model.config, nn.Linear(1, 1))  # a forward nobody knows
+    assert max(compared(model, {})) <= 1e-5 and len(looked_at) == 3  # a window is known without looking
+    kinds = {"full_attention", "sliding_attention"}
+    model = build("gemma3_text", sliding_window=4, layer_types=sorted(kinds))
+    masks = known_masks._masks_of(model.config, model.model, tokens(), None)
+    assert masks.keys() == kinds and (masks["full_attention"].left, masks["sliding_attention"].left) == (-1, 3)
+    model.config.use_bidirectional_attention = True
+    assert known_masks._masks_of(model.config, model.model, tokens(), None) is None
+    assert known_masks._masks_of(model.config, nn.Linear(1, 1), tokens(), None) is None  # a forward nobody knows
 
 
 def test_another_attention_later(looked_at: list[int]) -> None:
