@@ -9,7 +9,7 @@ that this does not cover (``supported``) run transformers' own loop, and the rep
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,8 @@ from rtkernels.models.fused_layers import form_of
 
 STATE = "_rtkernels_generation"
 _SAMPLE = {"afaba81c2228ab7e"}  # hashes of the loops of transformers that ours was written after: 5.17 to 5.23
+
+_OTHERS = {"_beam_search": "beam search", "_assisted_decoding": "assisted generation"}
 
 
 def replace_generation(model: nn.Module, report: Any) -> None:
@@ -48,12 +50,14 @@ def restore_generation(model: nn.Module) -> None:
 def _subclass(original: type[nn.Module]) -> type[nn.Module]:
     """Return a class that differs from the original in its decoding loop only."""
 
+    @wraps(original._sample)
     def _sample(self, input_ids, *args, **kwargs):
         from rtkernels.models.generation import loop
 
         return loop.sample(original._sample, self, input_ids, *args, **kwargs)
 
     members = {
+        **{name: _reported(getattr(original, name), what) for name, what in _OTHERS.items() if hasattr(original, name)},
         "_sample": _sample,
         "__reduce_ex__": _reduce,
         "__module__": original.__module__,
@@ -62,6 +66,18 @@ def _subclass(original: type[nn.Module]) -> type[nn.Module]:
         "_rtkernels_generates": original,
     }
     return type(original.__name__, (original,), members)
+
+
+def _reported(own: Any, what: str) -> Any:
+    """Return a decoding loop of transformers that records in the report that it ran."""
+
+    @wraps(own)
+    def method(self, *args, **kwargs):
+        if STATE in self.__dict__:
+            self.__dict__[STATE].refuse(f"{what} is decoded by transformers")
+        return own(self, *args, **kwargs)
+
+    return method
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:

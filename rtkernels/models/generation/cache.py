@@ -15,12 +15,11 @@ import rtkernels
 from rtkernels.errors import RtkError
 
 _HALVES = (torch.bfloat16, torch.float16)
-_KINDS = {DynamicLayer: "full_attention", DynamicSlidingWindowLayer: "sliding_attention"}
 
 
 def windows_of(cache: DynamicCache) -> list[int | None] | None:
     """Return the window of every layer (None: all keys), or None if a layer is of another kind."""
-    if any(type(layer) not in _KINDS for layer in cache.layers):
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
         return None
     return [getattr(layer, "sliding_window", None) for layer in cache.layers]
 
@@ -48,9 +47,9 @@ class FixedLayer(CacheLayerMixin):
 
     is_croppable = False
 
-    def __init__(self, like: DynamicLayer, lengths: Lengths) -> None:
+    def __init__(self, like: DynamicLayer | FixedLayer, lengths: Lengths) -> None:
         super().__init__()
-        self.lengths, self.is_sliding = lengths, lengths.window is not None
+        self.lengths, self.is_sliding, self.sliding_window = lengths, lengths.window is not None, lengths.window
         batch, heads, _, width = like.keys.shape
         shape, options = (batch, lengths.rows, heads), {"dtype": like.keys.dtype, "device": like.keys.device}
         self.k, self.v = (torch.zeros(*shape, t.shape[3], **options) for t in (like.keys, like.values))
@@ -96,7 +95,7 @@ class FixedCache(Cache):
     `masks` is the attention_mask of a step: int32 numbers of keys, which ``models.attention`` understands.
     """
 
-    def __init__(self, like: DynamicCache, capacity: int) -> None:
+    def __init__(self, like: DynamicCache | FixedCache, capacity: int) -> None:
         first = like.layers[0].keys
         self.batch, self.capacity, self.device = first.shape[0], capacity, first.device
         windows = [getattr(layer, "sliding_window", None) for layer in like.layers]
@@ -106,8 +105,10 @@ class FixedCache(Cache):
         }
         pairs = zip(like.layers, windows, strict=True)
         super().__init__(layers=[FixedLayer(layer, self.lengths[window]) for layer, window in pairs])
-        kinds = {_KINDS[type(layer)]: self.lengths[w].seen for layer, w in zip(like.layers, windows, strict=True)}
-        masks = {kind: seen.view(-1, 1, 1, 1) for kind, seen in kinds.items()}
+        masks = {
+            "full_attention" if window is None else "sliding_attention": lengths.seen.view(-1, 1, 1, 1)
+            for window, lengths in self.lengths.items()
+        }
         self.masks: Tensor | dict[str, Tensor] = masks if len(masks) > 1 else next(iter(masks.values()))
 
     def begin(self, length: Tensor) -> None:

@@ -19,6 +19,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 FIRST_CAPACITY = 1024  # keys; doubled as often as needed
 SOON = 128  # new tokens for which the first capacity has room
+WORTH = 4  # a graph is captured for so many steps or more
 _TOLERANCE = {torch.float32: 0.01, torch.float64: 1e-6}  # of the first step's logits; 16 bits: 0.1
 
 
@@ -96,9 +97,10 @@ class _Call:
                 state.done.record()
 
     def _decode(self, streamer: Any) -> Tensor:
-        outputs = self.model._prefill(self.ids, self.config, self.kwargs, is_first_iteration=True)
+        program = self._begin(self.model._prefill(self.ids, self.config, self.kwargs, is_first_iteration=True))
+        del self.cache, self.kwargs  # the keys of the prompt have been copied
         with self.model._optimize_model_for_decode():
-            return self._follow(self._begin(outputs), streamer)
+            return self._follow(program, streamer)
 
     # ---- the first step ---------------------------------------------------------------------------------------------
 
@@ -108,7 +110,10 @@ class _Call:
         capacity = FIRST_CAPACITY
         while capacity < self.columns + min(self.limit or SOON, SOON):
             capacity *= 2
-        program = self._program(capacity, logits.shape[-1])
+        try:
+            program = self._program(capacity, logits.shape[-1], self.cache)
+        except torch.OutOfMemoryError:
+            raise Refused("there is no memory for a second cache") from None
         mask, positions = self.kwargs.get("attention_mask"), self.kwargs["position_ids"]
         start = torch.zeros_like(self.ids[:, 0]) if mask is None else (mask == 0).sum(1)
         program.cache.load(self.cache, start, self.columns)
@@ -118,10 +123,12 @@ class _Call:
         self.random.save(0)
         program.accept(logits)
         if self.form not in self.state.checked and self.limit != 1:
-            self._check(program, outputs)
+            with self.model._optimize_model_for_decode():
+                self._check(program, outputs)
         return program
 
-    def _program(self, capacity: int, vocabulary: int) -> Program:
+    def _program(self, capacity: int, vocabulary: int, like: Any) -> Program:
+        """Return the program of a capacity for this call, with layers like those of a cache."""
         state, key = self.state, (self.batch, capacity, self.key, *self.options.items())
         if key in state.programs:
             state.programs.move_to_end(key)
@@ -133,7 +140,13 @@ class _Call:
             selection = next(alike, None) or select.Selection(
                 self.processors, bool(self.config.do_sample), self.stop, self.pad, self.batch, vocabulary, device
             )
-            cache = state.cache_of(self.batch, capacity) or FixedCache(self.cache, capacity)
+            cache = state.cache_of(self.batch, capacity)
+            if cache is None:
+                try:
+                    cache = FixedCache(like, capacity)
+                except torch.OutOfMemoryError:  # programs of other calls use memory, too
+                    state.keep(like)
+                    cache = FixedCache(like, capacity)
             program = Program(rows or Rows(self.batch, device), cache, selection, self.options)
         state.add(key, program)
         return program
@@ -193,7 +206,8 @@ class _Call:
                 break
             program = self._with_room(program, self.columns + issued)
             self.random.save(issued)
-            captured = program.run(self.model, self.state.graph_pool() if device.type == "cuda" else None)
+            worth = device.type == "cuda" and (self.limit is None or self.limit - issued >= WORTH)
+            captured = program.run(self.model, self.state.graph_pool() if worth else None)
             self._record(program, captured)
             ring.put(issued, program.selection.result)
             issued += 1
@@ -213,16 +227,16 @@ class _Call:
         """Return a program with room for so many keys, with the contents of this one."""
         if program.cache.capacity >= keys:
             return program
-        larger = self._program(2 * program.cache.capacity, program.selection.vocabulary)
+        larger = self._program(2 * program.cache.capacity, program.selection.vocabulary, program.cache)
         larger.cache.take(program.cache)
         return larger
 
     def _record(self, program: Program, captured: bool) -> None:
         if captured and self.state.report is not None:
             self.state.report.captures += 1
-        if program.failure is not None:
+        if program.failure:
             self.state.refuse(program.failure)
-            program.failure = None
+            program.failure = ""
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:

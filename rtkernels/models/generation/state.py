@@ -52,6 +52,16 @@ class State:
             self.clear()
             self.stamp = stamp
 
+    def keep(self, cache: Any) -> None:
+        """Drop the programs that do not use a cache, to free memory."""
+        if self.done is not None:
+            self.done.synchronize()
+        for key, program in list(self.programs.items()):
+            if program.cache is not cache:
+                del self.programs[key]
+        self.pool = None
+        torch.cuda.empty_cache()
+
     def add(self, key: Hashable, program: Program) -> None:
         self.programs[key] = program
         while len(self.programs) > MAX_PROGRAMS:

@@ -29,7 +29,7 @@ class Program:
     def __init__(self, rows: Rows, cache: FixedCache, selection: Selection, options: dict[str, Any]) -> None:
         self.rows, self.cache, self.selection, self.options = rows, cache, selection, options
         self.graph: Any = None
-        self.runs = 0
+        self.count = 0
         self.failure: str | None = None
 
     def logits(self, model: nn.Module) -> Tensor:
@@ -52,11 +52,9 @@ class Program:
         self.accept(self.logits(model))
 
     def run(self, model: nn.Module, pool: Any = None) -> bool:
-        """Run a step; return True if a graph was captured for it."""
-        self.runs += 1
-        captured = False
-        if self.runs == 2 and self.cache.device.type == "cuda":
-            captured = self._capture(model, pool)
+        """Run a step; return True if a graph was captured for it. Without a memory pool, none is captured."""
+        self.count += 1
+        captured = pool is not None and self.graph is None and self.count > 1 and self._capture(model, pool)
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -64,6 +62,8 @@ class Program:
         return captured
 
     def _capture(self, model: nn.Module, pool: Any) -> bool:
+        if self.failure is not None:
+            return False
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
