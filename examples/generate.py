@@ -1,11 +1,15 @@
-"""Generate text with a model of transformers: patched, optionally with fp8 weights, and with the decoding step in a
-CUDA graph.
+"""Generate text with a model of transformers, patched, optionally with fp8 weights. These lines are all it takes:
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", device_map="cuda")
+    rtkernels.models.patch(model, fused_layers=True, attention=True)
+    model.generate(**tokenizer(prompt, return_tensors="pt").to("cuda"))
 
     python examples/generate.py MODEL --prompt "Once upon a time"      # a folder or a name of the hub
     python examples/generate.py MODEL --fp8                            # linear layers and experts by fp8 codes
     python examples/generate.py --tiny                                 # a small random model, also without a GPU
 
-The graph is plain ``torch.cuda.graph``: nothing is compiled, and a step reads nothing on the host.
+``generate`` captures its decoding step in a CUDA graph at the second token and replays it from then on; the report says
+how many graphs were captured, and why there are none for calls that it decodes as transformers does.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import argparse
 import time
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rtkernels
 
@@ -34,34 +38,8 @@ def load(args: argparse.Namespace) -> torch.nn.Module:
     model.to(args.device).eval()
     if args.fp8:
         rtkernels.models.serve_fp8(model)
-    print(rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True))
+    rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
     return model
-
-
-@torch.no_grad()
-def generate(model: torch.nn.Module, prompt: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` tokens after prompts ``[batch, length]`` without padding, the likeliest at every step."""
-    length = prompt.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + count)
-    logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
-    token = logits[:, -1].argmax(-1, keepdim=True)
-    position = torch.full_like(token, length)
-
-    def step() -> None:
-        out = model(input_ids=token, past_key_values=cache, position_ids=position)
-        token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
-        position.add_(1)
-
-    found, replay = [token.clone()], step
-    for i in range(count - 1):
-        if i == 1 and token.is_cuda:  # the previous step compiled what was missing
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            replay = graph.replay
-        replay()
-        found.append(token.clone())
-    return torch.cat(found, 1)
 
 
 def main(arguments: list[str] | None = None) -> torch.Tensor:
@@ -83,11 +61,13 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         prompt = tokenizer(args.prompt, return_tensors="pt").input_ids.to(args.device)
     started = time.perf_counter()
-    found = generate(model, prompt, args.tokens)
+    options = {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens if args.tiny else None}
+    found = model.generate(prompt, do_sample=False, **options)[:, prompt.shape[1] :]
     texts = [str(found[0].tolist())] if args.tiny else tokenizer.batch_decode(found)
     seconds = time.perf_counter() - started
+    print(rtkernels.models.report(model))
     print(texts[0])
-    print(f"{args.tokens} tokens in {seconds:.2f} s, compilation of kernels and the first prompt included")
+    print(f"{found.shape[1]} tokens in {seconds:.2f} s, compilation of kernels and the first prompt included")
     return found
 
 

@@ -22,6 +22,7 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
+from rtkernels.models.generation import replace_generation, restore_generation
 from rtkernels.models.others import check_foreign, foreign
 from rtkernels.models.patch_report import PatchReport, Site
 from rtkernels.models.probe import NotRecognized, Raised, Recognized
@@ -217,8 +218,9 @@ def patch(
             one product, and gate and up into one product. A decoder layer or attention module is replaced only if the
             source of its forward is one of those known here. The weights of fused projections are moved into one block
             of memory and remain separate parameters.
-        attention: Use :func:`rtkernels.attention` instead of the model's attention. Off by default: it is about as fast
-            as cuDNN's attention, and it has no dropout.
+        attention: Use :func:`rtkernels.attention` instead of the model's attention, and capture the decoding steps of
+            ``generate()`` in CUDA graphs. Off by default: in training it is about as fast as cuDNN's attention, and it
+            has no dropout.
         fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
             and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
             too small to gain are left alone. Parameters and gradients keep their dtypes.
@@ -272,6 +274,8 @@ def patch(
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
     result = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = result
+    if result.replaced["attention"]:
+        replace_generation(inner, result)
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
         left = "not everything was replaced" if result.left_alone and strict else ""
@@ -377,6 +381,7 @@ def unpatch(model: nn.Module) -> None:
     if handle is not None:
         handle.remove()
     losses.restore_loss(inner)
+    restore_generation(inner)
     attentions.restore_attention(inner)
     for module in inner.modules():
         replace.restore(module)

@@ -16,10 +16,15 @@ class Site(NamedTuple):
 
 
 class PatchReport:
-    """The result of :func:`patch`; prints as a table. `sites` lists examined modules, `asked` the requested kinds."""
+    """The result of :func:`patch`; prints as a table. `sites` lists examined modules, `asked` the requested kinds.
+
+    With ``attention=True``, `captures` is the number of CUDA graphs that ``generate()`` captured, and `not_captured`
+    says why, and how often, it ran transformers' own loop or steps without a graph.
+    """
 
     def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
         self.sites, self.asked, self.options = sites, asked, options
+        self.captures, self.not_captured = 0, Counter[str]()
 
     @property
     def replaced(self) -> Counter[str]:
@@ -38,6 +43,7 @@ class PatchReport:
         reasons = Counter((site.kind, site.module, site.reason) for site in self.left_alone)
         for (kind, module, reason), count in reasons.items():
             lines.append(f"  {kind}: {count} x {module}: {reason}")
+        lines += [f"  generate: {count} x not captured: {reason}" for reason, count in self.not_captured.items()]
         return "\n".join(lines)
 
     __repr__ = __str__

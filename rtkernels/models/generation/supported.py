@@ -1,0 +1,143 @@
+"""Which calls of ``generate()`` decode here, and what a captured step depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
+
+from rtkernels.models.attention import NAME
+from rtkernels.models.generation import select
+from rtkernels.models.generation.cache import windows_of
+from rtkernels.nn.fp8_linear import KeepsCodes
+
+_READ = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_PLAIN = (bool, int, float, str, type(None))
+_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
+
+
+def reason_against(
+    model: Any, ids: Tensor, given: Any, config: Any, synced: bool, kwargs: dict[str, Any]
+) -> str | None:
+    """Return why transformers' own loop must decode, None if ours can."""
+    return (
+        _of_options(config, synced)
+        or _of_inputs(ids, kwargs)
+        or _of_model(model, ids)
+        or _of_cache(kwargs["past_key_values"], model)
+        or ((name := select.unknown(given)) and f"the logits processor {name} is not computed on the device")
+    )
+
+
+def _of_options(config: Any, synced: bool) -> str | None:
+    for name in _OUTPUTS:
+        if getattr(config, name, False):
+            return f"{name} is set"
+    if synced:
+        return "synced_gpus is set"
+    if config.is_assistant:
+        return "it is the assistant of another model"
+    if config.compile_config is not None:
+        return "compile_config is set"
+    if config._pad_token_tensor is not None and config._pad_token_tensor.numel() != 1:
+        return "there are several padding tokens"
+    return None
+
+
+def _of_inputs(ids: Tensor, kwargs: dict[str, Any]) -> str | None:
+    others = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ)
+    if others:
+        return f"{others[0]} is given"
+    if not kwargs.get("use_cache"):
+        return "use_cache is off"
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if ids.dim() != 2 or not ids.numel():
+        return f"input_ids has shape {tuple(ids.shape)}"
+    if positions is None or positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+        return "the model's position_ids are not one number per token"
+    if mask is not None and tuple(mask.shape) != tuple(ids.shape):
+        return "attention_mask does not have the shape of input_ids"
+    if mask is not None and not bool(((mask[:, 1:] != 0) >= (mask[:, :-1] != 0)).all() & (mask[:, -1] != 0).all()):
+        return "attention_mask has zeros that are not left padding"
+    return None
+
+
+def _of_model(model: Any, ids: Tensor) -> str | None:
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    if torch.is_autocast_enabled(ids.device.type):
+        return "autocast is on"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder model"
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        return "the model's attention is not ours"
+    for name in _METHODS:
+        if getattr(type(model), name) is not getattr(GenerationMixin, name) or name in model.__dict__:
+            return f"the model has a {name} of its own"
+    if any(tensor.device != ids.device for tensor in _tensors(model)):
+        return f"parts of the model are not on {ids.device}, where input_ids is"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "there are hooks for all modules"
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__:
+            return f"{name or 'the model'} has a forward on the instance"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(not str(getattr(hook, "__module__", "")).startswith("rtkernels.") for hook in hooks):
+            return f"{name or 'the model'} has hooks"
+    return None
+
+
+def _of_cache(cache: Any, model: Any) -> str | None:
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return f"the cache is a {type(cache).__name__}{', offloaded' if getattr(cache, 'offloading', False) else ''}"
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return "past_key_values is given"
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if others or windows_of(cache) is None or not cache.layers:
+        return f"layers of the kind {others[0] if others else 'of this cache'} have no ring or list of keys"
+    windows = {window for window in windows_of(cache) or () if window is not None}
+    if len(windows) > 1:
+        return "layers have different windows"
+    return "a window is too short" if any(window < 2 for window in windows) else None
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def stamp(model: nn.Module) -> Hashable:
+    """Return what a captured step depends on besides values: if it changes, graphs are dropped.
+
+    These are the modules and their classes, addresses, shapes and dtypes of parameters and buffers, the settings of
+    modules that are neither torch's nor transformers' (adapters). Weights that are written in place are
+    read by the next replay; only where codes of a weight are kept does its version count, too.
+    """
+    parts: list[Hashable] = []
+    for module in model.modules():
+        cls = type(module)
+        parts += (id(module), cls)
+        versions = issubclass(cls, KeepsCodes)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                version = tensor._version if versions and not tensor.is_inference() else 0
+                parts.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version))
+        if not cls.__module__.startswith(("torch.", "transformers.")):
+            parts += (f"{name}={value}" for name, value in vars(module).items() if _is_plain(value))
+    return tuple(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for numbers and strings, and for collections of nothing else."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)

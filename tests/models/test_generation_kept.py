@@ -1,0 +1,212 @@
+"""generate() of a patched model: calls that transformers decodes, and what drops the graphs that a model keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rtkernels import models
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from support.generation import both, model_of, patched, programs
+from support.tiny_models import tokens
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+
+from rtkernels.models.generation import STATE, loop
+from rtkernels.models.generation.cache import FixedCache
+
+# ---- calls that transformers decodes --------------------------------------------------------------------------------
+
+
+class Louder(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * 2
+
+
+FALLBACKS = {
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate is set"),
+    "static": ({"cache_implementation": "static"}, "StaticCache"),
+    "no cache": ({"use_cache": False}, "use_cache is off"),
+    "processor": ({"logits_processor": LogitsProcessorList([Louder()])}, "Louder"),
+    "ngrams": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_fallbacks(name: str) -> None:
+    options, reason = FALLBACKS[name]
+    wanted, got = both(model_of(), tokens(2, 9), max_new_tokens=4, do_sample=False, **options)
+    tensors = [r if isinstance(r, Tensor) else r.sequences for r in (wanted, got)]
+    assert torch.equal(*tensors)
+    model = model_of()
+    report = patched(model)
+    model.generate(tokens(2, 9), max_new_tokens=4, do_sample=False, **options)
+    assert len(report.not_captured) == 1 and reason in next(iter(report.not_captured)) and not programs(model)
+    assert reason in str(models.report(model))
+
+
+def test_beams_are_left_to_transformers() -> None:
+    model = model_of()
+    wanted, got = both(model, tokens(2, 9), max_new_tokens=4, do_sample=False, num_beams=2)
+    assert torch.equal(got, wanted) and "beam search" in str(models.report(model))
+
+
+def test_assisted_generation_is_left_to_transformers() -> None:
+    model, assistant = model_of(), model_of()
+    wanted, got = both(model, tokens(1, 9), max_new_tokens=4, do_sample=False, assistant_model=assistant)
+    assert torch.equal(got, wanted) and "assisted generation" in str(models.report(model))
+
+
+def test_no_memory_for_a_second_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    model = model_of()
+    monkeypatch.setattr(loop, "FixedCache", full)
+    wanted, got = both(model, tokens(1, 9), max_new_tokens=4, do_sample=True)
+    assert torch.equal(got, wanted) and "no memory" in str(models.report(model))
+
+
+def test_holes_in_a_mask() -> None:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 3] = 0
+    model = model_of()
+    wanted, got = both(model, tokens(2, 9), max_new_tokens=4, do_sample=False, attention_mask=mask)
+    assert torch.equal(got, wanted) and "left padding" in next(iter(models.report(model).not_captured))
+
+
+def test_a_returned_cache_is_continued() -> None:
+    model, prompt = model_of(), tokens(1, 9)
+    results = []
+    for _ in range(2):
+        first = model.generate(prompt, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        cache = first.past_key_values
+        results.append(model.generate(first.sequences, past_key_values=cache, max_new_tokens=3, do_sample=False))
+        patched(model)
+    assert torch.equal(*results) and "past_key_values is given" in models.report(model).not_captured
+
+
+def test_hooks_see_every_step() -> None:
+    model, calls = model_of(), []
+    patched(model)
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.generate(tokens(1, 9), max_new_tokens=4, do_sample=False)
+    assert len(calls) == 4 and "has hooks" in next(iter(models.report(model).not_captured))
+
+
+def test_a_step_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the first step gives other logits than transformers' step, the call is transformers'."""
+    model = model_of()
+    monkeypatch.setattr(FixedCache, "load", lambda *_: None)
+    wanted, got = both(model, tokens(2, 9), max_new_tokens=6, do_sample=True)
+    assert torch.equal(got, wanted) and "other logits" in next(iter(models.report(model).not_captured))
+    model.generate(tokens(2, 9), max_new_tokens=6, do_sample=True)
+    assert sum(models.report(model).not_captured.values()) == 2
+
+
+# ---- what a captured step depends on --------------------------------------------------------------------------------
+
+
+def _replaced_weight(model: nn.Module) -> None:
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(model.model.layers[0].mlp.up_proj.weight.detach() * 2)
+
+
+def _assigned_weights(model: nn.Module) -> None:
+    model.load_state_dict({name: t + 0.01 for name, t in model.state_dict().items()}, assign=True)
+
+
+def _other_layer(model: nn.Module) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
+
+
+CHANGES = {
+    "weight": _replaced_weight,
+    "state": _assigned_weights,
+    "layer": _other_layer,
+    "dtype": lambda model: model.to(torch.float64),
+    "data": lambda model: model.model.norm.weight.__setattr__("data", model.model.norm.weight.data * 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_drop_programs(name: str) -> None:
+    model, prompt = model_of(), tokens(1, 9)
+    patched(model)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    model.generate(prompt, **options)
+    before = programs(model)
+    model.generate(prompt, **options)
+    assert programs(model) == before
+    CHANGES[name](model)
+    got = model.generate(prompt, **options)
+    assert programs(model) and programs(model)[0] is not before[0]
+    models.unpatch(model)
+    assert torch.equal(got, model.generate(prompt, **options))
+
+
+def test_values_written_in_place_keep_programs() -> None:
+    model, prompt = model_of(), tokens(1, 9)
+    patched(model)
+    model.generate(prompt, max_new_tokens=6, do_sample=False)
+    before = programs(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    got = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert programs(model) == before
+    models.unpatch(model)
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=6, do_sample=False))
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model_of(), config).eval()
+    prompt, options = tokens(1, 9), {"max_new_tokens": 6, "do_sample": False}
+    results = []
+    for _ in range(2):
+        found = [model.generate(input_ids=prompt, **options)]
+        with model.disable_adapter():
+            found.append(model.generate(input_ids=prompt, **options))
+        model.merge_adapter()
+        found.append(model.generate(input_ids=prompt, **options))
+        model.unmerge_adapter()
+        results.append(torch.cat(found))
+        patched(model)
+    assert torch.equal(*results)
+    assert not models.report(model).not_captured and programs(model.get_base_model())
+
+
+def test_unpatch_copy_and_pickle() -> None:
+    model, prompt = model_of(), tokens(1, 9)
+    cls, options = type(model), {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(prompt, **options)
+    patched(model)
+    model.generate(prompt, **options)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not programs(other) and torch.equal(other.generate(prompt, **options), wanted) and programs(other)
+    models.unpatch(model)
+    assert type(model) is cls and STATE not in model.__dict__
+    assert torch.equal(model.generate(prompt, **options), wanted)
+
+
+def test_inference_mode_and_then_none() -> None:
+    model, prompt, options = model_of(), tokens(1, 9), {"max_new_tokens": 4, "do_sample": False}
+    patched(model)
+    with torch.inference_mode():
+        first = model.generate(prompt, **options).clone()
+    assert torch.equal(model.generate(prompt, **options), first) and not models.report(model).not_captured
+
+
+def test_at_most_eight_programs() -> None:
+    model = model_of()
+    patched(model)
+    for k in range(1, 11):
+        model.generate(tokens(1, 5), max_new_tokens=3, do_sample=True, top_k=k)
+    assert len(programs(model)) == 8
