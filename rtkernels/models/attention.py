@@ -33,6 +33,7 @@ NAME = "rtkernels"
 WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _needs_masks
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
+accepted: set[type[nn.Module]] = set()  # classes of modules that can use the name
 # Hashes of the forwards of models that use attention_mask only to create a causal mask, and the configuration's
 # attribute that decides whether a layer has a window.
 _MODELS = {
@@ -89,6 +90,8 @@ def attention_forward(
     Raises:
         RtkError: None of them supports the call.
     """
+    if kwargs.get("cache") is not None:
+        raise RtkError('the paged cache of continuous batching needs attn_implementation="sdpa"; generate() works')
     lengths = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         lengths, attention_mask = attention_mask.view(-1) if attention_mask.numel() else None, None
@@ -333,7 +336,8 @@ def replace_attention(model: nn.Module) -> None:
         if _asks(_class_of(module), name):
             who = _class_of(module).__name__
             raise NotRecognized(f"{who} does something else where the attention is not called {name}")
-    AttentionInterface.register(NAME, attention_forward)
+    if NAME not in AttentionInterface():  # else register() has added one that checks classes first
+        AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(WHOLE, attention_forward)
     AttentionMaskInterface.register(WHOLE, whole_mask)
@@ -354,6 +358,7 @@ def replace_attention(model: nn.Module) -> None:
             _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
     _give_back((config, WHOLE) for config in masked if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
+    accepted.update(map(_class_of, model.modules()))
     model.__dict__[_HOOK] = [
         module.register_forward_pre_hook(_before, with_kwargs=True)
         for module in model.modules()
