@@ -56,7 +56,7 @@ def with_adapters(model: nn.Module, given: peft.LoraConfig) -> nn.Module:
 
 
 def test_peft_alone_rejects_them() -> None:
-    with pytest.raises(ValueError, match="ServedLinear.*is not supported"):
+    with pytest.raises(ValueError, match=r"ServedLinear.*is not supported"):
         peft.get_peft_model(served(), config())
 
 
