@@ -258,7 +258,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import headline, models_page, readme
+    from bench.report import headline, html, models_page, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -269,6 +269,7 @@ def _readme(args: argparse.Namespace) -> int:
     fresh = {
         top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
         docs / "performance.md": readme.page(numbers, rows),
+        docs / "performance.html": html.page(html.entries([numbers], html.families())),
         docs / "measured_models.md": models_page.page(e2e, policy),
     }
     if args.check:

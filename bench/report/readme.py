@@ -118,7 +118,7 @@ _INTRODUCTION = """\
 # Performance
 
 Written by `python -m bench readme` from `bench/results/{name}.json`. How the numbers are taken:
-[benchmarks.md](benchmarks.md).
+[benchmarks.md](benchmarks.md). [performance.html](performance.html), in a browser, sorts and filters the rows of ops.
 
 {gpu}, bf16 unless a row says otherwise. Times are median µs with the L2 cache flushed before each call and without
 host time. In brackets is the efficiency: the time of a plain copy of the same number of bytes, measured in the same

@@ -9,8 +9,12 @@ the models that store fp8 weights. Nothing global changes. ``docs/models.md`` is
 imported when a model is patched.
 """
 
+from rtkernels.models.by_name import register
 from rtkernels.models.fp8_checkpoint import export_fp8, serve_fp8
 from rtkernels.models.fp8_linear import Recipe as Fp8Recipe
 from rtkernels.models.patch import PatchReport, loss_only, patch, patched, report, unpatch
 
-__all__ = ["Fp8Recipe", "PatchReport", "export_fp8", "loss_only", "patch", "patched", "report", "serve_fp8", "unpatch"]
+__all__ = [
+    "Fp8Recipe", "PatchReport", "export_fp8", "loss_only", "patch", "patched", "register", "report", "serve_fp8",
+    "unpatch",
+]  # fmt: skip

@@ -27,6 +27,7 @@ from rtkernels.models.recognize import NotRecognized
 WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _needs_masks
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
+accepted: set[type[nn.Module]] = set()  # classes of modules that can use the name
 
 
 def attention_mask(**options: Any) -> MaskForm | Tensor | None:
@@ -34,9 +35,7 @@ def attention_mask(**options: Any) -> MaskForm | Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     given = options.get("attention_mask")
-    if isinstance(
-        given, MaskForm
-    ):  # of create_masks, or created already: transformers hands on what has four dimensions
+    if isinstance(given, MaskForm):  # created already: transformers hands on what has four dimensions
         return given
     form = form_of_mask(options)
     if form is None:
@@ -70,6 +69,8 @@ def attention_forward(
     Raises:
         RtkError: None of them supports the call.
     """
+    if kwargs.get("cache") is not None:
+        raise RtkError('the paged cache of continuous batching needs attn_implementation="sdpa"; generate() works')
     lengths = None
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:
         lengths, attention_mask = attention_mask.view(-1), None
@@ -299,7 +300,8 @@ def replace_attention(model: nn.Module) -> None:
         if _asks(_class_of(module), name):
             who = _class_of(module).__name__
             raise NotRecognized(f"{who} does something else where the attention is not called {name}")
-    AttentionInterface.register(NAME, attention_forward)
+    if NAME not in AttentionInterface():  # else register() has added one that checks classes first
+        AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(WHOLE, attention_forward)
     AttentionMaskInterface.register(WHOLE, whole_mask)
@@ -320,6 +322,7 @@ def replace_attention(model: nn.Module) -> None:
             _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
     _give_back((config, WHOLE) for config in masked if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
+    accepted.update(map(_class_of, model.modules()))
     model.__dict__[_HOOK] = [
         module.register_forward_pre_hook(create_masks, with_kwargs=True)
         for module in model.modules()

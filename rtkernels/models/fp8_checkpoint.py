@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models.checkpoint_files import check_tokenizer, write_tokenizer
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
 
@@ -76,20 +77,27 @@ def _part(parameter: Tensor, place: _Place, scale: bool = False) -> Tensor:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def export_fp8(model: nn.Module, path: str | Path) -> list[str]:
+def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> list[str]:
     """Write a model as an fp8 checkpoint in the layout of the DeepSeek-V3 and Qwen3 checkpoints.
 
     Linear layers and experts become e4m3 codes with one float32 scale per 128 x 128 block. The head, embeddings, norms,
     routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve_fp8` can
-    read the result. Tokenizer files are not written.
+    read the result. The generation configuration and the files of the tokenizer and processors are written, too.
 
     Args:
         model: A transformers model, or the result of :func:`serve_fp8`, whose codes are written unchanged.
         path: The output folder; it is created if it does not exist.
+        tokenizer: A tokenizer or processor with ``save_pretrained``. Default: the files are copied from the folder, or
+            from the Hub's cache on this machine, that the model was loaded from; a warning is issued if they are not
+            there. False: none are written.
 
     Returns:
         Names of the modules that were not converted, as listed in the configuration.
+
+    Raises:
+        ArgumentError: `tokenizer` has no ``save_pretrained``.
     """
+    check_tokenizer(tokenizer)
     from safetensors.torch import save_file
 
     folder = Path(path)
@@ -122,6 +130,7 @@ def export_fp8(model: nn.Module, path: str | Path) -> list[str]:
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+    write_tokenizer(model, tokenizer, folder)
     return skipped
 
 
@@ -191,7 +200,8 @@ def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> n
     """Return a model for inference in which linear layers and experts multiply fp8 codes.
 
     Weights are stored as codes, which halves the model's memory. Inputs are quantised in groups of 128 in each layer.
-    The model has no gradients. Patch the result with :func:`rtkernels.models.patch` to replace the rest of the model.
+    Parameters have no gradients; linear layers pass gradients on to their inputs. Patch the result with
+    :func:`rtkernels.models.patch` to replace the rest of the model.
 
     Args:
         model_or_path: A folder with a checkpoint in the layout of the DeepSeek-V3 and Qwen3 fp8 checkpoints, as
@@ -234,7 +244,7 @@ def _convert(model: nn.Module, quantized: set[str], empty: bool = False) -> nn.M
 def _loaded(folder: Path) -> nn.Module:
     """Return a model with the tensors of a checkpoint."""
     from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
     files = sorted(folder.glob("*.safetensors"))
@@ -250,6 +260,8 @@ def _loaded(folder: Path) -> nn.Module:
     del config.quantization_config
     with no_init_weights():  # memory that is never written is not committed
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     places = _places(model)
     opened = [safe_open(file, "pt") for file in files]
     where = {name: file for file in opened for name in file.keys()}

@@ -89,7 +89,7 @@ class LazyNorm(Lazy):
         self._codes_place: Any = None
         self._result: Tensor | None = None
         self.sum = None
-        self._trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual))
+        self.trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual))
         if residual is not None:
             self._codes, self._codes_place = self._of_sum(residual), place_in_graph()
             self.x = self.sum
@@ -99,7 +99,7 @@ class LazyNorm(Lazy):
         return {"eps": self.eps, "offset": self.offset}
 
     def _of_sum(self, residual: Tensor) -> Any:
-        if self._trains:
+        if self.trains:
             codes: list[Tensor] = []
             y, self.sum = _codes_of_sum(self.x, residual, self.weight, self.eps, self.offset, codes)
             self._stands_for = y
@@ -116,7 +116,7 @@ class LazyNorm(Lazy):
         Raises:
             RtkError: The gradient of x would be lost.
         """
-        if self._trains and not torch.is_grad_enabled() and _inside_of_function():
+        if self.trains and not torch.is_grad_enabled() and _inside_of_function():
             raise RtkError(
                 "a projection without gradients reads an fp8 norm that has them: re-entrant checkpointing of a part "
                 "of a decoder layer cannot pass them on. Checkpoint whole layers, or with use_reentrant=False"

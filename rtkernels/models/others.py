@@ -1,7 +1,8 @@
-"""Detect models that other packages patched: Liger, Unsloth, kernels of the Hugging Face Hub."""
+"""Detect what other packages do to a model: Liger, Unsloth, kernels of the Hugging Face Hub, accelerate's fp8."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,26 @@ def _maker(function: Any) -> str | None:
     return _OTHERS.get((getattr(function, "__module__", None) or "").partition(".")[0])
 
 
-def check_foreign(model: nn.Module) -> None:
-    """Raise an RtkError if another package patched the model, either this instance or its class."""
+def check_foreign(model: nn.Module, fp8: bool) -> None:
+    """Raise an RtkError if another package patched the model, either this instance or its class, or is about to."""
+    if fp8:
+        check_accelerate()
     if getattr(model, "use_kernels", False):
         raise RtkError(
             "model uses kernels of the hub (use_kernels=True), which replace the same modules: turn them off"
         )
     for _, _, sentence in foreign(model):
         raise RtkError(sentence)
+
+
+def check_accelerate() -> None:
+    """Raise an RtkError if accelerate converts linear layers to fp8, as ``patch(fp8=)`` does."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if state is not None and state._shared_state.get("_mixed_precision") == "fp8":
+        raise RtkError(
+            'accelerate has mixed_precision="fp8", which replaces the linear layers that patch(fp8=) replaces. Use '
+            'mixed_precision="bf16" with patch(fp8=True), or patch without fp8='
+        )
 
 
 def foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:

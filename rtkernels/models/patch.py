@@ -23,7 +23,7 @@ from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
 from rtkernels.models.generation import replace_generation, restore_generation
-from rtkernels.models.others import check_foreign, foreign
+from rtkernels.models.others import check_accelerate, check_foreign, foreign
 from rtkernels.models.patch_report import PatchReport, Site
 from rtkernels.models.probe import NotRecognized, Raised, Recognized
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -34,7 +34,8 @@ _OLDEST = (5, 0)
 KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
 
 
-def _check_transformers() -> None:
+def check_transformers() -> None:
+    """Raise an RtkError if transformers is missing or too old."""
     try:
         import transformers
     except ImportError as error:
@@ -83,6 +84,8 @@ def _first_call(model: nn.Module, args: Any) -> None:
     handle, known = model.__dict__.pop(_FIRST, None), model.__dict__.get(_REPORT)
     if handle is not None:
         handle.remove()
+    if known is not None and known.options["fp8"] is not None:
+        check_accelerate()
     if known is not None and (sentence := _notice_others(model, known)):
         warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
@@ -91,7 +94,7 @@ _SAME = set(nn.Module().__dict__)  # attributes of every module
 _answers: dict[Hashable, Recognized | str] = {}  # shared by all models of this process
 
 
-class _Patcher:
+class Patcher:
     """One ``patch`` call. Modules of one class with equal attributes are tested once.
 
     Test results that depend on plain values only are shared between models.
@@ -112,7 +115,7 @@ class _Patcher:
         `more` is what the result of ``find`` depends on besides the module; such a result is not shared with other
         models. `by_class` means that the result depends on the module's class alone.
         """
-        answer = self._answer(kind, module, find, more, by_class)
+        answer = self.answer(kind, module, find, more, by_class)
 
         def action() -> None:
             replace.check_own_forward(module)
@@ -134,9 +137,10 @@ class _Patcher:
     def record(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
         self.sites.append(Site(kind, name, type(module).__name__, reason))
 
-    def _answer(
-        self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable, by_class: bool
-    ) -> Recognized | str:
+    def answer(
+        self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable = None,
+        by_class: bool = False,
+    ) -> Recognized | str:  # fmt: skip
         """Return ``find(module)``, or the message of the ``NotRecognized`` that it raises."""
         self._by_identity = False
         state = None if by_class else self._state(module)
@@ -240,9 +244,9 @@ def patch(
     if known is not None:
         _tell(_notice_others(inner, known) or _other_options(known, options), strict)
         return known
-    _check_transformers()
-    check_foreign(inner)
-    patcher = _Patcher()
+    check_transformers()
+    check_foreign(inner, recipe is not None)
+    patcher = Patcher()
     for name, module in list(inner.named_modules()):
         if replace.replaced(module) is not None:
             continue
@@ -321,7 +325,7 @@ def _gathers_weights(model: nn.Module) -> bool:
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
-def _replace_linears(model: nn.Module, recipe: Recipe, patcher: _Patcher, fused: bool) -> None:
+def _replace_linears(model: nn.Module, recipe: Recipe, patcher: Patcher, fused: bool) -> None:
     """Replace the linear layers of a model except its head. Layers that are fused count as one layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     modules = dict(model.named_modules())

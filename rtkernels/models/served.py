@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
+from rtkernels.errors import RtkError
 from rtkernels.models.fp8_linear import codes_of
+from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import adjacent, is_watched
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BLOCK = 128
@@ -94,8 +97,33 @@ def _of_codes(
 def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` for a tensor or lazy norm x and an fp8 weight with 128 x 128 scales.
 
-    x is quantised, too, unless it has few rows.
+    x is quantised, too, unless it has few rows. Its gradient is that of the product with the dequantised weight.
     """
+    if isinstance(x, LazyNorm) and x.trains:
+        x = x.tensor()
+    y = _product(x, weight, weight_scale, bias)
+    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+        return _GradientOfInput.apply(y, x, weight, weight_scale)
+    return y
+
+
+class _GradientOfInput(torch.autograd.Function):
+    """Returns y, the product of x with an fp8 weight that was computed without gradients, and passes them on to x."""
+
+    @staticmethod
+    def forward(ctx, y, x, weight, weight_scale):
+        ctx.save_for_backward(weight, weight_scale)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        weight, weight_scale = ctx.saved_tensors
+        values = rtkernels.dequantize_fp8(weight, weight_scale, granularity="block", dtype=dy.dtype)
+        return None, dy @ values, None, None
+
+
+def _product(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     plain = not is_dynamo_compiling() and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
         if plain and row_count(x.shape) <= AS_IT_IS:
@@ -171,7 +199,16 @@ class ServedExperts(_KeepsScales):
         self.down_proj_scale_inv = _frozen(down_proj_scale_inv)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, ``[tokens, hidden]``."""
+        """Return the weighted sum of each token's experts, ``[tokens, hidden]``.
+
+        Raises:
+            RtkError: A gradient is needed.
+        """
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            raise RtkError(
+                "fp8 experts of serve_fp8 have no gradients. To train adapters, put them on the 16-bit model, with "
+                "rtkernels.models.patch(model, fp8=True) for fp8 products; merge them before export_fp8"
+            )
         rows = max(moe_rows(top_k_index.numel(), 1, self.num_experts, BLOCK), BLOCK)
         index = moe_index(top_k_index, self.num_experts, multiple_of=BLOCK, rows=rows)
         up, down = self.gate_up_proj, self.down_proj

@@ -51,6 +51,7 @@ ALLOWED = {
     },
     "emulator/_launch.py": {"_runtime": "a path that _build returned", "_library": "likewise"},
     "calibration.py": dict.fromkeys(("save", "load", "checkpoint_key"), "the caller's path"),
+    "models/checkpoint_files.py": {"write_tokenizer": "the caller's folder"},
     "models/fp8_checkpoint.py": {"export_fp8": "the caller's folder", "_loaded": "the caller's folder"},
     "aten/selection.py": {"add_file": "the caller's path"},
     "aten/enable.py": {"__init__": "the caller's path", "__call__": "the caller's path"},

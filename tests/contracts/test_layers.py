@@ -65,9 +65,10 @@ ALLOWED = {
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},
+    "integrations": {"models"},
 }
 EVERYTHING = {"__init__", "__main__", "cli"}
-BY_PUBLIC_NAMES = {"nn", "optim", "models", "jax"}  # layers that call the public functions as users do
+BY_PUBLIC_NAMES = {"nn", "optim", "models", "jax", "integrations"}  # layers that call the public functions as users do
 
 
 def layer_of(module: str) -> str:

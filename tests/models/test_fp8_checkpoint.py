@@ -204,3 +204,48 @@ def test_the_loader_of_transformers_takes_it(kind: str, tmp_path: Path, monkeypa
     models.serve_fp8(loaded)
     assert not any(type(m).__name__.startswith("FP8") for m in loaded.modules())
     assert torch.equal(logits(loaded), wanted)
+
+
+# ---- files besides the weights --------------------------------------------------------------------------------------
+
+
+def _tokenizer() -> object:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}")
+
+
+def test_a_folder_is_complete(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """With the tokenizer that is given, then with that of the folder a model came from."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = build_model("qwen3")
+    model.generation_config.max_new_tokens = 7
+    models.export_fp8(model, tmp_path / "first", tokenizer=_tokenizer())
+    loaded = models.serve_fp8(tmp_path / "first")
+    assert loaded.generation_config.max_new_tokens == 7
+    models.export_fp8(loaded, tmp_path / "second")
+    model.save_pretrained(tmp_path / "plain")
+    _tokenizer().save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "preprocessor_config.json").write_text("{}")
+    models.export_fp8(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), tmp_path / "third")
+    for name in ("first", "second", "third"):
+        found = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert found("b")["input_ids"] == [2] and found.chat_template == "{{ messages }}"
+        assert json.loads((tmp_path / name / "generation_config.json").read_text())["max_new_tokens"] == 7
+    assert (tmp_path / "third" / "preprocessor_config.json").exists()
+    assert not [w for w in recwarn if "export_fp8" in str(w.message)]
+
+
+def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
+    model = build_model("qwen3")
+    model.config._name_or_path = "nobody/nothing"
+    with pytest.warns(UserWarning, match="no tokenizer was found for 'nobody/nothing'.*pass tokenizer="):
+        models.export_fp8(model, tmp_path)
+    models.export_fp8(model, tmp_path, tokenizer=False)
+    for wrong in (True, "name"):
+        with pytest.raises(ArgumentError, match=r"tokenizer is (True|a str); expected one with save_pretrained"):
+            models.export_fp8(model, tmp_path, tokenizer=wrong)

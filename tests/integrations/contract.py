@@ -1,0 +1,126 @@
+"""The names and signatures of other libraries that our adapters rely on, read from their source without importing it.
+
+``python tests/integrations/contract.py FOLDER`` records them from the wheels in a folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+RECORD = Path(__file__).with_name("contract.json")
+
+# By package: a file, and a name in it. A dotted name is that of a method, or of an attribute that a class assigns.
+NAMES = {
+    "transformers": (
+        "integrations/sdpa_attention.py:sdpa_attention_forward",
+        "masking_utils.py:sdpa_mask",
+        "masking_utils.py:AttentionMaskInterface",
+        "modeling_utils.py:AttentionInterface",
+        "modeling_utils.py:PreTrainedModel.set_attn_implementation",
+        "modeling_utils.py:PreTrainedModel.set_experts_implementation",
+        "integrations/moe.py:grouped_mm_experts_forward",
+        "integrations/moe.py:ALL_EXPERTS_FUNCTIONS",
+        "integrations/finegrained_fp8.py:ALL_FP8_EXPERTS_FUNCTIONS",
+        "utils/generic.py:GeneralInterface.register",
+        "trainer_callback.py:TrainerCallback.on_init_end",
+        "trainer_callback.py:TrainerCallback.on_train_begin",
+        "trainer_callback.py:CallbackHandler.call_event",
+        "core_model_loading.py:revert_weight_conversion",
+    ),
+    "accelerate": (
+        "state.py:AcceleratorState.mixed_precision",
+        "state.py:AcceleratorState._mixed_precision",
+        "state.py:AcceleratorState._shared_state",
+    ),
+    "peft": (
+        "tuners/lora/config.py:LoraConfig._register_custom_module",
+        "tuners/lora/layer.py:Linear.__init__",
+        "tuners/lora/layer.py:Linear.merge",
+        "tuners/lora/layer.py:Linear.forward",
+        "tuners/tuners_utils.py:BaseTunerLayer._move_adapter_to_device_of_base_layer",
+    ),
+}
+
+
+def signatures(package: str, read: Callable[[str], str]) -> dict[str, str | None]:
+    """Return what is behind each name: parameters of a function, "class", "value", None if it does not exist.
+
+    `read` returns the text of a file of the package, by its path in the package.
+    """
+    found: dict[str, str | None] = {}
+    trees: dict[str, ast.Module | None] = {}
+    for place in NAMES[package]:
+        path, _, name = place.partition(":")
+        if path not in trees:
+            try:
+                trees[path] = ast.parse(read(path))
+            except (KeyError, FileNotFoundError):
+                trees[path] = None
+        tree = trees[path]
+        found[place] = None if tree is None else _about(tree, name)
+    return found
+
+
+def _about(tree: ast.AST, name: str) -> str | None:
+    outer, _, inner = name.partition(".")
+    for node in getattr(tree, "body", []):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == outer:
+            if inner:
+                return _about(node, inner) or ("value" if _assigns(node, inner) else None)
+            return "class" if isinstance(node, ast.ClassDef) else f"({_parameters(node.args)})"
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and not inner:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == outer for target in targets):
+                return "value"
+    return None
+
+
+def _assigns(cls: ast.ClassDef, name: str) -> bool:
+    """Return True if a method of a class assigns to an attribute of self."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(cls)
+    )
+
+
+def _parameters(given: ast.arguments) -> str:
+    """Return names and defaults of parameters without annotations, which change more often than calls do."""
+    for arg in [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]:
+        if arg is not None:
+            arg.annotation = None
+    return ast.unparse(given)
+
+
+def of_installed(package: str) -> tuple[str, dict[str, str | None]]:
+    """Return the version of an installed package, and what its names are."""
+    from importlib.metadata import version
+
+    spec = importlib.util.find_spec(package)
+    folder = Path(spec.origin).parent
+    return version(package), signatures(package, lambda path: (folder / path).read_text(encoding="utf-8"))
+
+
+def of_wheel(file: Path) -> tuple[str, str, dict[str, str | None]]:
+    """Return package and version of a wheel, and what its names are."""
+    package, version = re.match(r"([A-Za-z0-9_]+)-([^-]+)-", file.name).groups()
+    with zipfile.ZipFile(file) as wheel:
+        return package, version, signatures(package, lambda path: wheel.read(f"{package}/{path}").decode())
+
+
+def main(folder: str) -> None:
+    record: dict[str, dict[str, dict[str, str | None]]] = {}
+    for file in sorted(Path(folder).glob("*.whl")):
+        package, version, about = of_wheel(file)
+        record.setdefault(package, {})[version] = about
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,106 @@
+"""Names and signatures of other libraries are those that our adapters were written for."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integrations.contract import NAMES, RECORD, of_installed, of_wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED: dict[str, dict[str, dict[str, str | None]]] = json.loads(RECORD.read_text(encoding="utf-8"))
+# Names that old versions lack; the adapters do without them there.
+NEWER = {"integrations/finegrained_fp8.py:ALL_FP8_EXPERTS_FUNCTIONS"}
+
+
+def versions() -> Iterator[tuple[str, str, dict[str, str | None]]]:
+    """Yield package, version and names: recorded, installed, and of the wheels in $RTKERNELS_WHEELS."""
+    for package, by_version in RECORDED.items():
+        yield from ((package, f"{version} recorded", names) for version, names in by_version.items())
+        if importlib.util.find_spec(package) is not None:
+            version, names = of_installed(package)
+            yield package, f"{version} installed", names
+    folder = os.environ.get("RTKERNELS_WHEELS")
+    if folder:
+        for file in sorted(Path(folder).glob("*.whl")):
+            if file.name.partition("-")[0] in NAMES:
+                package, version, names = of_wheel(file)
+                yield package, f"{version} wheel", names
+
+
+FOUND = list(versions())
+OF_EACH = pytest.mark.parametrize(
+    ("package", "names"), [pytest.param(p, names, id=f"{p} {version}") for p, version, names in FOUND]
+)
+
+
+@OF_EACH
+def test_every_name_exists(package: str, names: dict[str, str | None]) -> None:
+    missing = {name for name, about in names.items() if about is None} - NEWER
+    assert set(names) == set(NAMES[package]) and not missing
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_the_installed_version_has_a_recorded_contract(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    version, names = of_installed(package)
+    recorded = RECORDED[package]
+    newest = max(recorded, key=lambda v: tuple(map(int, v.split("."))))
+    assert names in (recorded.get(version, recorded[newest]), *recorded.values()), (
+        f"{package} {version} changed; read what changed, then run python tests/integrations/contract.py FOLDER"
+    )
+
+
+def parameters(about: str | None) -> list[str]:
+    """Return the names of the parameters that a signature has."""
+    function = ast.parse(f"def f{about}: pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return [arg.arg for arg in function.args.args]
+
+
+def own(function: Any) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
+
+
+@OF_EACH
+def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) -> None:
+    if package == "transformers":
+        from rtkernels.models import attention, by_name
+
+        theirs = parameters(names["integrations/sdpa_attention.py:sdpa_attention_forward"])
+        assert own(by_name.attention_by_name) == theirs[:5]
+        assert set(theirs) - {"cache"} <= set(own(attention.attention_forward))  # a cache is rejected
+        theirs = parameters(names["integrations/moe.py:grouped_mm_experts_forward"])
+        assert own(by_name.experts_by_name) == theirs
+        assert parameters(names["utils/generic.py:GeneralInterface.register"]) == ["cls", "key", "value"]
+        for event in ("on_init_end", "on_train_begin"):
+            theirs = parameters(names[f"trainer_callback.py:TrainerCallback.{event}"])
+            assert theirs == ["self", "args", "state", "control"]
+            pytest.importorskip("transformers")
+            from rtkernels.integrations.transformers import RtkernelsCallback
+
+            assert own(getattr(RtkernelsCallback, event))[:4] == theirs
+    elif package == "peft":
+        pytest.importorskip("peft")
+        from rtkernels.integrations.peft import ServedLora
+
+        assert own(ServedLora.merge) == parameters(names["tuners/lora/layer.py:Linear.merge"])
+        moves = names["tuners/tuners_utils.py:BaseTunerLayer._move_adapter_to_device_of_base_layer"]
+        assert own(ServedLora._move_adapter_to_device_of_base_layer) == parameters(moves)
+        assert parameters(names["tuners/lora/config.py:LoraConfig._register_custom_module"]) == ["self", "mapping"]
+
+
+def test_nobody_imports_an_adapter() -> None:
+    for path in (ROOT / "rtkernels").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "integrations" in path.parts or "rtkernels.integrations" not in text, path
