@@ -304,7 +304,7 @@ def attention_varlen(
         cu_seqlens_q: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens_q[b]`` to ``[b + 1]`` of q.
         cu_seqlens_k: The same for k and v. None with a page_table.
         max_seqlen_q: The largest number of queries in a sequence (or more). With a page_table, 1 selects the kernels of
-            ``attention_decode``, which split the keys over blocks.
+            ``attention_decode``, which split the keys over blocks, unless `backend` names others.
         max_seqlen_k: The largest number of keys in a sequence (or more).
         scale: Factor of the scores.
         causal: Causal mask aligned to the last query of each sequence, which attends to all its keys.
@@ -319,7 +319,7 @@ def attention_varlen(
         v_scale: The same for values.
         return_lse: Also return the log-sum-exp (lse) of the scores.
         out: Tensor to write the result to. Not with gradients.
-        backend: "auto", or the name of a backend; "auto" or "mma" with a page_table.
+        backend: "auto", or the name of a backend.
 
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
@@ -332,9 +332,9 @@ def attention_varlen(
     sinks = None if sinks is None else sinks.float()
     lengths = check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k)
     if page_table is not None:
-        _check_paged(cu_seqlens_k, seqused_k, backend)
+        _check_paged(cu_seqlens_k, seqused_k)
         cache = (q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks)
-        options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths)
+        options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths, backend)
         result, lse = paged.run(cache, options, out)
         return (result, lse) if return_lse else result
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -348,15 +348,13 @@ def attention_varlen(
     return (result, lse) if return_lse else result
 
 
-def _check_paged(cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, backend: str) -> None:
+def _check_paged(cu_seqlens_k: Tensor | None, seqused_k: Tensor | None) -> None:
     """Raise an ArgumentError for arguments that do not go with a page table."""
     if cu_seqlens_k is not None:
         raise ArgumentError("cu_seqlens_k is given with a page_table; expected None, and lengths in seqused_k")
     if seqused_k is None:
         raise ArgumentError("seqused_k is None; expected the number of keys of each sequence with a page_table")
     check_tensor("seqused_k", seqused_k)
-    if backend not in ("auto", "mma"):
-        raise ArgumentError(f"backend is {backend!r}; expected 'auto' or 'mma' with a page_table")
 
 
 OP = Op(

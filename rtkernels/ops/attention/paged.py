@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import checks, reference
+from rtkernels.ops.attention import backends, checks, reference
 from rtkernels.ops.attention.checks import HALVES, MAX_LENGTH, Heads, check_same, check_shared_heads, strides
 from rtkernels.ops.attention.decode import Cache, check_scale
 from rtkernels.ops.attention.decode_plan import CODES
@@ -43,6 +43,7 @@ class Given(NamedTuple):
     softcap: float
     max_seqlen_q: int
     max_seqlen_k: int
+    backend: str
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -85,6 +86,7 @@ def _check(given: Given) -> None:
         raise ArgumentError(
             f"page_table has {table.shape[1]} pages of {k.shape[1]} keys; expected fewer than 2^29 keys"
         )
+    backends.check_name(given.backend)
     for name, largest in (("max_seqlen_q", given.max_seqlen_q), ("max_seqlen_k", given.max_seqlen_k)):
         if not 0 <= largest < MAX_LENGTH:
             raise ArgumentError(f"{name} is {largest}; expected the length of the longest sequence")
@@ -103,7 +105,7 @@ def _check(given: Given) -> None:
 def _lse(given: Given) -> Memory:
     total, heads = given.q.shape[:2]
     # The kernels of decoding write [tokens, heads].
-    order = (1, heads) if one_each(given.max_seqlen_q, total) else None
+    order = (1, heads) if one_each(given.max_seqlen_q, total, given.backend) else None
     return Memory((heads, total), _FLOAT32, order)
 
 
@@ -120,9 +122,10 @@ def _steps(given: Given, out: Sequence[int], device: int) -> Steps:
     call = Paged(
         token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k.dtype, 0), sequences=table.shape[0], total=q.shape[0],
         max_q=given.max_seqlen_q, max_k=given.max_seqlen_k, heads_q=q.shape[1], heads_kv=k.shape[2], d_qk=q.shape[2],
-        d_v=v.shape[3], page_size=k.shape[1], table_row=table.shape[1], q=strides(q)[1:3], k=strides(k)[:3],
-        v=strides(v)[:3], out=tuple(out), k_scale_head=_per_head(given.k_scale), v_scale_head=_per_head(given.v_scale),
-        left=given.left, right=given.right, scale=given.scale, softcap=given.softcap,
+        d_v=v.shape[3], pages=k.shape[0], page_size=k.shape[1], table_row=table.shape[1], q=strides(q)[1:3],
+        k=strides(k)[:3], v=strides(v)[:3], out=tuple(out), k_scale_head=_per_head(given.k_scale),
+        v_scale_head=_per_head(given.v_scale), left=given.left, right=given.right,
+        scale=given.scale, softcap=given.softcap, backend=given.backend,
     )  # fmt: skip
     return steps(call, device)
 
@@ -141,11 +144,11 @@ def _sequence(cache: Tensor, pages: Tensor, keys: int, scale: Tensor | None) -> 
 
 def _reference(
     q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks, scale, left, right, softcap,
-    max_seqlen_q=0, max_seqlen_k=0,
+    max_seqlen_q=0, max_seqlen_k=0, backend="auto",
 ):  # fmt: skip
     total, heads, _ = q.shape
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    rows_first = one_each(max_seqlen_q, total)
+    rows_first = one_each(max_seqlen_q, total, backend)
     lse = torch.full((total, heads) if rows_first else (heads, total), float("-inf"), device=q.device)
     lse = lse.t() if rows_first else lse
     ends, largest = cu_seqlens_q.tolist(), page_table.shape[1] * k.shape[1]
@@ -165,7 +168,7 @@ _TENSORS = (
     Dense("page_table", None), Dense("k_scale", (_FLOAT32,), optional=True),
     Dense("v_scale", (_FLOAT32,), optional=True), Dense("sinks", (_FLOAT32,), optional=True),
 )  # fmt: skip
-_OPTIONS = "float scale, int left, int right, float softcap, int max_seqlen_q, int max_seqlen_k"
+_OPTIONS = "float scale, int left, int right, float softcap, int max_seqlen_q, int max_seqlen_k, str backend"
 FORWARD = Operator(
     "attention_paged_fwd", _TENSORS, options=_OPTIONS, results="out lse", outputs=_outputs, plan=_plan,
     reference=_reference, check=_check,
@@ -198,7 +201,7 @@ OUT = Operator(
 
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse for the 9 tensors and 6 options of FORWARD."""
+    """Return out and lse for the 9 tensors and 7 options of FORWARD."""
     refuse_gradients("attention_varlen(page_table=...)", [t for t in (*tensors, out) if t is not None])
     if env.get("DEBUG"):
         k, seqused_k, table = tensors[1], tensors[4], tensors[5]

@@ -5,6 +5,7 @@ Batches with at most one query per sequence go to the kernels of decoding, which
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,17 @@ from rtkernels.ops.attention import decode_plan
 from rtkernels.ops.attention.backends import packed_tail
 from rtkernels.ops.attention.mma_plan import head_section, tile_pitch
 from rtkernels.ops.attention.problem import Strides
+from rtkernels.ops.attention.sm90_forward_plan import Tile
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, float_halves
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
+from rtkernels.runtime.targets import Target
 
 _TOKENS = ("bf16", "fp16")
 _THREADS = 128
 _LOG2E = 1.4426950408889634
+_FEW_ROWS = 64  # queries of heads that share keys: up to here tiles of wgmma would be half empty
 PAGE_UNIT = 16  # keys: sizes of pages are multiples of it (paged_rows.cuh)
 
 
@@ -54,7 +59,17 @@ TOKENS = Kernel(
     "table_row:i64",
     variants=[("fp32",)],
 )  # fmt: skip
-KERNELS = (PAGED, TOKENS)
+_SM90_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 128, 2))  # there are no registers for wider heads
+SM90 = Kernel(
+    "attention/attention_sm90_paged.cu", "attention_sm90_paged", template="T D BN EXTRAS", max_registers=168,
+    needs=("wgmma",), tier="serve",
+    args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr cu_q:ptr lengths:ptr table:ptr counter:ptr "
+    "sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_v:i64 unit:i64 "
+    "page_size:i64 page_divisor:i64 table_row:i64 out_row:i64 out_head:i64 lse_head:i64 left:i64 right:i64 scale:f64 "
+    "softcap:f64",
+    variants=[(t, tile.d_v, tile.keys, extras) for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1)],
+)  # fmt: skip
+KERNELS = (PAGED, TOKENS, SM90)
 
 
 class Paged(NamedTuple):
@@ -70,6 +85,7 @@ class Paged(NamedTuple):
     heads_kv: int
     d_qk: int
     d_v: int
+    pages: int
     page_size: int
     table_row: int
     q: tuple[int, int]
@@ -82,6 +98,12 @@ class Paged(NamedTuple):
     right: int
     scale: float
     softcap: float
+    backend: str = "auto"
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.heads_q // self.heads_kv
 
     @property
     def lkv(self) -> int:
@@ -89,39 +111,93 @@ class Paged(NamedTuple):
         return self.page_size * self.table_row
 
 
-def one_each(max_q: int, total: int) -> bool:
+def one_each(max_q: int, total: int, backend: str) -> bool:
     """Return whether sequences have at most one query, so that a call is decoding; it has one block row per query."""
-    return max_q == 1 and 0 < total <= 65535
+    return max_q == 1 and 0 < total <= 65535 and backend == "auto"
+
+
+def unsupported_sm90(call: Paged, target: Target) -> str | None:
+    """Return why the wgmma kernel cannot serve a call, or None."""
+    if "wgmma" not in target.features:
+        return f"{target} has no wgmma"
+    if call.codes:
+        return "the cache is 8-bit"
+    if call.group > 64 or call.group & (call.group - 1):
+        return f"{call.group} heads share keys; a power of two up to 64 is expected"
+    if max(call.d_qk, call.d_v) > _SM90_TILES[-1].d_v:
+        return f"heads have more than {_SM90_TILES[-1].d_v} elements"
+    if call.pages == 0 or call.lkv == 0:
+        return "there are no keys"
+    if any(2 * step >= 1 << 40 for step in (*call.q, *call.k, *call.v)):
+        return "strides are too large"
+    return None
 
 
 def steps(call: Paged, device: int) -> Steps:
     """Return the launches of a call."""
     if call.total == 0:
         return Steps()
-    if one_each(call.max_q, call.total):
+    if one_each(call.max_q, call.total, call.backend) and call.sequences:
         return _decoding(call, device)
-    group = call.heads_q // call.heads_kv
-    config = next(t for t in _TILES if max(call.d_qk, call.d_v) <= t.width)
-    rows = 64 * config.blocks
-    tiles = call.total * group // rows + call.sequences  # some have no rows
-    if tiles * call.heads_kv > GRID_LIMIT or call.total * group > GRID_LIMIT:
+    if call.total * call.heads_q + call.sequences * call.heads_kv > GRID_LIMIT:
         raise ArgumentError(f"q has {call.total} tokens of {call.heads_q} heads; expected fewer than 2^31 rows")
+    refused = unsupported_sm90(call, device_info(device).target)
+    if call.backend == "sm90" and refused:
+        raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
+    wanted = call.backend == "sm90" or (call.backend == "auto" and call.max_q * call.group > _FEW_ROWS)
+    step, zeros = (_sm90 if wanted and not refused else _mma)(call, device)
+    shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
+    tail = packed_tail(call.token, "out", "lse", "cu_seqlens_q", call.sequences, shape, strides, device)
+    return Steps(*([step] if call.sequences else []), tail, zeros=zeros if call.sequences else None)
+
+
+def _tiles(call: Paged, rows: int) -> tuple[int, int]:
+    """Return the number of tiles of `rows` rows, some of which may be empty, and of heads to process together."""
     bytes_per_key = (1 if call.codes else 2) * (call.d_qk + call.d_v)
     section = head_section(bytes_per_key, min(call.max_k, call.lkv), call.heads_kv, 1)
+    return call.total * call.group // rows + call.sequences, section
+
+
+def _sm90(call: Paged, device: int) -> tuple[Step, dict[str, int] | None]:
+    tile = next(t for t in _SM90_TILES if max(call.d_qk, call.d_v) <= t.d_v)
+    rows, unit = 64 * tile.groups, math.gcd(call.page_size, tile.keys)
+    tiles, section = _tiles(call, rows)
+    blocks = min(device_info(device).sm_count, tiles * call.heads_kv)
+    counter = "counter" if blocks < tiles * call.heads_kv else 0
+
+    def pool(name: str, width: int, steps: tuple[int, int, int]) -> Boxes:
+        sizes, (page, row, head) = (width, call.page_size, call.heads_kv, call.pages), steps
+        return Boxes(name, call.token, sizes, box_strides(sizes, (row, head, page), 2), (64, unit, 1, 1))
+
+    sizes = (call.d_qk, call.heads_q, call.total)
+    of_q = Boxes(
+        "q", call.token, sizes, box_strides(sizes, (call.q[1], call.q[0]), 2), (64, call.group, rows // call.group)
+    )
+    variant = (call.token, tile.d_v, tile.keys, int(call.softcap != 0.0))
+    launch = SM90.bind(variant, device, blocks, 128 * (tile.groups + 1), tile.shared)
+    step = Step(
+        launch, of_q, pool("k", call.d_qk, call.k), pool("v", call.d_v, call.v), "out", "lse", "sinks", "cu_seqlens_q",
+        "seqused_k", "page_table", counter, call.sequences, tiles, section, call.heads_kv, call.group,
+        divisor(call.group), call.lkv, call.d_v, unit, call.page_size, divisor(call.page_size), call.table_row,
+        *call.out, call.total, call.left, call.right, call.scale, call.softcap,
+    )  # fmt: skip
+    return step, {"counter": 1} if counter else None
+
+
+def _mma(call: Paged, device: int) -> tuple[Step, None]:
+    config = next(t for t in _TILES if max(call.d_qk, call.d_v) <= t.width)
+    tiles, section = _tiles(call, 64 * config.blocks)
     plain = call.softcap == 0.0 and not call.codes
     numbers = (
-        *(call.sequences, tiles, section, call.heads_kv, group, divisor(group), call.lkv, call.d_qk, call.d_v),
-        *(call.page_size, divisor(call.page_size), call.table_row, *call.q, *call.k, *call.v, *call.out, call.total),
-        *(call.k_scale_head, call.v_scale_head, call.left, call.right),
-        float_halves(call.scale, call.scale * _LOG2E if plain else _LOG2E),
+        *(call.sequences, tiles, section, call.heads_kv, call.group, divisor(call.group), call.lkv),
+        *(call.d_qk, call.d_v, call.page_size, divisor(call.page_size), call.table_row),
+        *(*call.q, *call.k, *call.v, *call.out, call.total, call.k_scale_head, call.v_scale_head),
+        *(call.left, call.right, float_halves(call.scale, call.scale * _LOG2E if plain else _LOG2E)),
         float_halves(call.softcap, call.scale / call.softcap if call.softcap else 0.0),
     )
     names = ("q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "k_scale", "v_scale", "sinks", "out", "lse")
     variant, grid = (call.token, call.codes, *config), tiles * call.heads_kv
-    launch = PAGED.bind(variant, device, grid if call.sequences else 0, _THREADS, config.shared)
-    shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
-    tail = packed_tail(call.token, "out", "lse", "cu_seqlens_q", call.sequences, shape, strides, device)
-    return Steps(Step(launch, *names, *numbers), tail)
+    return Step(PAGED.bind(variant, device, grid, _THREADS, config.shared), *names, *numbers), None
 
 
 def _decoding(call: Paged, device: int) -> Steps:

@@ -171,6 +171,42 @@ def test_packed_queries_over_pages(name: str, place: str) -> None:
         check(batch, batch.call(device, **options), **_sides(options))
 
 
+SM90_CASES = tuple(
+    name for name in CASES if "e4m3" not in name and "int8" not in name and name not in ("3 heads of q", "sinks", "256")
+)
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("name", (*SM90_CASES, "4 heads of q, sinks", "soft cap of 128", "long"))
+def test_the_wgmma_kernel(name: str, place: str) -> None:
+    more = {
+        "4 heads of q, sinks": ({"lengths": MIXED, "heads": (8, 2)}, {"causal": True, "sinks": random(8, seed=7)}),
+        "soft cap of 128": ({"lengths": MIXED, "widths": (128, 96), "page": 80}, {"causal": True, "softcap": 1.5}),
+        "long": (
+            {"lengths": ((90, 700), (1, 400)), "heads": (4, 2), "page": 32, "widths": (128, 128)},
+            {"causal": True},
+        ),
+    }
+    given, options = CASES.get(name) or more[name]
+    batch = Batch(**given)
+    with running_on(place) as device:
+        check(batch, batch.call(device, backend="sm90", **options), **_sides(options))
+
+
+@emulated
+def test_which_calls_the_wgmma_kernel_refuses() -> None:
+    with emulate("sm_90"):
+        for given, message in (
+            ({"heads": (3, 1)}, "3 heads share keys; a power of two up to 64 is expected"),
+            ({"cache": E4M3}, "the cache is 8-bit"),
+            ({"widths": (64, 256)}, "heads have more than 128 elements"),
+        ):
+            with pytest.raises(ArgumentError, match=f"backend is 'sm90', which cannot run this: {message}"):
+                Batch(((2, 5),), **given).call(backend="sm90")
+    with emulate("sm_80"), pytest.raises(ArgumentError, match="no wgmma"):
+        Batch(((2, 5),)).call(backend="sm90")
+
+
 @at("cpu", "sm_80", "cuda")
 def test_strides_of_caches_and_out(place: str) -> None:
     """Keys and values of a page lie side by side, as in a server's cache, and the result is a slice."""
@@ -302,7 +338,7 @@ test_errors, test_errors_of_launchers = error_tests(
             k_scale=torch.ones(()),
             cu_seqlens_k=integers(0, 5, 20),
         ),
-        "backend": bad("backend is 'sm90'; expected 'auto' or 'mma' with a page_table", backend="sm90"),
+        "backend": bad("backend is 'cute'; expected 'auto', 'sm90' or 'mma'", backend="cute"),
         "sinks": bad("sinks has shape", sinks=torch.zeros(3)),
         "out": bad("out has shape", out=torch.zeros(3, 2, 32).bfloat16()),
         "max_seqlen_q": bad("max_seqlen_q is -1", max_seqlen_q=-1),

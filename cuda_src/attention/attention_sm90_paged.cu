@@ -1,0 +1,282 @@
+// Attention of packed queries over a paged KV cache on sm_90a: rows and tiles as in attention_paged.cu, pipelines and
+// products as in attention_sm90_fwd.cu, for caches of q's type and 1, 2, 4 .. 64 heads that share keys.
+//
+// One warp loads: q by one TMA box per 64 columns (heads that share keys, then queries), keys and values by boxes of
+// `unit` keys, which never cross a page, one lane per box. The page of a lane's keys is looked up before it waits for
+// the stage; entries of the page table after the last key are not read. Values past the last key are cleared, because
+// they may be NaN, which a probability of 0 does not hide.
+//
+// EXTRAS: 1 for a soft cap.
+#include "attention/paged_rows.cuh"
+#include "attention/sm90_tile.cuh"
+#include "common/tile_scheduler.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/forget.cuh"
+#include "ptx/registers.cuh"
+
+namespace rtk {
+
+// Boxes of the keys of a tile, one per lane. Boxes after the last key are loaded from where the first one is.
+struct PageBox {
+    int page, slot, row;  // row: of the tile
+
+    RTK_DEVICE PageBox(const i32* pages, int tile, int tile_keys, int keys, int unit, int page_size, i64 page_divisor) {
+        row = static_cast<int>(threadIdx.x) % kWarp * unit;
+        const int key = tile * tile_keys + (row < tile_keys && tile * tile_keys + row < keys ? row : 0);
+        const int index = static_cast<int>(divided(static_cast<u32>(key), page_divisor));
+        page = pages[index];
+        slot = key - index * page_size;
+    }
+
+    // Called by a warp: announces all boxes at a barrier and loads them.
+    template <typename Tile>
+    RTK_DEVICE void fetch(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress full, int head) const {
+        if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytes);
+        __syncwarp();
+        if (row * kTileRow < Tile::kBoxBytes) {
+#pragma unroll
+            for (int i = 0; i < Tile::kBoxes; ++i)
+                ptx::tma_load_4d(to + i * Tile::kBoxBytes + row * kTileRow, map, full, 64 * i, slot, head, page);
+        }
+        __syncwarp();
+    }
+};
+
+// Stores accumulator rows as store_rows of sm90_tile.cuh, each at an address of its own; null: no such row.
+template <typename T, int N>
+RTK_DEVICE void store_rows_at(T* const (&to)[2], int columns, const float (&d)[N], const float (&times)[2]) {
+    static_assert(N % 16 == 0, "32 columns at a time");
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int j = 0; j < N / 4; j += 4) {
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                w[i] = packed_pair<T>(d[4 * (j + i) + 2 * r] * times[r], d[4 * (j + i) + 2 * r + 1] * times[r]);
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const u32 got = __shfl_xor_sync(0xffffffffu, t & 1 ? w[i] : w[i + 1], 1);
+                (t & 1 ? w[i] : w[i + 1]) = got;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
+                (t & 2 ? w[i] : w[i + 2]) = got;
+            }
+            if (to[r] != nullptr && 8 * (j + t) < columns) ptx::st<16>(to[r] + 8 * (j + t), Raw<16>{{w[0], w[1], w[2], w[3]}});
+        }
+    }
+}
+
+template <typename T, int D, int BN, int EXTRAS>
+__global__ void __launch_bounds__(384, 1)
+    attention_sm90_paged(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
+                         const __grid_constant__ ptx::TensorMap v_map, T* out, float* lse, const float* sinks, const i32* cu_q,
+                         const i32* lengths, const i32* table, u32* counter, i64 sequences, i64 tiles, i64 section,
+                         i64 heads_kv, i64 group, i64 group_divisor, i64 lkv, i64 d_v, i64 unit, i64 page_size,
+                         i64 page_divisor, i64 table_row, i64 out_row, i64 out_head, i64 lse_head, i64 left, i64 right,
+                         double scale, double softcap) {
+    constexpr int kGroups = 2, BM = 64 * kGroups, kConsumers = 4 * kGroups, kStages = 2;
+    using QTile = Boxed<BM, D>;
+    using KeyTile = Boxed<BN, D>;
+    extern __shared__ u8 memory[];
+    const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    const ptx::SharedAddress k_tiles = q_tile + QTile::kBytes, v_tiles = k_tiles + kStages * KeyTile::kBytes;
+    const ptx::SharedAddress barriers = v_tiles + kStages * KeyTile::kBytes;
+    const Pipeline<1> q_pipe{barriers};
+    const Pipeline<kStages> k_pipe{barriers + Pipeline<1>::kBytes};
+    const Pipeline<kStages> v_pipe{k_pipe.barriers + Pipeline<kStages>::kBytes};
+    const ptx::SharedAddress patch = v_pipe.barriers + Pipeline<kStages>::kBytes;  // for the last values of a sequence
+    u8* const handover_memory = memory + (patch + 8 - ptx::shared_address(memory));
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
+    const u32 count = static_cast<u32>(tiles) * static_cast<u32>(heads_kv);
+    DrawnSource<WarpHandover> source(counter, WarpHandover(handover_memory, warp == kConsumers));
+    auto position = [&](u32 index) {
+        return QueryTile(index, static_cast<u32>(tiles), static_cast<u32>(heads_kv), 1u, static_cast<u32>(section));
+    };
+    auto block_at = [&](int number) {
+        return paged_block<BM>(number, cu_q, lengths, static_cast<int>(sequences), group, group_divisor, lkv, left, right);
+    };
+
+    if (threadIdx.x == 0) {
+        q_pipe.init(1, kConsumers);
+        k_pipe.init(1, kConsumers);
+        v_pipe.init(1, kConsumers);
+        ptx::mbarrier_init(patch, 1);
+        source.handover.init(kConsumers + 1);
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (warp >= kConsumers) {
+        ptx::registers_give<40>();
+        if (warp != kConsumers) return;
+        PipelineState<1> q_state;
+        PipelineState<kStages> k_state, v_state;
+        u32 patched = 0;
+        for (u32 index; (index = source.draw()) < count;) {
+            index = __shfl_sync(0xffffffffu, index, 0);
+            const QueryTile tile = position(index);
+            const PagedBlock own = block_at(tile.m);
+            if (own.rows <= 0 || own.any.empty()) continue;
+            const int first = own.any.first / BN, last = (own.any.end - 1) / BN, keys = own.sequence.keys;
+            const i32* const pages = table + own.batch * table_row;
+            auto boxes = [&](int n) {
+                return PageBox(pages, n, BN, keys, static_cast<int>(unit), static_cast<int>(page_size), page_divisor);
+            };
+
+            q_pipe.acquire(q_state);
+            if (lane == 0) {
+                const ptx::SharedAddress full = q_pipe.expect(q_state, QTile::kBytes);
+                const int query = own.sequence.q_row + own.row0 / static_cast<int>(group);
+#pragma unroll
+                for (int i = 0; i < QTile::kBoxes; ++i)
+                    ptx::tma_load_3d(q_tile + i * QTile::kBoxBytes, q_map, full, 64 * i, tile.head * static_cast<int>(group), query);
+            }
+            q_state.advance();
+            auto fetch_keys = [&](const PageBox& box) {
+                k_pipe.acquire(k_state);
+                box.fetch<KeyTile>(k_tiles + k_state.stage * KeyTile::kBytes, k_map, k_pipe.full(k_state), tile.head);
+                k_state.advance();
+            };
+            PageBox now = boxes(last);
+            fetch_keys(now);
+#pragma unroll 1
+            for (int n = last; n >= first; --n) {
+                PageBox next = now;
+                if (n > first) {
+                    next = boxes(n - 1);
+                    fetch_keys(next);
+                }
+                v_pipe.acquire(v_state);
+                const ptx::SharedAddress to = v_tiles + v_state.stage * KeyTile::kBytes;
+                if (n * BN + BN > keys) {
+                    now.fetch<KeyTile>(to, v_map, patch, tile.head);
+                    ptx::mbarrier_wait(patch, patched);
+                    patched ^= 1u;
+                    for (u32 at = (keys - n * BN) * kTileRow + lane * 16; at < KeyTile::kBoxBytes; at += kWarp * 16)
+                        for (int box = 0; box < KeyTile::kBoxes; ++box)
+                            ptx::st_shared_16(to + box * KeyTile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
+                    ptx::fence_async_shared();
+                    v_pipe.commit_warp(v_state);
+                } else {
+                    now.fetch<KeyTile>(to, v_map, v_pipe.full(v_state), tile.head);
+                }
+                __syncwarp();
+                v_state.advance();
+                now = next;
+            }
+        }
+        return;
+    }
+
+    ptx::registers_take<232>();
+    const int wg = warp / 4, own_row = wg * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
+    const bool speaks = lane == 0;
+    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
+    auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + wg, 256); };
+    auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (wg + 1) % kGroups, 256); };
+    if (wg == kGroups - 1) pass_cores();
+
+    PipelineState<1> q_state;
+    PipelineState<kStages> k_state, v_state;
+    for (u32 index; (index = source.draw()) < count;) {
+        index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
+        const PagedBlock own = block_at(position(index).m);
+        if (own.rows <= 0) continue;
+        const PagedKeys seen{Mask(own.sequence, left, right), own.row0, group_divisor};
+        // Keys that all rows of the warpgroup see.
+        const Interval all = seen.mask.keys_all(seen.query(wg * 64), seen.query(wg * 64 + 63) + 1);
+
+        SoftmaxState state;
+        float o[D / 2];
+#pragma unroll
+        for (float& x : o) x = 0.0f;
+
+        // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
+        auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
+            if constexpr (EXTRAS != 0) make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+            if (n * BN < all.first || n * BN + BN > all.end) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    mask_row(s, r, seen.lo(own_row + 8 * r) - n * BN - 2 * t, seen.hi(own_row + 8 * r) - n * BN - 2 * t);
+            }
+            state.add(s, factor, correction);
+        };
+
+        if (!own.any.empty()) {
+            const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
+            const ptx::SharedAddress own_q = q_tile + wg * 64 * kTileRow;
+            u32 p[BN / 16][4];
+            float s[BN / 2], correction[2];
+            q_pipe.wait(q_state);
+            k_pipe.wait(k_state);
+            wait_for_cores();
+            ptx::wgmma_fence();
+            multiply_rows<T, BM, BN, D>(s, own_q, k_tiles + k_state.stage * KeyTile::kBytes);
+            ptx::wgmma_commit();
+            pass_cores();
+            ptx::wgmma_wait<0>();
+            if (speaks) k_pipe.release(k_state);
+            k_state.advance();
+            to_probabilities(s, last, correction);
+            pack_rows<T>(p, s);
+#pragma unroll 1
+            for (int n = last - 1; n >= first; --n) {
+                k_pipe.wait(k_state);
+                wait_for_cores();
+                ptx::wgmma_fence();
+                multiply_rows<T, BM, BN, D>(s, own_q, k_tiles + k_state.stage * KeyTile::kBytes);
+                ptx::wgmma_commit();
+                v_pipe.wait(v_state);
+                ptx::wgmma_fence();
+                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * KeyTile::kBytes, true);
+                ptx::wgmma_commit();
+                pass_cores();
+                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras need the registers of p
+                if (speaks) k_pipe.release(k_state);
+                k_state.advance();
+                to_probabilities(s, n, correction);
+                ptx::wgmma_wait<0>();
+                if (speaks) v_pipe.release(v_state);
+                v_state.advance();
+#pragma unroll
+                for (int j = 0; j < D / 2; ++j) o[j] *= correction[j / 2 % 2];
+                pack_rows<T>(p, s);
+            }
+            if (speaks) q_pipe.release(q_state);
+            q_state.advance();
+            v_pipe.wait(v_state);
+            ptx::wgmma_fence();
+            multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * KeyTile::kBytes, true);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            if (speaks) v_pipe.release(v_state);
+            v_state.advance();
+        }
+
+        ptx::forget(index);  // the position of this tile is computed again to save registers above
+        const QueryTile at = position(index);
+        const PagedBlock rows = block_at(at.m);
+        float times[2];
+        T* to[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool exists = own_row + 8 * r < rows.rows;
+            const PagedRow row(rows.row0 + (exists ? own_row + 8 * r : 0), group, group_divisor);
+            const i64 query = rows.sequence.q_row + static_cast<i64>(row.query), head = at.head * group + row.head;
+            const float sink = sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
+            float by[2], logs[2];
+            state.finish(factor, sink, by, logs);
+            times[r] = by[r];
+            to[r] = exists ? out + query * out_row + head * out_head : nullptr;
+            if (exists && t == 0) lse[head * lse_head + query] = logs[r];
+        }
+        store_rows_at<T>(to, static_cast<int>(d_v), o, times);
+    }
+    if (wg == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
+}
+
+}  // namespace rtk
