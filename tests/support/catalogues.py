@@ -1,4 +1,6 @@
-"""Functions that docs/how_to/migrate.md has to name: those of linghe 0.3.0, and FlashRT's catalogue."""
+"""Functions that docs/how_to/migrate.md has to name: those of linghe 0.3.0, FlashRT's catalogue, the functions of
+FlagGems 3.0 that are not operators of torch, and those of gn_kernels.
+"""
 
 LINGHE = """
 inplace_add deprecated_fused_accumulation_embedding_lookup fused_accumulation_embedding_lookup embedding_lookup
@@ -66,4 +68,15 @@ residual_add_rms_norm_fp4_sfa_fp16 residual_add_rms_norm_fp4_sfa_v2_fp16 residua
 gate_geglu_fp4_sfa_fp16 gate_geglu_fp4_sfa_v2_fp16 gate_geglu_mul_fp4_sfa_v2_fp16 geglu_two_fp4_to_fp4
 geglu_two_mul_fp4_to_fp4 per_channel_mul_fp16 cutlass_fp4_sq_fp16 cutlass_fp4_gemm_variant
 cutlass_fp4_gemm_variant_name cutlass_fp4_gemm_num_variants cutlass_fp4_gemm_fp4out
+""".split()
+FLAGGEMS = """silu_and_mul silu_and_mul_out gelu_and_mul skip_layer_norm fused_add_rms_norm instance_norm weight_norm
+GemsRMSNorm GemsSiluAndMul cross_entropy_loss outer apply_rotary_pos_emb GemsRope GemsDeepseekYarnRoPE reshape_and_cache
+reshape_and_cache_flash concat_and_cache_mla flash_mla flash_attn_varlen_func scaled_dot_product_attention
+get_scheduler_metadata moe_align_block_size topk_softmax rwkv_ka_fusion rwkv_mm_sparsity rotary_embedding""".split()
+GN_KERNELS = """
+cutlass_int4_mm cutlass_row_scaled_int4_mm cutlass_fp8_mm cutlass_row_scaled_fp8_mm cutlass_mxfp4_mm cutlass_nvfp4_mm
+triton_mm triton_block2d_scaled_mm attn_int8_qk attn_int8 attn_mxfp8_qk triton_attn triton_varlen_attn quantize_mx
+dequantize_mx quantize_nvfp4 quantize_nvfp4_triton pack_block_scales_nv MatmulSm80Kernel AttnSm80Kernel Sm80Matmul
+Sm120Matmul sm120_mm_fp8_1d2d sm120_mm_mxfp8 sm120_mm_nvfp4 sm120_gated_gemm_nvfp4 sm120_attn_bf16 sm120_attn_qkfp8
+sm100_mm_bf16 sm100_mm_mxfp8 sm100_mm_nvfp4 sm100_gemm_rs permute_nv_sf unpermute_nv_sf
 """.split()

@@ -1,0 +1,83 @@
+"""What ``make_coverage.py`` adds to the calls of docs/how_to/migrate.md: calls of other entries, and gaps.
+
+A gap is (system, entry, call, what is missing). The call is what would have to work; while it is refused, the entry is
+partly covered, and once it works, the gap is closed by itself. None stands for what no call on a CPU can show.
+"""
+
+# Entries beside those of tests/support/catalogues.py.
+ENTRIES = {
+    "FlagGems": [
+        "moe_align_block_size_triton", "conv1d", "conv2d", "conv3d", "conv_depthwise2d", "apply_gems_patches_to_vllm",
+    ],
+}  # fmt: skip
+
+CALLS = {
+    "gn_kernels": {
+        "quantize_mx": "(rtk.quantize_mxfp8(x), rtk.quantize_mxfp4(x))",
+        "dequantize_mx": "(rtk.dequantize_mxfp8(*rtk.quantize_mxfp8(x)), rtk.dequantize_mxfp4(*rtk.quantize_mxfp4(x)))",
+        "quantize_nvfp4": "rtk.quantize_nvfp4(x)",
+        "quantize_nvfp4_triton": "rtk.quantize_nvfp4(x, swizzled=True)",
+        "pack_block_scales_nv": "rtk.nvfp4_swizzle(sa_16)",
+        "permute_nv_sf": "rtk.nvfp4_swizzle(sa_16)",
+        "unpermute_nv_sf": "rtk.nvfp4_unswizzle(sa_16_t, 9, 256)",
+    },
+    "FlagGems": {
+        "weight_norm": 'rtk.aten.table.select("_weight_norm_interface", None)',
+        "outer": 'rtk.aten.table.select("mul", None)',
+        "instance_norm": "rtk.layer_norm(img.flatten(2), eps=1e-5)",
+    },
+}
+
+NOT_APPLICABLE = {
+    ("FlashRT", "load_fmha_library"): "nothing to load",
+    ("FlashRT", "load_fmha_strided_library"): "nothing to load",
+    ("FlagGems", "get_scheduler_metadata"): "our kernels need no schedule",
+    ("gn_kernels", "sm100_gemm_rs"): "a product with a reduce-scatter over NVLink",
+}
+
+_SYMMETRIC = "needs symmetric memory between GPUs"
+_ZIGZAG = "with `group=`, parts of the sequence in zigzag order"
+_BY_ROWS = "fp8 weights `[K, N]` by rows"
+GAPS = [
+    ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
+    ("linghe", "triton_hadamard_quant", "rtk.quantize_fp8_hadamard(x, matrix=torch.eye(32))",
+     "a matrix of the caller"),
+    ("linghe", "triton_lightning_attention_forward",
+     "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
+    ("linghe", "triton_lightning_attention_backward",
+     "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
+    ("linghe", "triton_fp8_mla_forward",
+     "rtk.attention_quantized(*(t.to(torch.float8_e4m3fn) for t in (torch.randn(1, 64, 2, 192), "
+     "torch.randn(1, 64, 2, 192), torch.randn(1, 64, 2, 128))), torch.ones(1, 2, 64), torch.ones(1, 2, 64), "
+     "torch.ones(1, 2, 128))", "heads of 192 and 128"),
+    ("linghe", "triton_cp_lightning_attention_forward", None, _ZIGZAG),
+    ("linghe", "triton_cp_lightning_attention_backward", None, _ZIGZAG),
+    *(("linghe", entry, None, _SYMMETRIC)
+      for entry in ("triton_split_tp_gemm", "symm_mem_sync", "arrive_gmem_barrier", "wait_gmem_barrier")),
+    ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
+    *(("FlashRT", entry, 'rtk.scaled_mm(a8, w8_kn, one_a, one_w, b_layout="kn")', _BY_ROWS)
+      for entry in ("fp8_gemm_descale_fp16", "fp8_gemm_descale_bf16out", "fp8_gemm_descale_f32out")),
+    ("gn_kernels", "triton_mm", 'rtk.scaled_mm(a8, w8_kn, b_layout="kn")', "8-bit b `[K, N]` by rows"),
+    ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
+    ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
+    *(("gn_kernels", entry, None, "no tcgen05: mma.sync on sm_100a")
+      for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
+    ("FlagGems", "instance_norm", 'rtk.aten.table.select("native_batch_norm", None)',
+     "running statistics, weight and bias by channel: `F.instance_norm` stays torch's"),
+    *(("FlagGems", entry, None, "convolutions are cuDNN's")
+      for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
+    ("FlagGems", "apply_gems_patches_to_vllm", None, "no plug-in for vLLM"),
+    ("FlagGems", "reshape_and_cache", None, "a cache with keys in slices of 16 bytes"),
+    ("FlagGems", "flash_attn_varlen_func",
+     "rtk.attention_varlen(pq, k_cache, k_cache, ends, ends, 9, 9, page_table=table)",
+     "packed queries over pages; ALiBi"),
+    ("FlagGems", "concat_and_cache_mla",
+     "rtk.append_kv_cache(torch.zeros(1, 9, 1, 512).half(), torch.zeros(1, 9, 1, 64).half(), "
+     "*torch.zeros(2, 16, 1, 576).half().split((512, 64), -1), slots=torch.arange(9, dtype=torch.int32)[None])",
+     "512 + 64 columns"),
+    ("FlagGems", "reshape_and_cache_flash",
+     "rtk.append_kv_cache(k.float(), v.float(), k_cache.float(), k_cache.float(), lengths, page_table=table)",
+     "float32"),
+    ("FlagGems", "rwkv_ka_fusion", None, "three launches instead of one"),
+    ("FlagGems", "rwkv_mm_sparsity", None, "dense: rows of zeros are multiplied, too"),
+]  # fmt: skip
