@@ -318,7 +318,8 @@ def run(
         path: Result file; None keeps the result in memory.
         host: Measures the host rows, or None to leave them out.
         peak_bytes: Size of the copy that gives the peak bandwidth.
-        earlier: Result of an interrupted run, whose rows are kept, except for those that failed.
+        earlier: Result of an interrupted run, whose rows are kept, except for those that failed without breaking the
+            device.
         ends: No row begins after this time of ``time.monotonic()``.
     """
     result: dict[str, Any] = {
@@ -326,7 +327,7 @@ def run(
         "environment": meta.environment(),
         "copy_peak_gbps": bench.peak_gbps(peak_bytes) if rows else None,
         "peak_tflops": peak.try_measure(bench.timer) if any(row.flops for row in rows) else {},
-        "rows": [row for row in (earlier or {}).get("rows", ()) if "failed" not in row],
+        "rows": [row for row in (earlier or {}).get("rows", ()) if "device lost" in row.get("failed", "device lost")],
         "host": (earlier or {}).get("host"),
         "complete": False,
     }

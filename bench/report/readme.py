@@ -123,16 +123,39 @@ Written by `python -m bench readme` from `bench/results/{name}.json`. How the nu
 {gpu}, bf16 unless a row says otherwise. Times are median µs with the L2 cache flushed before each call and without
 host time. In brackets is the efficiency: the time of a plain copy of the same number of bytes, measured in the same
 run, divided by ours (1.00 is copy speed); for rows limited by matrix products, the rate instead. Then follows the
-fastest peer of the same run, among torch, its fused ops, torch.compile (not for all rows), Liger-Kernel, linghe and
-FlagGems. Rows that must read their input twice (dynamic tensor scales) count both reads. `linear_cross_entropy`,
+fastest peer of the same run, among torch, its fused ops, torch.compile (not for all rows){peers}.{peak} \
+Rows that must read their input twice (dynamic tensor scales) count both reads. `linear_cross_entropy`,
 `router_gemm` and `lightning_attention` are limited by matrix products, and rows of about 10 µs by the launch."""
+
+
+# After the list of peers.
+_PEAK = """ *Of the peak*
+is the rate over that of a plain loop of wgmma instructions, which is measured in the same run."""
+_LIBRARIES = {
+    "liger": "Liger-Kernel",
+    "quack": "quack",
+    "fa4": "FlashAttention 4",
+    "linghe": "linghe",
+    "flaggems": "FlagGems",
+    "deepgemm": "DeepGEMM",
+    "fla": "fla",
+    "torchao": "TorchAO",
+}
+
+
+def _libraries(runs: list[dict[str, Any]]) -> str:
+    """Return the libraries that were installed in one of the runs, as the end of a list of peers."""
+    found = [title for name, title in _LIBRARIES.items() if any(run["peers"].get(name) for run in runs)]
+    return "".join(f", {title}" for title in found[:-1]) + "".join(f" and\n{title}" for title in found[-1:])
 
 
 def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:
     """The text of docs/performance.md."""
     measured = {(row["row"], row["shape"]): row for row in accepted["rows"]}
     gpu = accepted["runs"][0]["gpu"]
-    lines = [_INTRODUCTION.format(name=meta.short_name(gpu), gpu=gpu), ""]
+    measured_peak = any("of_peak" in row for row in accepted["rows"])
+    texts = {"peers": _libraries(accepted["runs"]), "peak": _PEAK if measured_peak else ""}
+    lines = [_INTRODUCTION.format(name=meta.short_name(gpu), gpu=gpu, **texts), ""]
     for title, fresh in zip(("By width", "Other ops", "Mixture of experts"), tables(measured, rows), strict=True):
         lines += [f"## {title}", "", *fresh, ""]
     if accepted["layers"]:

@@ -103,7 +103,7 @@ def _process(args: argparse.Namespace, names: list[str]) -> int:
         if args.part:
             part, parts = (int(number) for number in args.part.split("/"))
             sweep = measure.Sweep(timer, "cuda", args.seed, wanted, budget)
-            mine = list(measure.plan(names, min(args.draws, args.jit_draws)))[part::parts]
+            mine = list(measure.plan(names, args.draws))[part::parts]
             for done, (family, index) in enumerate(mine):
                 if time.monotonic() > ends:
                     break

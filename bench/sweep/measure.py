@@ -74,6 +74,12 @@ def _difference(got: Any, wanted: Any) -> float | None:
     return error if error == error and error != float("inf") else 1e9  # JSON has neither
 
 
+def _release(limit: int) -> None:
+    """Hand cached memory back if it is more than a limit."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > limit:
+        torch.cuda.empty_cache()
+
+
 class Sweep:
     """One process that measures draws.
 
@@ -190,6 +196,7 @@ class Sweep:
             raise
         except Exception:
             self.alive()
+        _release(4 << 30)  # other processes need it, too
 
     def _warm(self, family: str, index: int) -> None:
         drawn = families.draw(family, self.seed, index)
@@ -328,8 +335,7 @@ def run(sweep: Sweep, file: File, names: list[str], draws: int, ends: float, log
         value = statistics.ratio(done)
         said = done.get("failed") or (f"{done['us']:.1f} µs, {value:.2f}" if value else f"{done['us']:.1f} µs, no peer")
         log(f"{family} {index} {done.get('row')} {done.get('shape')}: {said}")
-        if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 48 << 30:
-            torch.cuda.empty_cache()
+        _release(48 << 30)
     file.save(complete=True)
     file.finish()
     return True
