@@ -180,7 +180,9 @@ def overlaps_itself(shape: _Ints, stride: _Ints) -> bool:
     return False
 
 
-def sharing(a: tuple[_Ints, _Ints, int], b: tuple[_Ints, _Ints, int]) -> tuple[int, int, Callable[[int], bool]] | None:
+def sharing(
+    a: tuple[_Ints, _Ints, int], b: tuple[_Ints, _Ints, int]
+) -> tuple[int, int, Callable[[int], bool]] | None:
     """Return when two tensors share memory, by the distance in bytes from the first element of `a` to that of `b`.
 
     Args:
