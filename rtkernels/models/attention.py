@@ -247,12 +247,14 @@ def _asks(cls: type[nn.Module], name: str) -> bool:
 def _needs_masks(module: nn.Module, name: str) -> bool:
     """Return True if a module needs masks even if they are only causal; otherwise they are omitted.
 
-    Either its code reads the mask and asks transformers not to omit it (an indexer of sparse attention). Or the model
-    used eager attention, which creates all masks, and the module says that it is not causal: without a mask it would
-    not be.
+    Either its code reads the mask and asks transformers not to omit it (an indexer of sparse attention), or asks if it
+    is a tensor (DeepSeek-V4, which adds compressed keys to it). Or the model used eager attention, which creates all
+    masks, and the module says that it is not causal: without a mask it would not be.
     """
-    if any("allow_is_causal_skip" in given for _, given in _names_and_constants(_class_of(module))):
-        return True
+    asks = {"isinstance", "attention_mask", "Tensor"}
+    for names, given in _names_and_constants(_class_of(module)):
+        if "allow_is_causal_skip" in given or asks <= names:
+            return True
     return name == "eager" and getattr(module, "is_causal", None) is False
 
 

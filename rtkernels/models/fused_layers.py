@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import replace, reuse, served
+from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
@@ -34,23 +35,28 @@ _CHECKPOINTING = "transformers.modeling_layers"
 
 
 class AttentionForm(NamedTuple):
-    """Differences between attention forwards: where the window is stored, whether q and k are normalised."""
+    """Differences between attention forwards: where the window is, if q and k are normalised, scores are capped."""
 
     window: str | None
     normed: bool
+    capped: bool = False
 
 
-# By hash of the forward: the order of its arguments, and whether residual sums are scaled.
+# By hash of the forward: the order of its arguments, and what is done to a branch before it is added: nothing, it is
+# scaled, or it is normalised.
 LAYERS = {
-    "1a8125909341e389": ("cached", False),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
-    "d4699009e63a2518": ("positions first", False),
-    "bb8119d990e32de7": ("cached", True),
+    "1a8125909341e389": ("cached", ""),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
+    "d4699009e63a2518": ("positions first", ""),
+    "bb8119d990e32de7": ("cached", "scaled"),
+    "eb03c623c021985a": ("positions first", "normed"),  # Gemma 2, Gemma 3
 }
 ATTENTIONS = {
     "b9c6a0ecf29f0cc8": AttentionForm(None, False),  # Llama, Granite, GLM, GLM4, Qwen2-MoE, Ernie 4.5
     "f51654a6b1d14463": AttentionForm("module", True),  # Qwen3, Qwen3-MoE
     "724c683fcbf9e3e3": AttentionForm("module", False),
     "2059eea546b068e1": AttentionForm("config", False),  # Mistral, Mixtral
+    "6c04c8ec26bd1a71": AttentionForm("module", True),  # Gemma 3
+    "4fc2323f2d8a8362": AttentionForm("module", False, capped=True),  # Gemma 2
 }
 
 
@@ -90,13 +96,17 @@ def _layer_kind(module: nn.Module) -> Recognized:
     found = LAYERS.get(form_of(replace.original_of(type(module)).forward))
     if found is None:
         raise NotRecognized("its forward is none that is known here")
-    kind = replace.replaced(module.post_attention_layernorm)
+    order, branch = found
+    norm = module.pre_feedforward_layernorm if branch == "normed" else module.post_attention_layernorm
+    kind = replace.replaced(norm)
     if kind is None or kind.kind not in _NORMS:
         raise NotRecognized("the norm behind its attention was not replaced")
-    return Recognized("fused_layer", (("order", found[0]), ("scaled", found[1])))
+    return Recognized("fused_layer", (("order", order), ("branch", branch)))
 
 
-def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
+def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
+    scaled, normed_branch = branch == "scaled", branch == "normed"
+
     def first(self, hidden_states):
         kind = replace.replaced(self.input_layernorm)
         if kind is not None and kind.kind in _NORMS:
@@ -107,12 +117,16 @@ def _layer(original: type[nn.Module], order: str, scaled: bool) -> Forward:
         if scaled:
             mixed = mixed * self.residual_multiplier
         norm = self.post_attention_layernorm
+        if normed_branch:
+            mixed, norm = as_tensors(norm(mixed)), self.pre_feedforward_layernorm
         if residual.dtype == mixed.dtype:
             hidden_states, residual = norm(mixed, residual=residual)
         else:
             residual = residual + mixed
             hidden_states = norm(residual)
         kind = replace.replaced(self.mlp)
+        if normed_branch:
+            return residual + as_tensors(self.post_feedforward_layernorm(self.mlp(hidden_states)))
         if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
             return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
@@ -168,7 +182,9 @@ def _attention_kind(module: nn.Module) -> Recognized:
         norm = options["eps"], options["offset"]
         if getattr(module.q_norm, norm[0]) != getattr(module.k_norm, norm[0]):
             raise NotRecognized("its norms of q and k differ")
-    return Recognized("fused_attention", (("names", names), ("norm", norm), ("window", form.window)))
+    return Recognized(
+        "fused_attention", (("names", names), ("norm", norm), ("window", form.window), ("capped", form.capped))
+    )
 
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
@@ -210,7 +226,9 @@ def _heads(
     )  # fmt: skip
 
 
-def _attention(original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None) -> Forward:
+def _attention(
+    original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None, capped: bool = False
+) -> Forward:
     separate, file, (_, form) = viewed(original.forward, dict(names)), original.forward.__globals__, names[0]
     functions, eager = file["ALL_ATTENTION_FUNCTIONS"], file["eager_attention_forward"]
 
@@ -227,6 +245,8 @@ def _attention(original: type[nn.Module], names: Any, norm: tuple[str, float] | 
             kwargs["sliding_window"] = (
                 self.sliding_window if window == "module" else getattr(self.config, "sliding_window", None)
             )
+        if capped:
+            kwargs["softcap"] = self.attn_logit_softcapping
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         mixed, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)

@@ -182,6 +182,8 @@ def test_a_causal_mask_of_modules_that_are_not_causal() -> None:
 def test_code_that_reads_masks_gets_them() -> None:
     modelling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
     assert attention._needs_masks(object.__new__(modelling.Qwen4ExpTextModel), "sdpa")
+    modelling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    assert attention._needs_masks(object.__new__(modelling.DeepseekV4Attention), "sdpa")
     model = build("llama")
     assert not any(attention._needs_masks(module, "sdpa") for module in model.modules())
     options = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4, "kv_offset": 0}
