@@ -99,6 +99,16 @@ def test_hooks_see_every_step() -> None:
     assert len(calls) == 4 and "has hooks" in next(iter(models.report(model).not_captured))
 
 
+def test_a_call_within_a_call() -> None:
+    """The memory of a step belongs to one call at a time, whether the other is in this thread or in another."""
+    model, prompt = model_of(), tokens(1, 9)
+    wanted = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    patched(model)
+    with model.__dict__[STATE].lock:
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
+    assert "another generate() of this model has not ended" in models.report(model).not_captured
+
+
 def test_a_step_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the first step gives other logits than transformers' step, the call is transformers'."""
     model = model_of()
@@ -130,6 +140,7 @@ CHANGES = {
     "state": _assigned_weights,
     "layer": _other_layer,
     "dtype": lambda model: model.to(torch.float64),
+    "setting": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
     "data": lambda model: model.model.norm.weight.__setattr__("data", model.model.norm.weight.data * 2),
 }
 

@@ -12,7 +12,7 @@ class Ring:
     """Results of the last ``DEPTH`` steps."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        self.width, self.on_device = width, device.type == "cuda"
+        self.width, self.device, self.on_device = width, device, device.type == "cuda"
         self.values = torch.zeros(DEPTH, width, dtype=torch.int64, pin_memory=self.on_device)
         self.events = [torch.cuda.Event() for _ in range(DEPTH)] if self.on_device else []
 

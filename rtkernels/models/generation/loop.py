@@ -218,7 +218,7 @@ class _Call:
 
     def _ring(self) -> Ring:
         ring, width = self.state.ring, self.batch + 2
-        if ring is None or ring.width != width or ring.on_device != self.ids.is_cuda:
+        if ring is None or ring.width != width or ring.device != self.ids.device:
             with torch.inference_mode(False):
                 ring = self.state.ring = Ring(width, self.ids.device)
         return ring

@@ -118,9 +118,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def stamp(model: nn.Module) -> Hashable:
     """Return what a captured step depends on besides values: if it changes, graphs are dropped.
 
-    These are the modules and their classes, addresses, shapes and dtypes of parameters and buffers, the settings of
-    modules that are neither torch's nor transformers' (adapters). Weights that are written in place are
-    read by the next replay; only where codes of a weight are kept does its version count, too.
+    These are the modules, their classes and their attributes that are numbers or strings, and the addresses, shapes and
+    dtypes of parameters and buffers. Modules that are neither torch's nor transformers' (adapters) also have settings
+    in collections. Weights that are written in place are read by the next replay; only where codes of a weight are
+    kept does its version count, too.
     """
     parts: list[Hashable] = []
     for module in model.modules():
@@ -131,8 +132,11 @@ def stamp(model: nn.Module) -> Hashable:
             if tensor is not None:
                 version = tensor._version if versions and not tensor.is_inference() else 0
                 parts.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version))
-        if not cls.__module__.startswith(("torch.", "transformers.")):
-            parts += (f"{name}={value}" for name, value in vars(module).items() if _is_plain(value))
+        settings = vars(module).items()
+        if cls.__module__.startswith(("torch.", "transformers.")):
+            parts += (item for item in settings if type(item[1]) in _PLAIN)
+        else:
+            parts += (f"{name}={value}" for name, value in settings if _is_plain(value))
     return tuple(parts)
 
 
