@@ -56,13 +56,15 @@ def test_notebooks_are_those_of_the_tutorials(name: str) -> None:
     assert "8.0" in "".join(cells[2]["source"]), "the first code says which GPUs work"
 
 
-# The code of two of them takes seconds, and test_tutorials.py runs it from the pages.
-LONG = {"patch_and_train.ipynb", "serve.ipynb"}
+# The code of two of them takes seconds, and test_tutorials.py runs it from the pages; that of another one compiles.
+MARKS = {
+    "patch_and_train.ipynb": [pytest.mark.slow],
+    "serve.ipynb": [pytest.mark.slow],
+    "write_an_op.ipynb": [pytest.mark.one_in(3)],
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in make.notebooks()]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in make.notebooks()])
 def test_notebooks_run(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
