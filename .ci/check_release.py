@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
-EXTRAS = {"cuda12", "cuda13", "test", "models", "bench", "dev"}
+EXTRAS = {"cuda12", "cuda13", "test", "models", "bench", "docs", "dev"}
 
 
 def declared_version(root: Path) -> str:

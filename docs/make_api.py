@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -79,8 +80,45 @@ def docstring(function: object) -> str:
 
 
 def _markdown(text: str | None) -> str:
-    """Return text of a docstring with its code in single backquotes."""
-    return re.sub(r":(?:func|class|meth):(?=`)", "", inspect.cleandoc(text or "").replace("``", "`"))
+    """Return text of a docstring with its code in single backquotes and its tables in Markdown's form."""
+    return re.sub(r":(?:func|class|meth):(?=`)", "", _with_tables(inspect.cleandoc(text or "")).replace("``", "`"))
+
+
+def _with_tables(text: str) -> str:
+    """Return text with tables between rulers of ``=`` as tables of pipes, which sites and GitHub render."""
+    lines, given = [], iter(text.splitlines())
+    for line in given:
+        if not re.fullmatch(r"=+(?: +=+)+", line):
+            lines.append(line)
+            continue
+        starts = [found.start() for found in re.finditer("=+", line)]
+        head, body = _rows(given, line, starts, joined=True), _rows(given, line, starts, joined=False)
+        if lines and lines[-1]:
+            lines.append("")
+        lines += [f"| {' | '.join(cells)} |" for cells in (*head, ["---"] * len(starts), *body)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(given: Iterator[str], ruler: str, starts: list[int], joined: bool) -> list[list[str]]:
+    """Return the cells of the lines up to the next ruler; lines without a first cell, or all if `joined`, go on.
+
+    Text that crosses a border between columns, and lines that continue it, are one cell, the second.
+    """
+    rows: list[list[str]] = []
+    crosses = False
+    for line in given:
+        if line == ruler:
+            return rows
+        begins = not joined and bool(line[: starts[1]].strip())
+        crosses = (crosses and not begins) or any(line[start - 1 : start].strip() for start in starts[2:])
+        ends = [starts[1], None, *(0 for _ in starts[2:])] if crosses else [*starts[1:], None]
+        cells = [line[start:end].strip().replace("|", "\\|") for start, end in zip(starts, ends, strict=True)]
+        if rows and (joined or not cells[0]):
+            rows[-1] = [f"{one} {more}".strip() for one, more in zip(rows[-1], cells, strict=True)]
+        else:
+            rows.append(cells)
+    raise ValueError(f"a table has no last ruler: {ruler}")
 
 
 def _goes_on(lines: list[str]) -> bool:
@@ -108,6 +146,11 @@ def page(family: str, names: list[tuple[str, str]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def file_of(family: str) -> str:
+    """Return the name of a family's page; index.md would be the index of the folder on a site."""
+    return "indexing.md" if family == "index" else f"{family}.md"
+
+
 def summary(function: object) -> str:
     """Return the first paragraph of a docstring up to the end of its first sentence, for a cell of a table."""
     first = " ".join(_markdown(function.__doc__).partition("\n\n")[0].split())
@@ -127,9 +170,9 @@ def pages() -> dict[str, str]:
         for name, module in names:
             bare = name.rpartition(".")[2]
             value = getattr(importlib.import_module(f"rtkernels.{module}"), bare)
-            rows.append(f"| [`{bare}`]({family}.md#{bare.lower()}) | {summary(value)} |")
-        index += [f"## [{family}]({family}.md)", "\n".join(rows)]
-        texts[f"{family}.md"] = page(family, names)
+            rows.append(f"| [`{bare}`]({file_of(family)}#{bare.lower()}) | {summary(value)} |")
+        index += [f"## [{family}]({file_of(family)})", "\n".join(rows)]
+        texts[file_of(family)] = page(family, names)
     return {"README.md": "\n\n".join(index) + "\n", **texts}
 
 
