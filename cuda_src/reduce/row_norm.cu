@@ -48,7 +48,8 @@ RTK_DEVICE void norm_row(const T* x, const T* weight, const T* bias, T* y, float
     s = combined<Moments>(s, group.threads);
     if (!there) return;
     const float center = centered ? s.mean : 0.0f;
-    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + eps);
+    // Where threads have an element each, that of an infinity and of others combine to an infinite variance: it is NaN.
+    const float inverse = rsqrtf(s.squares / static_cast<float>(cols) + eps) + center * 0.0f;
     if (group.thread == 0) {
         if (centered) mean[row] = center;
         rstd[row] = inverse;

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import rounded, run
+from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OUT_OF_RANGE, NotHandled, Overload
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
@@ -71,6 +71,8 @@ _THRESHOLD_BACKWARD = functor("ThresholdBackward", 2, dtypes=NUMBERS)
 
 def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: Any) -> Any:
     if self.dtype in FLOATS:
+        if not fits(threshold, self.dtype):
+            return OUT_OF_RANGE  # torch raises
         threshold = rounded(threshold, self.dtype)
     return run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,))
 

@@ -171,6 +171,8 @@ def _vector_norm(
     wanted = dtype or x.dtype
     if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32) or isinstance(ord, complex):
         return _CONVERTED
+    if ord != 0 and _count(x, dims) == 1:
+        ord = math.inf  # the magnitude itself, as torch: a power may overflow
     if ord == math.inf or ord == -math.inf:
         return reduce(x, "maximum", dims, keepdim, wanted, lift="abs" if ord > 0 else "flip_abs")
     if ord == 0:

@@ -84,3 +84,11 @@ def test_products_overflow_before_they_are_added() -> None:
         assert all((result == INF).all() for result in results)
         calm = torch.addcmul(x / 4, big / 2, big / 2)
     torch.testing.assert_close(calm, (x.double() / 4 + (big.double() / 2).square()).float())
+
+
+@emulated
+def test_total_weight_without_a_reduction() -> None:
+    scores, labels, weight = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0]), torch.rand(3)
+    with taken("sm_80", "nll_loss_forward"):
+        _, total = torch.ops.aten.nll_loss_forward(scores, labels, weight, 0, -100)
+    assert total.item() == 0.0

@@ -23,13 +23,16 @@ STATISTICS = frozenset({
 # Which of equal elements an index names; the elements are compared.
 TIES = frozenset({"topk"})
 # The sign of a zero that a sum, an extreme or a product of many elements gives depends on their order.
-SIGN_OF_ZERO: frozenset[str] = frozenset()
+SIGN_OF_ZERO: frozenset[str] = frozenset({"_unique2"})  # which of two zeros stands for both
 # Large numbers: intermediate results overflow in one order of additions and not in another.
 CALM = frozenset({
     "addcmul", "addcmul_", "addcmul.out", "addr", "prod", "prod.dim_int", "_softmax_backward_data",
     "_log_softmax_backward_data", "_weight_norm_interface", "_weight_norm_interface_backward", "native_group_norm",
     "native_group_norm_backward", "cumsum",  # torch's scan rounds every partial sum
+    "nll_loss2d_forward",  # and so do its sums in float16
 })  # fmt: skip
+# Without a reduction torch's CUDA kernels leave the total weight as it was allocated; ours is 0.
+TOTAL_WEIGHT = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 # Infinities: torch's kernels differ among each other, by the length of a row.
 PLAIN = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
 

@@ -195,6 +195,8 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
     scale = _magnitude(call) if name.partition(".")[0].rstrip("_") in differs.CANCELS else None
     for place, ours, theirs in (("result", got.result, want.result), ("argument", got.arguments, want.arguments)):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if place == "result" and i == 1 and name in differs.TOTAL_WEIGHT and call.args[3] == 0:
+                continue
             if text := _unlike(name, a, b, scale, device):
                 return f"{place} {i}: {text}"
     return ""
@@ -251,8 +253,8 @@ def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) 
 
 def _replayed(name: str, rounds: list[Call], want: list[Outcome], device: str) -> str:
     """Capture a call in a CUDA graph, replay it with other values in its arguments, and compare."""
-    if name in differs.NOT_CAPTURED:
-        return ""
+    if name in differs.NOT_CAPTURED or any(t.device.type != device for t in harness.tensors(tuple(rounds[0]))):
+        return ""  # the host reads numbers in its own memory, torch's kernels too, while the graph is captured
     call = Call(*harness.fresh(tuple(rounds[0])))
     try:
         with taken(name, device):

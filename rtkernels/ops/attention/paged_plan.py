@@ -25,7 +25,6 @@ from rtkernels.runtime.targets import Target
 _TOKENS = ("bf16", "fp16")
 _THREADS = 128
 _LOG2E = 1.4426950408889634
-_FEW_ROWS = 64  # queries of heads that share keys: up to here tiles of wgmma would be half empty
 PAGE_UNIT = 16  # keys: sizes of pages are multiples of it (paged_rows.cuh)
 
 
@@ -144,8 +143,8 @@ def steps(call: Paged, device: int) -> Steps:
     refused = unsupported_sm90(call, device_info(device).target)
     if call.backend == "sm90" and refused:
         raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
-    wanted = call.backend == "sm90" or (call.backend == "auto" and call.max_q * call.group > _FEW_ROWS)
-    step, zeros = (_sm90 if wanted and not refused else _mma)(call, device)
+    # "auto" does not take the wgmma kernel: it has been emulated, but not yet run on a GPU.
+    step, zeros = (_sm90 if call.backend == "sm90" else _mma)(call, device)
     shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
     tail = packed_tail(call.token, "out", "lse", "cu_seqlens_q", call.sequences, shape, strides, device)
     return Steps(*([step] if call.sequences else []), tail, zeros=zeros if call.sequences else None)

@@ -112,8 +112,11 @@ def _row_cluster(info: DeviceInfo, rows: int, vectors: int) -> tuple[int, int] |
     fit = [b for b in (1, 2, 4, 8) if vectors <= b * _CLUSTER_THREADS * _CLUSTER_VECTORS]
     if not fit:
         return None
-    blocks = max((b for b in fit if rows * b <= info.sm_count and vectors >= b * _BLOCK_MIN), default=fit[0])
-    per_thread = -(-vectors // (blocks * _CLUSTER_THREADS))
+    blocks = max((b for b in fit if rows * b <= info.sm_count and vectors >= b * _BLOCK_MIN), default=0)
+    per_thread = -(-vectors // (blocks * _CLUSTER_THREADS)) if blocks else _CLUSTER_VECTORS
+    if blocks > 1:
+        per_thread = max(per_thread, 2)
+    blocks = blocks or fit[-1]  # more blocks than SMs: small ones, several of which fit on one
     return blocks, -(-vectors // (blocks * per_thread * 32)) * 32
 
 
