@@ -78,8 +78,8 @@ def test_kernels_of_the_h100_compile_without_its_own_instructions(name: str) -> 
 # On sm_90a. A kernel or template argument of its own has to gain 5 %; run-time arguments make room for it. Of
 # attention, 22 are 8-bit attention by wgmma (1.6 x what mma.sync takes), 24 gradients of heads of more than 128
 # elements (3.5 x); of products, clusters for few rows (1.5 x), 10 for 9 to 16 rows (1.2 to 1.35 x), 10 tiles of
-# 192 and 224 columns (1.03 to 1.08 x where others leave the last round half empty) and the copy of rows that are not multiples of
-# 16 bytes (25 x); of pages, 8 are attention by wgmma and 12 that of 8-bit caches.
+# 192 and 224 columns (1.03 to 1.08 x where others leave the last round half empty) and the copy of rows that are not
+# multiples of 16 bytes (25 x); of pages, 8 are attention by wgmma and 12 that of 8-bit caches.
 MANY_VARIANTS = {
     "aten_pointwise": 700, "scaled_mm": 179, "attention": 116, "quantize_fp8": 77, "glu": 74, "layer_norm": 65,
     "reduction": 60, "rms_norm": 57, "norm_fp8": 43, "qk_norm_rope": 36, "quantized": 36, "sorting": 34,
