@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,10 @@ from rtkernels.ops.attention.checks import (
 )
 from rtkernels.ops.attention.options import check_softcap, default_scale, window_sides
 from rtkernels.ops.attention.problem import Attention
+from rtkernels.ops.attention.spread_heads import backward_of_copies, copies_of_heads
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -133,6 +136,9 @@ def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, nee
     problem = problem_of(
         given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
     )
+    copies = copies_of_heads(problem, device_info(device).sm_count)
+    if copies > 1:
+        return Steps(instead=partial(backward_of_copies, BACKWARD.launch, copies))
     return backends.backward(problem, given.backend, device)
 
 
