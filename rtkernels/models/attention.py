@@ -28,6 +28,7 @@ WHOLE = "rtkernels_masked"  # the same with masks always created, for models tha
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
 accepted: set[type[nn.Module]] = set()  # classes of modules that can use the name
+by_name: Callable[..., Any] | None = None  # after ``register()``: attention_forward behind a check of the class
 
 
 def attention_mask(**options: Any) -> MaskForm | Tensor | None:
@@ -302,8 +303,7 @@ def replace_attention(model: nn.Module) -> None:
         if _asks(_class_of(module), name):
             who = _class_of(module).__name__
             raise NotRecognized(f"{who} does something else where the attention is not called {name}")
-    if NAME not in AttentionInterface():  # else register() has added one that checks classes first
-        AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(NAME, by_name or attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(WHOLE, attention_forward)
     AttentionMaskInterface.register(WHOLE, whole_mask)

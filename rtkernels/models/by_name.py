@@ -45,6 +45,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    attention.by_name = attention_by_name
     AttentionInterface.register(attention.NAME, attention_by_name)
     AttentionMaskInterface.register(attention.NAME, attention.attention_mask)
     ALL_EXPERTS_FUNCTIONS.register(attention.NAME, experts_by_name)

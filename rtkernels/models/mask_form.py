@@ -77,8 +77,8 @@ class MaskForm(Lazy):
         return self
 
     def _make(self) -> Tensor:
-        i = torch.arange(self.queries, device=self.device)[:, None] + (self.seen - self.queries)
-        j = torch.arange(self.keys, device=self.device)
+        i = _range(self.queries, self.device)[:, None] + (self.seen - self.queries)
+        j = _range(self.keys, self.device)
         mask = torch.ones(self.batch, 1, self.queries, self.keys, dtype=torch.bool, device=self.device)
         if self.left >= 0:
             mask = mask & (j >= i - self.left)
@@ -90,7 +90,7 @@ class MaskForm(Lazy):
             mask = mask & (j < self._integers("ends", self.ends).view(-1, 1, 1, 1))
         if self.packing is not None:
             rows, columns = (
-                torch.searchsorted(cu[1:].contiguous(), torch.arange(self.batch * n, device=cu.device), right=True)
+                torch.searchsorted(cu[1:].contiguous(), _range(self.batch * n, cu.device), right=True)
                 for cu, n in ((self.packing.cu_q, self.queries), (self.packing.cu_k, self.keys))
             )
             rows, columns = rows.view(self.batch, 1, self.queries, 1), columns.view(self.batch, 1, 1, self.keys)
@@ -247,10 +247,10 @@ def _factories() -> dict[CodeType, Callable[..., _Seen | None]]:
     from transformers import masking_utils as given
 
     n = 7
-    i, j = torch.arange(n, device="cpu").view(1, 1, n, 1), torch.arange(n, device="cpu").view(1, 1, 1, n)
+    i, j = _range(n, "cpu").view(1, 1, n, 1), _range(n, "cpu").view(1, 1, 1, n)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
-    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device="cpu")
-    places = torch.tensor([[0, 1, 2, 5, 6, 7, 8]], device="cpu")
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], dtype=torch.int64, device="cpu")
+    places = torch.tensor([[0, 1, 2, 5, 6, 7, 8]], dtype=torch.int64, device="cpu")
     of = ids[0].view(1, 1, n, 1) == ids[0]
     causal, full = (getattr(given, name, None) for name in ("causal_mask_function", "bidirectional_mask_function"))
     trials: list[tuple[str, tuple[Any, ...], Tensor, Callable[..., _Seen | None]]] = [
@@ -264,7 +264,7 @@ def _factories() -> dict[CodeType, Callable[..., _Seen | None]]:
          lambda mask_function, position_ids: _of_positions(mask_function, position_ids)),
     ]  # fmt: skip
     found: dict[CodeType, Callable[..., _Seen | None]] = {}
-    plain = ((causal, j <= i, _Seen(right=0)), (full, torch.ones(1, 1, n, n, dtype=torch.bool), _Seen()))
+    plain = ((causal, j <= i, _Seen(right=0)), (full, torch.ones(1, 1, n, n, dtype=torch.bool, device="cpu"), _Seen()))
     for function, wanted, seen in plain:
         if function is not None and _gives(function, wanted, zero, i, j):
             found[function.__code__] = lambda seen=seen: seen
@@ -314,10 +314,13 @@ def _ends_of(padding: Tensor) -> tuple[list[int], list[int]] | None:
     return (starts.tolist(), ends.tolist()) if torch.equal(ends - starts, count) else None
 
 
+def _range(count: int, device: torch.device | str | None) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device)
+
+
 def _packing_of(seen: _Seen, device: torch.device) -> Packing | None:
     """Return the sequences of a packed batch; None if tokens of one are apart, or are not at consecutive positions."""
     ids = seen.packed
-    assert ids is not None
     both = torch.stack((ids, ids if seen.positions is None else seen.positions.expand_as(ids))).to("cpu")
     ids, positions = both
     steps = ids.diff(dim=1)

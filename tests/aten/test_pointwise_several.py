@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -11,15 +12,25 @@ import rtkernels
 from rtkernels.aten import several
 from rtkernels.errors import ArgumentError
 
-ROTATE = rtkernels.pointwise(
-    "test_rotate", ["a * c - b * s0", "b * c + a * s0"],
-    backward={"a": "g0 * c + g1 * s0", "b": "g1 * c - g0 * s0", "c": "g0 + g1"},
-    reference=lambda a, b, c, s: (a * c - b * s, b * c + a * s),
-)  # fmt: skip
-SPLIT = rtkernels.pointwise("test_split", ["fmaxf(a, 0.0f)", "a > 0.0f", "a * s0"],
-                            promotion=["default", "ALWAYS_BOOL", "int_to_float"])  # fmt: skip
 
-SCALE = rtkernels.pointwise("test_out_scale", "a * s0", reference=lambda a, s: a * s)
+@functools.cache  # what is created while tests are collected would be taken for operators of the library
+def rotate():
+    return rtkernels.pointwise(
+        "test_rotate", ["a * c - b * s0", "b * c + a * s0"],
+        backward={"a": "g0 * c + g1 * s0", "b": "g1 * c - g0 * s0", "c": "g0 + g1"},
+        reference=lambda a, b, c, s: (a * c - b * s, b * c + a * s),
+    )  # fmt: skip
+
+
+@functools.cache
+def split():
+    return rtkernels.pointwise("test_split", ["fmaxf(a, 0.0f)", "a > 0.0f", "a * s0"],
+                               promotion=["default", "ALWAYS_BOOL", "int_to_float"])  # fmt: skip
+
+
+@functools.cache
+def scale():
+    return rtkernels.pointwise("test_out_scale", "a * s0", reference=lambda a, s: a * s)
 
 
 def operands(dtype: torch.dtype):
@@ -40,7 +51,7 @@ def operands(dtype: torch.dtype):
 def test_several_results(dtype: torch.dtype, target: str) -> None:
     for name, (a, b, c) in operands(dtype):
         with rtkernels.emulate(target):
-            results = ROTATE(a, b, c, 0.5)
+            results = rotate()(a, b, c, 0.5)
         wide = [x.double() for x in (a, b, c)]
         expected = wide[0] * wide[2] - wide[1] * 0.5, wide[1] * wide[2] + wide[0] * 0.5
         like = a + b + c
@@ -48,7 +59,7 @@ def test_several_results(dtype: torch.dtype, target: str) -> None:
             assert (result.dtype, result.shape) == (dtype, like.shape), name
             assert name == "transposed" or result.stride() == like.stride(), name
             torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6, msg=name)
-        torch.testing.assert_close(ROTATE(a, b, c, 0.5)[0].double(), expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(rotate()(a, b, c, 0.5)[0].double(), expected[0], rtol=2e-2, atol=2e-2)
 
 
 def test_one_launch_reads_operands_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +67,7 @@ def test_one_launch_reads_operands_once(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(33, 65)
     with rtkernels.emulate():
         for a in (x, x.t(), x[:, ::2], x.half()):
-            high, positive, scaled = SPLIT(a, 3.0)
+            high, positive, scaled = split()(a, 3.0)
             assert torch.equal(high, a.clamp_min(0)) and torch.equal(positive, a > 0) and torch.equal(scaled, a * 3)
 
 
@@ -66,7 +77,7 @@ def _same(a: torch.Tensor) -> torch.Tensor:
 
 def test_promotion() -> None:
     ints = torch.arange(-3, 4)
-    high, positive, scaled = SPLIT(ints, 0.5)
+    high, positive, scaled = split()(ints, 0.5)
     assert (high.dtype, positive.dtype, scaled.dtype) == (torch.int64, torch.bool, torch.float32)
     torch.testing.assert_close(scaled, ints * 0.5)
     assert torch.equal(positive, ints > 0) and torch.equal(high, ints.clamp_min(0))
@@ -99,9 +110,9 @@ def test_gradients(emulated: bool) -> None:
     c = torch.randn(5, requires_grad=True)
     weights = torch.randn(2, 4, 5)
     with rtkernels.emulate() if emulated else contextlib.nullcontext():
-        first, second = ROTATE(a, b, c, 0.5)
+        first, second = rotate()(a, b, c, 0.5)
         grads = torch.autograd.grad((first * weights[0] + second * weights[1]).sum(), (a, b))
-        (alone,) = torch.autograd.grad(ROTATE(a, b, c, 0.5)[1].sum(), a)
+        (alone,) = torch.autograd.grad(rotate()(a, b, c, 0.5)[1].sum(), a)
     x, y = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
     exact = (x * c.double() - y * 0.5) * weights[0] + (y * c.double() + x * 0.5) * weights[1]
     for mine, wanted in zip(grads, torch.autograd.grad(exact.sum(), (x, y)), strict=True):
@@ -115,18 +126,18 @@ def test_out(emulated: bool) -> None:
     expected = a * c - b * 0.5, b * c + a * 0.5
     with rtkernels.emulate() if emulated else contextlib.nullcontext():
         into = torch.empty(24, 16).t(), None  # strides that no result has by itself
-        first, second = ROTATE(a, b, c, 0.5, out=into)
+        first, second = rotate()(a, b, c, 0.5, out=into)
         assert first is into[0]
         for result, exact in zip((first, second), expected, strict=True):
             torch.testing.assert_close(result, exact)
         x, y = a.clone(), b.clone()
         version = x._version
-        results = ROTATE(x, y, c, 0.5, out=(x, y))  # in place
+        results = rotate()(x, y, c, 0.5, out=(x, y))  # in place
         assert results[0] is x and results[1] is y and x._version > version
         for result, exact in zip((x, y), expected, strict=True):
             torch.testing.assert_close(result, exact)
         z = a.clone()
-        assert SCALE(z, 2.0, out=z) is z and torch.equal(z, a * 2)
+        assert scale()(z, 2.0, out=z) is z and torch.equal(z, a * 2)
         wide = torch.zeros(20, 24)
         for out, message in (
             (wide, r"out is \[20, 24\] torch.float32 on cpu; expected \[16, 24\]"),
@@ -136,15 +147,15 @@ def test_out(emulated: bool) -> None:
             (torch.zeros(16, 24, requires_grad=True), "requires a gradient"),
         ):
             with pytest.raises(ArgumentError, match=message):
-                SCALE(a, 2.0, out=out)
+                scale()(a, 2.0, out=out)
         with pytest.raises(ArgumentError, match="overlaps an operand"):
-            SCALE(wide[:16], 2.0, out=wide[4:])
+            scale()(wide[:16], 2.0, out=wide[4:])
         with pytest.raises(ArgumentError, match=r"out\[1\] overlaps another result"):
-            ROTATE(a, b, c, 0.5, out=(x, x.view(16, 24)))
+            rotate()(a, b, c, 0.5, out=(x, x.view(16, 24)))
         with pytest.raises(ArgumentError, match="expected a tuple of 2 tensors"):
-            ROTATE(a, b, c, 0.5, out=x)
+            rotate()(a, b, c, 0.5, out=x)
         with pytest.raises(ArgumentError, match="out is given, and a tensor requires a gradient"):
-            ROTATE(a.requires_grad_(), b, c, 0.5, out=(x, y))
+            rotate()(a.requires_grad_(), b, c, 0.5, out=(x, y))
 
 
 def test_numbers_keep_their_names() -> None:
@@ -157,7 +168,7 @@ def test_numbers_keep_their_names() -> None:
 
 def test_definitions() -> None:
     assert rtkernels.pointwise("test_split", ["fmaxf(a, 0.0f)", "a > 0.0f", "a * s0"],
-                               promotion=["default", "always_bool", "int_to_float"]) is SPLIT  # fmt: skip
+                               promotion=["default", "always_bool", "int_to_float"]) is split()  # fmt: skip
     x = torch.randn(3, 4)
     torch.library.opcheck(torch.ops.rtkernels.test_rotate.default, (x, x + 1, x[0], 1.0))
     for options, message in (
@@ -178,7 +189,7 @@ def test_definitions() -> None:
 def test_compiles() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def both(a, b, c):
-        first, second = ROTATE(a, b, c, 0.5)
+        first, second = rotate()(a, b, c, 0.5)
         return first + second
 
     a, b, c = torch.randn(3, 4, 5)

@@ -56,7 +56,7 @@ class FixedLayer(CacheLayerMixin):
         self.keys, self.values = self.k.transpose(1, 2), self.v.transpose(1, 2)
         widths = width, like.values.shape[3]
         self.by_op = like.keys.dtype in _HALVES and all(w % 8 == 0 and w <= 256 for w in widths)
-        self.index = torch.arange(batch, device=like.keys.device)
+        self.index = torch.arange(batch, dtype=torch.int64, device=like.keys.device)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,7 +121,7 @@ class FixedCache(Cache):
         first = start.view(-1, 1)
         for window, lengths in self.lengths.items():
             used = min(lengths.rows, columns)
-            slot = torch.arange(used, device=self.device)
+            slot = torch.arange(used, dtype=torch.int64, device=self.device)
             last = columns - first - 1
             token = slot if window is None else last - (last - slot) % window
             for layer, old in zip(self.layers, prompt.layers, strict=True):

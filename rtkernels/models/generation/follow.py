@@ -13,7 +13,7 @@ class Ring:
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width, self.device, self.on_device = width, device, device.type == "cuda"
-        self.values = torch.zeros(DEPTH, width, dtype=torch.int64, pin_memory=self.on_device)
+        self.values = torch.zeros(DEPTH, width, dtype=torch.int64, device="cpu", pin_memory=self.on_device)
         self.events = [torch.cuda.Event() for _ in range(DEPTH)] if self.on_device else []
 
     def put(self, number: int, result: Tensor) -> None:

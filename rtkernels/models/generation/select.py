@@ -83,7 +83,7 @@ class Selection:
         return lambda scores: processor(None, scores)
 
     def _mask(self, ids: Tensor, device: torch.device) -> Tensor:
-        return torch.isin(torch.arange(self.vocabulary, device=device), ids.to(device))
+        return torch.isin(torch.arange(self.vocabulary, dtype=torch.int64, device=device), ids.to(device))
 
     @staticmethod
     def _penalized(seen: Tensor, penalty: float) -> Callable[[Tensor], Tensor]:
@@ -109,7 +109,7 @@ class Selection:
                 ignored = processor.prompt_ignore_length
                 ids = prompt.clamp(max=self.vocabulary)
                 if ignored is not None:
-                    column = torch.arange(ids.shape[1], device=ids.device)
+                    column = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
                     first = ignored.to(ids.device)[:, None] if isinstance(ignored, Tensor) else ignored
                     ids = ids.masked_fill(column < first, self.vocabulary)
                 self.seen.zero_().scatter_(1, ids, True)

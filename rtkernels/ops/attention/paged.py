@@ -149,7 +149,8 @@ def _reference(
     total, heads, _ = q.shape
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     rows_first = one_each(max_seqlen_q, total, backend)
-    lse = torch.full((total, heads) if rows_first else (heads, total), float("-inf"), device=q.device)
+    shape = (total, heads) if rows_first else (heads, total)
+    lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     lse = lse.t() if rows_first else lse
     ends, largest = cu_seqlens_q.tolist(), page_table.shape[1] * k.shape[1]
     for b, count in enumerate(seqused_k.tolist()):

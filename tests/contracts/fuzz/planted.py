@@ -53,7 +53,7 @@ DEFECTS = [
            "step * size if n > 1 else row for", "step * size if n > 1 and step else row for",
            "grouped_mm(), same matrix", "sm_90", "b:expand0"),
     Defect("attention over its values", f"{_OPS}/attention/attention.py",
-           '_Destination("out", HALVES, over="q")', '_Destination("out", HALVES, over="q k v")',
+           'checks.Destination("out", HALVES, over="q")', 'checks.Destination("out", HALVES, over="q k v")',
            "attention(), long", "sm_80", "=v+0"),
     Defect("overlap by a shift not seen", f"{_OPERATOR}/aliasing.py",
            "        if may_overlap(written, t):",

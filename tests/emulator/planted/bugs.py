@@ -162,7 +162,8 @@ LOSS = [
 
 REDUCE = [
     Bug("columns past the length not masked", "reduce/softmax.cu",
-        "if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);", "", "softmax_lengths"),
+        "            if (c * pitch + VEC > valid) mask_tail<T, VEC, LOG>(out, valid - c * pitch);", "",
+        "softmax_lengths"),
     Bug("length past the end of the row", "reduce/softmax_rows.cuh",
         "length < 0 ? 0 : length < cols ? length : cols;", "length < 0 ? 0 : length;", "softmax_lengths",
         "out_of_bounds"),

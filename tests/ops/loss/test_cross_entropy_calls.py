@@ -69,7 +69,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: cross_entropy(X.double(), LABELS), "logits has dtype float64; expected one of bfloat16"),
     "no dimensions": (lambda: cross_entropy(X[0, 0], LABELS), "logits has no dimensions"),
     "no columns": (lambda: cross_entropy(X[:, :0], LABELS), "logits has 0 columns; expected 1 to"),
-    "labels dtype": (lambda: cross_entropy(X, LABELS.float()), "labels has dtype float32; expected one of int32"),
+    "labels dtype": (lambda: cross_entropy(X, LABELS.short()), "labels has dtype int16; expected one of int32"),
+    "probabilities": (
+        lambda: cross_entropy(X, LABELS.float()),
+        r"labels has shape \(4,\); expected \(4, 8\), that of logits, as probabilities",
+    ),
     "labels shape": (lambda: cross_entropy(X, LABELS[:3]), r"labels has shape \(3,\); expected \(4,\), that of logits"),
     "labels device": (
         lambda: ops.FORWARD.check(meta_on(0, X), meta_on(-1, LABELS), -100, 0.0, 0.0, 0.0, 0, False),
