@@ -187,9 +187,11 @@ def test_definitions() -> None:
 
 
 def test_compiles() -> None:
+    function = rotate()
+
     @torch.compile(backend="aot_eager", fullgraph=True)
     def both(a, b, c):
-        first, second = rotate()(a, b, c, 0.5)
+        first, second = function(a, b, c, 0.5)
         return first + second
 
     a, b, c = torch.randn(3, 4, 5)

@@ -48,6 +48,8 @@ def emulated_coverage() -> None:
     with running_on("sm_90") as device:
         for case, mode in itertools.product(("plain", "thousand", "long_odd", "one_element"), ("two_pass", "one_pass")):
             check(make(case, torch.bfloat16, device), "mean", mode)
+        x = torch.randn(3, 40, device=device, requires_grad=True)
+        cross_entropy(x, torch.rand(3, 40, device=device).softmax(-1)).backward()
 
 
 @pytest.fixture(params=("few", "many"))
