@@ -20,6 +20,8 @@ pytest.importorskip("transformers", minversion="5.0")
 import transformers
 from support.tiny_models import build, loss_and_gradients, tokens
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 models.register()
 patching = sys.modules["rtkernels.models.patch"]  # the package has a function of this name
 

@@ -21,6 +21,8 @@ from support.tiny_models import build, loss_and_gradients, tokens
 from rtkernels.integrations.peft import ServedLora, served_lora
 from rtkernels.models.served import ServedExperts, ServedLinear
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
     "moe_intermediate_size": 128, "num_experts": 4,

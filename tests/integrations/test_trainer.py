@@ -21,6 +21,8 @@ from support.tiny_models import build, tokens
 
 from rtkernels.integrations.transformers import RtkernelsCallback
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 
 class Texts(torch.utils.data.Dataset):
     def __len__(self) -> int:

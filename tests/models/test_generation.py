@@ -17,6 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from rtkernels.models.generation import follow, loop
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ["one", "batch", "padded"])

@@ -20,6 +20,8 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from rtkernels.models.generation import STATE, loop
 from rtkernels.models.generation.cache import FixedCache
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 # ---- calls that transformers decodes --------------------------------------------------------------------------------
 
 

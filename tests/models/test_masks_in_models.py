@@ -16,6 +16,8 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from support.tiny_models import build, largest_error, tokens
 
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
 KINDS = {
     "llama": {},
     "mistral": {"sliding_window": 5},
