@@ -80,7 +80,7 @@ def register_rules() -> None:
 
 def is_sharded(t: Any) -> bool:
     """Return True for a DTensor."""
-    if type(t) in TENSOR_TYPES:  # Dynamo sees only these, and must not read sys.modules, which changes
+    if t is None or type(t) in TENSOR_TYPES:  # Dynamo sees only these, and must not read sys.modules, which changes
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
