@@ -19,6 +19,7 @@ from rtkernels.aten.copy import copy_into
 from rtkernels.aten.elementwise import run
 from rtkernels.aten.functors import functor
 from rtkernels.aten.table import OVERLAP, SEVERAL, NotHandled, Overload
+from rtkernels.aten.values import any_outside
 from rtkernels.ops.index.adding import add_many_rows, add_rows, addable, sum_rows
 from rtkernels.ops.index.gathering import gather, gatherable
 from rtkernels.ops.shared.strided import FLOATS
@@ -39,11 +40,6 @@ def _embedding_operators() -> Any:  # imported by the first call: `enable` is to
     return embedding
 
 
-def _outside(index: Tensor, n: int) -> bool:
-    """Return True for an index that torch's CPU kernel refuses; on a CUDA device nothing is read."""
-    return not index.is_cuda and bool(((index < 0) | (index >= n)).any())
-
-
 def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     if x.dtype.itemsize > 8 or index.dtype != torch.int64:
         return _DTYPE
@@ -55,7 +51,7 @@ def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) ->
         return _INVALID
     dim %= x.dim()
     sizes = zip(index.shape, x.shape, strict=True)
-    if any(n > have for i, (n, have) in enumerate(sizes) if i != dim) or _outside(index, x.shape[dim]):
+    if any(n > have for i, (n, have) in enumerate(sizes) if i != dim) or any_outside(index, 0, x.shape[dim]):
         return _INVALID
     return gather(x, index, dim) if gatherable(x, index, dim, False) else _STRIDES
 
@@ -67,7 +63,7 @@ def _index_select(x: Tensor, dim: int, index: Tensor) -> Any:
         return _RANK
     if x.numel() == 0 or index.numel() == 0:
         return _EMPTY
-    if not -x.dim() <= dim < x.dim() or _outside(index, x.shape[dim]):
+    if not -x.dim() <= dim < x.dim() or any_outside(index, 0, x.shape[dim]):
         return _INVALID
     dim %= x.dim()
     return gather(x, index, dim, select=True) if gatherable(x, index, dim, True) else _STRIDES
@@ -82,7 +78,7 @@ def _embedding(
         return _RANK
     if weight.numel() == 0 or indices.numel() == 0:
         return _EMPTY
-    if _outside(indices, weight.shape[0]):
+    if any_outside(indices, 0, weight.shape[0]):
         return _INVALID
     if not indices.is_contiguous() or weight.stride(1) != 1:
         return _embedding_operators().FORWARD.launch(weight, indices, 0)
@@ -101,7 +97,7 @@ def _embedding_dense_backward(
     if (
         grad_output.is_contiguous()
         and indices.is_contiguous()
-        and not (indices.is_cpu and _outside(indices, num_weights))
+        and not (indices.is_cpu and any_outside(indices, 0, num_weights))
     ):
         index, source = indices.view(-1), grad_output.view(indices.numel(), -1)
         if addable((num_weights, source.shape[1]), index, source, 0, reads=False):
@@ -124,7 +120,7 @@ def _add_rows(
     shape, n = tuple(x.shape), x.shape[dim]
     if tuple(source.shape) != (*shape[:dim], index.numel(), *shape[dim + 1 :]):
         return _INVALID
-    if not index.is_cuda and bool(((index < (-n if from_end else 0)) | (index >= n)).any()):
+    if any_outside(index, -n if from_end else 0, n):
         return _INVALID
     if not x.is_contiguous():
         return _STRIDES
@@ -187,7 +183,7 @@ def _only_index(x: Tensor, indices: Any) -> tuple[int, Tensor] | NotHandled:
     if x.numel() == 0 or index.numel() == 0:
         return _EMPTY
     n = x.shape[dim]
-    return _INVALID if not index.is_cuda and bool(((index < -n) | (index >= n)).any()) else (dim, index)
+    return _INVALID if any_outside(index, -n, n) else (dim, index)
 
 
 def _index(x: Tensor, indices: Any) -> Any:

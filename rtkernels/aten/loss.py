@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.values import any_outside
 from rtkernels.ops.reduce.nll_loss import nll_loss, nll_loss_grad
 from rtkernels.ops.shared.strided import FLOATS
 
@@ -40,16 +41,11 @@ def _refused(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int) -
     return None
 
 
-def _outside(target: Tensor, classes: int, ignore_index: int) -> bool:
-    """Return True for a target that torch's CPU kernel refuses; on a CUDA device nothing is read."""
-    return not target.is_cuda and bool(((target != ignore_index) & ((target < 0) | (target >= classes))).any())
-
-
 def _forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
     if (refused := _refused(x, target, weight, reduction)) is not None:
         return refused
     rows_ = _rows(x)
-    if rows_ is None or _outside(target, rows_.shape[1], ignore_index):
+    if rows_ is None or any_outside(target, 0, rows_.shape[1], ignore_index):
         return _OPTION
     return nll_loss(rows_, target, weight, ignore_index, reduction)
 
@@ -65,7 +61,7 @@ def _backward(
     if tuple(grad_output.shape) != (tuple(target.shape) if reduction == 0 else ()):
         return _OPTION
     classes, spatial = (x.shape[0], 1) if x.dim() == 1 else (x.shape[1], x.shape[2:].numel())
-    if _outside(target, classes, ignore_index):
+    if any_outside(target, 0, classes, ignore_index):
         return _OPTION
     return nll_loss_grad(
         grad_output, target, weight, total_weight, classes, spatial, ignore_index, reduction

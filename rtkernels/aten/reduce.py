@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.elementwise import copy_into
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
@@ -228,9 +229,8 @@ def _into(handler: Callable[..., Any]) -> Callable[..., Any]:
         made = handler(*args, **kwargs)
         if isinstance(made, NotHandled):
             return made
-        return (
-            out.copy_(made) if (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device) else _INVALID
-        )
+        fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
+        return copy_into(out, made) if fits else _INVALID
 
     return into
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.aten.elementwise import copy_into
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.ops.scan.compact import chosen, nonzero, repeated
 from rtkernels.ops.scan.running import running
@@ -54,7 +55,8 @@ def _cumsum_out(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: T
     made = _cumsum(x, dim, dtype=dtype)
     if isinstance(made, NotHandled):
         return made
-    return out.copy_(made) if (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device) else _INVALID
+    fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
+    return copy_into(out, made) if fits else _INVALID
 
 
 def _nonzero(x: Tensor) -> Any:

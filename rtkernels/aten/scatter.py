@@ -18,6 +18,7 @@ from rtkernels.aten.elementwise import copy_into, fits, rounded
 from rtkernels.aten.index import add_by_index
 from rtkernels.aten.strides import overlaps_itself
 from rtkernels.aten.table import OUT_OF_RANGE, OVERLAP, SEVERAL, NotHandled, Overload
+from rtkernels.aten.values import any_outside
 from rtkernels.ops.index.scattering import MAX_INDICES, scatter, scatterable
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import may_overlap
@@ -64,7 +65,7 @@ def _write(
         return value
     for i, index in enumerate(indices):
         n = x.shape[dim + i]
-        if not index.is_cuda and bool(((index < (-n if from_end else 0)) | (index >= n)).any()):
+        if any_outside(index, -n if from_end else 0, n):
             return _INVALID
     source = source if given else None
     if in_place:

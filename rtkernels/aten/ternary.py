@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
@@ -150,8 +151,9 @@ def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> 
 @cache
 def _masked_fill_keeps_strides() -> bool:
     """Return whether this torch keeps strides of self (those of the mask never count): one function on all devices."""
-    x = torch.ones(2, 3, dtype=torch.float32, device="cpu").t()
-    return torch.masked_fill(x, x > 0, 0.0).stride() == x.stride()
+    with _disable_current_modes():  # no part of the call that asks first
+        x = torch.ones(2, 3, dtype=torch.float32, device="cpu").t()
+        return torch.masked_fill(x, x > 0, 0.0).stride() == x.stride()
 
 
 def _castable(source: torch.dtype, to: torch.dtype) -> bool:

@@ -31,6 +31,7 @@ CALLS = {
     "triu": lambda: torch.ops.aten.triu(x(), 1),
     "glu": lambda: torch.ops.aten.glu(x(), 1),
     "sum.dim_IntList": lambda: torch.ops.aten.sum.dim_IntList(x(), [1]),
+    "sum.IntList_out": lambda: torch.ops.aten.sum.IntList_out(x(), [1], out=torch.full((6,), 77.0)),
     "max.dim": lambda: torch.ops.aten.max.dim(x(), 1),
     "_softmax": lambda: torch.ops.aten._softmax(x(), 0, False),
     "_softmax_backward_data": lambda: torch.ops.aten._softmax_backward_data(x(), y(), 1, torch.float32),
@@ -93,6 +94,34 @@ def test_the_next_call_is_repeated_with_its_own_tensors(place: str, name: str, m
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
             assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        torch.Tensor.neg_,
+        lambda result: result.copy_(result + 1),
+        lambda result: result.mul_(result.sum().item()),
+        torch.zero_,
+    ],
+    ids=["in_place", "copy", "host", "zeros"],
+)
+def test_what_torch_computes_in_between_is_not_left_out(between, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = table.row_of("neg")
+
+    def handler(x: torch.Tensor) -> torch.Tensor:
+        return between(row.handler(x))
+
+    monkeypatch.setitem(table.table(), "neg", dataclasses.replace(row, handler=handler))
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        a = x()
+        want = between(-a)
+        with taken("sm_80", "neg"):
+            got = torch.ops.aten.neg(a)
+        torch.testing.assert_close(got, want)
+    ((calls,),) = [replay.known_calls("neg", "CPU").values()]
+    assert calls.replay is None and "torch's own" in calls.why_not
 
 
 def test_arguments_that_are_one_tensor() -> None:

@@ -41,7 +41,7 @@ PLAIN = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
 # Operators whose result may be much smaller than their operands.
 CANCELS = frozenset(
     "add sub rsub lerp addcmul addcdiv addr mse_loss_backward native_layer_norm_backward native_group_norm_backward "
-    "_fused_rms_norm_backward _weight_norm_interface_backward _softmax_backward_data".split()
+    "_fused_rms_norm_backward _weight_norm_interface_backward _softmax_backward_data tanh_backward".split()
 )
 LOOSER: dict[str, float] = {}
 

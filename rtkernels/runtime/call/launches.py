@@ -1,8 +1,8 @@
 """What the handler of an aten override launches, recorded while it runs.
 
-Handlers run below the dispatcher, where a dispatch mode sees nothing. So operators and pointwise launches report
-themselves (``declared.own_trace``), and memory is known by their arguments: what a launch overwrites that nobody has
-computed before was allocated by the handler.
+Operators and pointwise launches report themselves (``declared.own_trace``), and memory is known by their arguments:
+what a launch overwrites that nobody has computed before was allocated by the handler. A dispatch mode sees what torch's
+own kernels do in between, zeros and copies included: a replay would leave it out, so such a call is refused.
 """
 
 from __future__ import annotations
@@ -11,10 +11,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rtkernels.runtime.call.trace import Encoded, NotRepeatable, Number, Record, Trace, View
+from rtkernels.runtime.call.trace import ALLOCATIONS, Encoded, NotRepeatable, Number, Record, Trace, View
 from rtkernels.runtime.operator.declaration import Declared, active_traces, own_trace
 from rtkernels.runtime.operator.plan import StepPlan
+
+_NO_KERNEL = {f"aten::{name}" for name in (*ALLOCATIONS, "set_")}
+
+
+class _TorchKernels(TorchDispatchMode):
+    """Refuses a trace when torch itself computes: views and uninitialised memory need no kernel."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not self._trace.inside and not func.is_view and func._schema.name not in _NO_KERNEL:
+            used = tree_leaves((args, kwargs, result))
+            if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in used):
+                self._trace.refuse(f"torch's own {func} computes in between")
+        return result
 
 
 class LaunchTrace(Trace):
@@ -31,6 +51,16 @@ class LaunchTrace(Trace):
         super().__init__(arguments)
         self.has_out = False  # its scratch is not kept: an override may be called with very many shapes
         self._numbers, self._taken = numbers, set()
+        self._torch_kernels = _TorchKernels(self)
+
+    def __enter__(self) -> LaunchTrace:
+        super().__enter__()
+        self._torch_kernels.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> Any:
+        self._torch_kernels.__exit__(*exc)
+        super().__exit__(*exc)
 
     def launched(self, operator: Declared, args: tuple[Any, ...]) -> Any:
         """Launch an operator, and record it."""

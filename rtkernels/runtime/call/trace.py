@@ -30,7 +30,7 @@ from rtkernels.runtime.operator.plan import StepPlan, Steps
 
 _MAX_RECORDS = 64
 _MAX_ENCODED = 64
-_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _UNKNOWN_RESULTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -363,7 +363,7 @@ class DispatchTrace(Trace, TorchDispatchMode):
         if any(base is not None for base in aliases) and not writes:
             raise NotRepeatable(f"{func} returns views of some arguments")
         name = func._schema.name.removeprefix("aten::")
-        if (name in _ALLOCATIONS or name in _ZEROS) and self._is_plain(result):
+        if (name in ALLOCATIONS or name in _ZEROS) and self._is_plain(result):
             self._add_record(Record(None, None, (), {"zero": True} if name in _ZEROS else {}), result)
             return
         views = torch.utils._pytree.tree_map(lambda v: self.view_of(v) if isinstance(v, Tensor) else v, (args, kwargs))
