@@ -24,7 +24,8 @@ from rtkernels.models.known_masks import NAME, create_masks, has_known_masks, pa
 from rtkernels.models.mask_form import MaskForm, form_of_mask
 from rtkernels.models.recognize import NotRecognized
 
-WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _needs_masks
+WHOLE = "rtkernels_masked"  # the same with masks always created, for models that need them: see _masked_name
+ADDED = "rtkernels_added"  # and as numbers that are added to scores
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
 accepted: set[type[nn.Module]] = set()  # classes of modules that can use the name
@@ -55,6 +56,13 @@ def whole_mask(**options: Any) -> Tensor | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**options, "allow_is_causal_skip": False})
+
+
+def added_mask(**options: Any) -> Tensor | None:
+    """Return a mask as for eager attention, as numbers that are added to scores."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS["eager"](**options)
 
 
 def attention_forward(
@@ -245,18 +253,19 @@ def _asks(cls: type[nn.Module], name: str) -> bool:
     return any("_attn_implementation" in names and name in given for names, given in _names_and_constants(cls))
 
 
-def _needs_masks(module: nn.Module, name: str) -> bool:
-    """Return True if a module needs masks even if they are only causal; otherwise they are omitted.
+def _masked_name(module: nn.Module, name: str) -> str | None:
+    """Return the name to use for a module that needs masks even if they are only causal; None: they may be omitted.
 
     Either its code reads the mask and asks transformers not to omit it (an indexer of sparse attention), or asks if it
-    is a tensor (DeepSeek-V4, which adds compressed keys to it). Or the model used eager attention, which creates all
-    masks, and the module says that it is not causal: without a mask it would not be.
+    is a tensor (DeepSeek-V4, which appends a bias for compressed keys: numbers, as it knows eager attention only). Or
+    the model used eager attention, which creates all masks, and the module says that it is not causal: without a mask
+    it would not be.
     """
     asks = {"isinstance", "attention_mask", "Tensor"}
     for names, given in _names_and_constants(_class_of(module)):
         if "allow_is_causal_skip" in given or asks <= names:
-            return True
-    return name == "eager" and getattr(module, "is_causal", None) is False
+            return ADDED if name == "eager" else WHOLE
+    return WHOLE if name == "eager" and getattr(module, "is_causal", None) is False else None
 
 
 def _uses_interface(model: nn.Module) -> bool:
@@ -307,11 +316,13 @@ def replace_attention(model: nn.Module) -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
     AttentionInterface.register(WHOLE, attention_forward)
     AttentionMaskInterface.register(WHOLE, whole_mask)
-    masked = [
-        module.config
-        for module in model.modules()
-        if id(getattr(module, "config", None)) in names and _needs_masks(module, names[id(module.config)][1] or before)
-    ]
+    AttentionInterface.register(ADDED, attention_forward)
+    AttentionMaskInterface.register(ADDED, added_mask)
+    masked: dict[int, tuple[Any, str]] = {}
+    for module in model.modules():
+        key = id(getattr(module, "config", None))
+        if key in names and (masks := _masked_name(module, names[key][1] or before)):
+            masked[key] = module.config, ADDED if ADDED in (masks, masked.get(key, (None, ""))[1]) else masks
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:  # a part of the model accepts no other attention
@@ -322,7 +333,7 @@ def replace_attention(model: nn.Module) -> None:
     for part in parts:
         if not _uses_interface(part) and id(part.config) not in ours:
             _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
-    _give_back((config, WHOLE) for config in masked if config._attn_implementation == NAME)
+    _give_back((config, name) for config, name in masked.values() if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
     accepted.update(map(_class_of, model.modules()))
     model.__dict__[_HOOK] = [

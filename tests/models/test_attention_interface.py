@@ -181,11 +181,14 @@ def test_a_causal_mask_of_modules_that_are_not_causal() -> None:
 
 def test_code_that_reads_masks_gets_them() -> None:
     modelling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-    assert attention._needs_masks(object.__new__(modelling.Qwen4ExpTextModel), "sdpa")
+    assert attention._masked_name(object.__new__(modelling.Qwen4ExpTextModel), "sdpa") == attention.WHOLE
     modelling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    assert attention._needs_masks(object.__new__(modelling.DeepseekV4Attention), "sdpa")
+    module = object.__new__(modelling.DeepseekV4Attention)  # it appends numbers to the mask
+    assert [attention._masked_name(module, name) for name in ("sdpa", "eager")] == [attention.WHOLE, attention.ADDED]
     model = build("llama")
-    assert not any(attention._needs_masks(module, "sdpa") for module in model.modules())
+    assert not any(attention._masked_name(module, "sdpa") for module in model.modules())
     options = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4, "kv_offset": 0}
     mask = attention.whole_mask(**options, device=torch.device("cpu"), dtype=torch.float32)
     assert mask is not None and mask.dtype == torch.bool and mask.shape == (2, 1, 1, 5)
+    mask = attention.added_mask(**options, device=torch.device("cpu"), dtype=torch.float32)
+    assert mask is not None and mask.dtype == torch.float32 and mask.shape == (2, 1, 1, 5)

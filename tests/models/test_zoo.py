@@ -19,6 +19,7 @@ from bench.zoo import build, compare, diffusion, products, run, steps, table
 CHEAP = {  # a class and the options that have something to replace in it
     "MiniMaxM2ForCausalLM": ["default", "router"],
     "NemotronModel": ["default"],
+    "DeepseekV4Model": ["default", "attention"],
     "ElectraForTokenClassification": ["default", "attention"],
     "ViTForImageClassification": ["default", "fp8"],
 }
