@@ -20,6 +20,7 @@ CHEAP = {  # a class and the options that have something to replace in it
     "MiniMaxM2ForCausalLM": ["default", "router"],
     "NemotronModel": ["default"],
     "DeepseekV4Model": ["default", "attention"],
+    "HiggsAudioV2ForConditionalGeneration": ["default", "fp8"],  # an expert for audio, without tokens
     "ElectraForTokenClassification": ["default", "attention"],
     "ViTForImageClassification": ["default", "fp8"],
 }

@@ -140,9 +140,14 @@ def weight_gradient(
 
     The trainers that have the flag wait for the hook of a weight, which torch calls where there is a gradient.
     """
+    nothing_to_sum = not left.q.numel() or not right.q.numel()  # no rows; codes of other operators are not padded then
+    if main_grad is None and nothing_to_sum:
+        n, k = left.q.shape[0], right.q.shape[options.get("b_layout") == "kn"]
+        return torch.zeros(n, k, dtype=dtype, device=left.q.device)
     if main_grad is None:
         return scaled_mm(left.q, right.q, left.scale, right.scale, out_dtype=dtype, **options)
-    scaled_mm(left.q, right.q, left.scale, right.scale, out=main_grad, accumulate=True, **options)
+    if not nothing_to_sum:
+        scaled_mm(left.q, right.q, left.scale, right.scale, out=main_grad, accumulate=True, **options)
     if flagged is None:
         return None
     flagged.grad_added_to_main_grad = True
