@@ -28,6 +28,9 @@ SMALLEST = 1e-7  # of the largest norm of a gradient in fp32: what is zero but f
 # nothing else is left of it, and in the gradient of a bias of keys, which is zero, nothing at all.
 SMALLEST_HALF = 2.0**-9
 SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 12  # of a model's own error: at first; more if they do not explain ours
+# An error larger than the result (a batch norm over few elements divides by a deviation near zero) is of no certain size:
+# a sample may be far larger than others, and tells nothing.
+TAIL = 10.0
 SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
 NEW_TOKENS = 5
 
@@ -182,9 +185,11 @@ class Tolerance:
     def __init__(self, wanted: Step, others: list[Step], factor: float, floor: float, half: bool = False) -> None:
         self.wanted, self._factor = wanted, factor
         self._floors: list[dict[str, float]] = []
+        self._norms: list[dict[str, float]] = []
         self._moved: list[dict[str, float]] = [dict.fromkeys(tensors, 0.0) for tensors in wanted]
         for i, tensors in enumerate(wanted):
             norms = {name: _norm(torch.nan_to_num(t.float(), 0, 0, 0)) for name, t in tensors.items()}
+            self._norms.append(norms)
             zero = dict.fromkeys(norms, 0.0)
             if i == 1 and half:
                 zero = {name: SMALLEST_HALF * norm for name, norm in _neighbours(norms).items()}
@@ -204,8 +209,11 @@ class Tolerance:
     @property
     def allowed(self) -> list[dict[str, float]]:
         return [
-            {name: self._factor * moved[name] + floor for name, floor in floors.items()}
-            for moved, floors in zip(self._moved, self._floors, strict=True)
+            {
+                name: self._factor * moved[name] * (TAIL if moved[name] > norms[name] else 1) + floors[name]
+                for name in norms
+            }
+            for moved, floors, norms in zip(self._moved, self._floors, self._norms, strict=True)
         ]
 
     def seen(self, part: float) -> list[int]:
