@@ -28,8 +28,7 @@ SMALLEST = 1e-7  # of the largest norm of a gradient in fp32: what is zero but f
 # nothing else is left of it, and in the gradient of a bias of keys, which is zero, nothing at all.
 SMALLEST_HALF = 2.0**-9
 SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 12  # of a model's own error: at first; more if they do not explain ours
-# An error larger than the result (a batch norm over few elements divides by a deviation near zero) is of no certain size:
-# a sample may be far larger than others, and tells nothing.
+# An error larger than the result is of no certain size: a batch norm over few elements divides by a deviation near zero.
 TAIL = 10.0
 SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
 NEW_TOKENS = 5
@@ -208,13 +207,11 @@ class Tolerance:
 
     @property
     def allowed(self) -> list[dict[str, float]]:
-        return [
-            {
-                name: self._factor * moved[name] * (TAIL if moved[name] > norms[name] else 1) + floors[name]
-                for name in norms
-            }
-            for moved, floors, norms in zip(self._moved, self._floors, self._norms, strict=True)
-        ]
+        found = []
+        for moved, floors, norms in zip(self._moved, self._floors, self._norms, strict=True):
+            factors = {name: self._factor * (TAIL if moved[name] > norm else 1.0) for name, norm in norms.items()}
+            found.append({name: factor * moved[name] + floors[name] for name, factor in factors.items()})
+        return found
 
     def seen(self, part: float) -> list[int]:
         """Return of how many floating-point tensors a change by this part of their norm is seen, and how many are."""
