@@ -28,7 +28,7 @@ SMALLEST = 1e-7  # of the largest norm of a gradient in fp32: what is zero but f
 # nothing else is left of it, and in the gradient of a bias of keys, which is zero, nothing at all.
 SMALLEST_HALF = 2.0**-9
 SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 12  # of a model's own error: at first; more if they do not explain ours
-# An error larger than the result is of no certain size: a batch norm over few elements divides by a deviation near zero.
+# An error larger than the result is of no certain size: batch norms over few elements divide by deviations near zero.
 TAIL = 10.0
 SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
 NEW_TOKENS = 5
