@@ -55,7 +55,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--op``, ``--full``, ``--part`` and ``--sample``."""
+    """Add ``--op``, ``--full``, ``--part``, ``--rest`` and ``--sample``."""
     parser.addoption("--op", metavar="NAME", help="the tests of one op: its own file, and its cases of all contracts")
     parser.addoption(
         "--full",
@@ -70,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which part of the tests that take seconds a run of the whole suite takes (0 to 63)",
     )
     parser.addoption("--whole", action="store_true", help="a run of the whole suite leaves out no emulated case")
+    parser.addoption("--rest", action="store_true", help="a case of every test of which the whole suite has none")
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run every Nth case of each test")
 
 
@@ -88,15 +89,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = {item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("gpu")}
         slow = {item for item in slow if not item.nodeid.startswith(kept)}
         dropped = slow | _repeated(items)
+        left: set[pytest.Item] = set()
         if not config.getoption("--whole"):
-            dropped |= _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
+            left = _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
+        dropped |= left
+        if config.getoption("--rest"):
+            dropped = set(items) - _one_of_each(left, {_test(item) for item in items if item not in dropped})
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:
         seen: Counter[str] = Counter()
         kept, left = [], []
         for item in items:
-            test = item.nodeid.partition("[")[0]
+            test = _test(item)
             (left if seen[test] % step and not item.get_closest_marker("one_in") else kept).append(item)
             seen[test] += 1
         items[:] = kept
@@ -144,6 +149,18 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
             for case, both in twice.items():
                 dropped.add(both["sm_90" if zlib.crc32(case.encode()) & 1 else "sm_80"])
     return dropped
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _one_of_each(items: set[pytest.Item], besides: set[str]) -> set[pytest.Item]:
+    """Return a case of each test, but for those whose name is in `besides`."""
+    first: dict[str, pytest.Item] = {}
+    for item in sorted(items, key=lambda item: item.nodeid):
+        first.setdefault(_test(item), item)
+    return {item for test, item in first.items() if test not in besides}
 
 
 def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
