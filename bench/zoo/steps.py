@@ -22,12 +22,13 @@ ROUNDING, CODES = 2.0**-23, 2.0**-4  # half a unit in the last place of fp32, an
 # one, ours may be off as far as the model itself is, and half of that again: samples of an error differ.
 FACTOR, FACTOR_HALF, FACTOR_FP8 = 8.0, 1.5, 2.0
 FLOOR, FLOOR_HALF = 4e-6, 2.0**-9  # of a tensor's norm: sums of several terms in another order, one rounding
+UNIT_HALF = 2.0**-7  # of a number in bf16, such as a loss: the next one
 SMALLEST = 1e-7  # of the largest norm of a gradient in fp32: what is zero but for rounding
 # In bf16, of the largest norm of a gradient in the same module: that of a score is a difference of two numbers of the
 # size of the gradient of values, one of which attention computes from its rounded result. Where values hardly differ
 # nothing else is left of it, and in the gradient of a bias of keys, which is zero, nothing at all.
 SMALLEST_HALF = 2.0**-9
-SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 12  # of a model's own error: at first; more if they do not explain ours
+SAMPLES_HALF, SAMPLES_FP8, MORE_SAMPLES = 4, 3, 36  # of a model's own error: at first; more if they do not explain ours
 # An error larger than the result is of no certain size: batch norms over few elements divide by deviations near zero.
 TAIL = 10.0
 SEEN, SEEN_HALF = 0.01, 0.05  # parts of a tensor's norm: changes that are to be seen in fp32 and in bf16
@@ -194,7 +195,8 @@ class Tolerance:
                 zero = {name: SMALLEST_HALF * norm for name, norm in _neighbours(norms).items()}
             elif i == 1:
                 zero = dict.fromkeys(norms, SMALLEST * max(norms.values(), default=0.0))
-            self._floors.append({name: floor * norm + zero[name] for name, norm in norms.items()})
+            units = {name: UNIT_HALF if half and t.numel() == 1 else floor for name, t in tensors.items()}
+            self._floors.append({name: units[name] * norm + zero[name] for name, norm in norms.items()})
         for other in others:
             self.add(other)
 
