@@ -1,0 +1,174 @@
+"""Log-probabilities of tokens, and statistics of their distribution, from hidden states: no logits are stored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss.linear_logprob_operators import (
+    BACKWARD,
+    FINISH,
+    PARTS,
+    Wanted,
+    candidates,
+    check_inputs,
+    check_numbers,
+)
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.kinds import meta_of
+from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.torch_private import is_dynamo_compiling
+
+SAVES = ("stats", "logits", "projected")
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, bias, temperatures, options, wanted, save):
+        ctx.set_materialize_grads(False)
+        ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        logprob, entropy, lse, squares, mean, top1, saved = forward(
+            hidden, weight, ids, bias, temperatures, options, wanted, False
+        )
+        ctx.options, ctx.wanted = options, wanted
+        ctx.save_for_backward(hidden, weight, ids, bias, temperatures, *saved[:2], entropy, squares)
+        ctx.mark_non_differentiable(top1)
+        return logprob, entropy, lse, squares, mean, top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogprob, dentropy, dlse, dsquares, dmean, _top1):
+        incoming = (dlogprob, dentropy, dlse, dsquares, dmean)
+        if all(g is None for g in incoming):
+            return (None,) * 8
+        hidden, weight, ids, bias, temperatures, stats, targets, entropy, squares = ctx.saved_tensors
+        entropy = entropy if ctx.wanted & Wanted.ENTROPY else None
+        squares = squares if ctx.wanted & Wanted.SQUARES else None
+        grads = BACKWARD(
+            *incoming, hidden, weight, ids, bias, temperatures, stats, entropy, squares, targets, *ctx.options,
+            *ctx.needs, False,
+        )  # fmt: skip
+        dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+        return dhidden, dweight, None, dbias, *(None,) * 4
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperatures: Tensor | None,
+    options: tuple[Any, ...], wanted: int, keep_logits: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return logprob, entropy, lse, log_sum_sq, mean_logit and top1, then a tuple of stats, targets and logits."""
+    parts, targets, logits = PARTS(hidden, weight, ids, bias, temperatures, *options, keep_logits, wanted)
+    logprob, *of_rows, stats = FINISH(
+        parts.unsqueeze(0), targets.unsqueeze(0), ids, options[0], options[-1], candidates(hidden, ids), wanted
+    )
+    shape = hidden.shape[:-1]
+    bits = (Wanted.ENTROPY, Wanted.LSE, Wanted.SQUARES, Wanted.MEAN, Wanted.TOP1)
+    of_rows = [t.view(shape) if wanted & bit else t for t, bit in zip(of_rows, bits, strict=True)]
+    return logprob, *of_rows, (stats, targets, logits)
+
+
+@public
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    logit_scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0,
+    return_entropy: bool = False, return_lse: bool = False, return_log_sum_sq: bool = False,
+    return_mean_logit: bool = False, return_top1: bool = False, fp32_logits: bool = False,
+    save: Literal["stats", "logits", "projected"] = "stats", chunk_bytes: int | None = None, group: Any = None,
+    vocab_start: int | None = None, vocab_size: int | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """Return log-probabilities of tokens under ``softmax(hidden @ weight.T + bias)``, without storing all logits.
+
+    With ``a = logit_scale * (hidden @ weight.T + bias)``, ``c = softcap * tanh(a / softcap)`` (or a) and the scores
+    ``z = c / temperature``, in fp32:
+
+    - ``logprob = z[ids] - lse``, with ``lse = log(sum(exp(z)))``;
+    - ``entropy = lse - sum(p * z)``, with ``p = exp(z - lse)``;
+    - ``log_sum_sq = log(sum(p^2))``, and ``mean_logit = sum(z) / vocabulary``.
+
+    All of these are differentiable once in hidden, weight and bias. Logits are computed in slabs of the vocabulary.
+    Gradients of weight and bias are rounded once; that of hidden is summed in fp32 and rounded once. Results are the
+    same in every run.
+
+    Args:
+        hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
+        weight: ``[vocabulary, hidden size]``, in the same dtype (under autocast both are cast).
+        ids: ``[...]``, or ``[..., k]`` for k candidates in one pass; int32 or int64. An id outside the vocabulary is
+            reported as in ``cross_entropy``.
+        bias: ``[vocabulary]``, or None.
+        ignore_index: Results of an id that is this are 0 and have no gradient; those of a row if all its ids are this.
+        logit_scale: Factor of the logits.
+        softcap: Limit of the scaled logits, or None.
+        temperature: A positive number, or float32 ``[...]`` with one for each row. It has no gradient.
+        return_entropy: Return the entropy too, in nats.
+        return_lse: Return the log-sum-exp of the scores too.
+        return_log_sum_sq: Return the logarithm of the sum of squared probabilities too.
+        return_mean_logit: Return the mean of the scores too.
+        return_top1: Return too whether the first id of a row is the first column with the largest score.
+        fp32_logits: Do not round logits of 16-bit inputs to their dtype. Slabs take twice the memory.
+        save: What is kept for gradients: ``"stats"``, a few numbers for each row, so that logits are computed again;
+            ``"logits"``, all of them, which the backward pass overwrites, so that only one is possible;
+            ``"projected"``, for a weight and bias without gradients, a projection of the probabilities for each row,
+            so that the backward pass needs no product.
+        chunk_bytes: Memory for the logits of a slab. Default: about 256 MiB.
+        group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
+            weight and bias, and all hidden states and ids. Each gets the same results, the complete gradient of hidden
+            states, and the gradients of its own rows. Costs one all-gather of 24 bytes and 4 for each candidate per row
+            of hidden, and one all-reduce of its gradient.
+        vocab_start: With `group`: the first row of this process. Needed unless the parts are equal and in the order of
+            ranks.
+        vocab_size: With `vocab_start`: the size of the whole vocabulary.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
+
+    Returns:
+        logprob, float32 of the shape of ids; or a tuple with the requested ones of entropy, lse, log_sum_sq and
+        mean_logit (float32) and top1 (bool) behind it, in this order, of the shape of hidden without its last
+        dimension.
+    """
+    if save not in SAVES:
+        raise ArgumentError(f"save is {save!r}; expected one of 'stats', 'logits', 'projected'")
+    if softcap is not None and not check_number("softcap", softcap) > 0:
+        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+    if group is None and (vocab_start is not None or vocab_size is not None):
+        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    if group is not None:
+        raise NotImplementedError("linear_logprob(group=)")
+    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if chunk_bytes is None:
+        chunk_bytes = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
+    elif check_integer("chunk_bytes", chunk_bytes) < 1:
+        raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        if is_grad_enabled() and temperature.requires_grad:
+            raise ArgumentError("temperature requires a gradient; expected none: it is not differentiable")
+        temperatures, temperature = temperature, 1.0
+    numbers = check_number("logit_scale", logit_scale), softcap or 0.0, check_number("temperature", temperature)
+    if is_dynamo_compiling():
+        numbers = tuple(constant(value) for value in numbers)
+    wanted = (
+        Wanted.ENTROPY * bool(return_entropy) + Wanted.LSE * bool(return_lse)
+        + Wanted.SQUARES * bool(return_log_sum_sq) + Wanted.MEAN * bool(return_mean_logit)
+        + Wanted.TOP1 * bool(return_top1)
+    )  # fmt: skip
+    check_inputs(*map(meta_of, (hidden, weight, ids, bias, temperatures)))
+    check_numbers(*numbers, chunk_bytes)
+    options = (ignore_index, *numbers, fp32_logits, chunk_bytes, 0, weight.shape[0])
+    if is_grad_enabled() and needs_grad(hidden, weight, bias):
+        results = _LinearLogprob.apply(hidden, weight, ids, bias, temperatures, options, wanted, save)
+    else:
+        *results, _ = forward(hidden, weight, ids, bias, temperatures, options, wanted, False)
+    chosen = (return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1)
+    extra = tuple(t for t, is_wanted in zip(results[1:], chosen, strict=True) if is_wanted)
+    return (results[0], *extra) if extra else results[0]
+
+
+OP = Op("linear_logprob", public=("linear_logprob",), kernels=(), torch_ops=(PARTS, FINISH, BACKWARD))
