@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.linear_logprob_operators import (
     BACKWARD,
     FINISH,
     PARTS,
-    Wanted,
     candidates,
     check_inputs,
     check_numbers,
@@ -47,8 +47,8 @@ class _LinearLogprob(torch.autograd.Function):
         if all(g is None for g in incoming):
             return (None,) * 8
         hidden, weight, ids, bias, temperatures, stats, targets, entropy, squares = ctx.saved_tensors
-        entropy = entropy if ctx.wanted & Wanted.ENTROPY else None
-        squares = squares if ctx.wanted & Wanted.SQUARES else None
+        entropy = entropy if ctx.wanted & plans.ENTROPY else None
+        squares = squares if ctx.wanted & plans.SQUARES else None
         grads = BACKWARD(
             *incoming, hidden, weight, ids, bias, temperatures, stats, entropy, squares, targets, *ctx.options,
             *ctx.needs, False,
@@ -67,7 +67,7 @@ def forward(
         parts.unsqueeze(0), targets.unsqueeze(0), ids, options[0], options[-1], candidates(hidden, ids), wanted
     )
     shape = hidden.shape[:-1]
-    bits = (Wanted.ENTROPY, Wanted.LSE, Wanted.SQUARES, Wanted.MEAN, Wanted.TOP1)
+    bits = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
     of_rows = [t.view(shape) if wanted & bit else t for t, bit in zip(of_rows, bits, strict=True)]
     return logprob, *of_rows, (stats, targets, logits)
 
@@ -155,9 +155,9 @@ def linear_logprob(
     if is_dynamo_compiling():
         numbers = tuple(constant(value) for value in numbers)
     wanted = (
-        Wanted.ENTROPY * bool(return_entropy) + Wanted.LSE * bool(return_lse)
-        + Wanted.SQUARES * bool(return_log_sum_sq) + Wanted.MEAN * bool(return_mean_logit)
-        + Wanted.TOP1 * bool(return_top1)
+        plans.ENTROPY * bool(return_entropy) + plans.LSE * bool(return_lse)
+        + plans.SQUARES * bool(return_log_sum_sq) + plans.MEAN * bool(return_mean_logit)
+        + plans.TOP1 * bool(return_top1)
     )  # fmt: skip
     check_inputs(*map(meta_of, (hidden, weight, ids, bias, temperatures)))
     check_numbers(*numbers, chunk_bytes)
@@ -171,4 +171,4 @@ def linear_logprob(
     return (results[0], *extra) if extra else results[0]
 
 
-OP = Op("linear_logprob", public=("linear_logprob",), kernels=(), torch_ops=(PARTS, FINISH, BACKWARD))
+OP = Op("linear_logprob", public=("linear_logprob",), kernels=plans.KERNELS, torch_ops=(PARTS, FINISH, BACKWARD))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss import logprob_reference as reference
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product, slab_columns
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
@@ -17,7 +18,7 @@ from rtkernels.ops.loss.logprob_reference import Incoming, Scores
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, Meta, Operator
-from rtkernels.runtime.operator.plan import IN_TORCH, Memory
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
 CHUNK_BYTES = 256 << 20  # logits of a slab by default, about
 _STEP = 128  # columns: given chunk_bytes are rounded down to so many
@@ -87,8 +88,8 @@ class Functions(NamedTuple):
     """What is done to rows of logits: by kernels, or in plain torch."""
 
     add_parts: Callable[..., None]
-    finish: Callable[..., reference.Statistics]
-    gradient: Callable[..., Tensor]
+    terms: Callable[..., Any]
+    gradient: Callable[..., None]
 
 
 def _flat(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,14 +124,6 @@ def _parts(
     return parts, targets, nothing(parts) if kept is None else kept
 
 
-
-
-class Wanted:
-    """Bits of the option `wanted`: statistics beside the log-probabilities."""
-
-    ENTROPY, LSE, SQUARES, MEAN, TOP1 = 1, 2, 4, 8, 16
-
-
 def _backward(
     functions: Functions, dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats,
     entropy, log_sum_sq, targets, ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first,
@@ -141,9 +134,9 @@ def _backward(
         ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary
     )  # fmt: skip
     states, flat = _flat(hidden, ids)
-    head, rows = Head(states, weight, bias, options), len(states)
+    head = Head(states, weight, bias, options)
     incoming = Incoming(dlogprob, dentropy, dlse, dsquares, dmean)
-    terms = reference.terms(incoming, flat, entropy, log_sum_sq, ignore_index, vocabulary, rows)
+    terms = functions.terms(flat, incoming, stats, entropy, log_sum_sq, options)
     in_place = head.dtype == hidden.dtype
     slabs = [(0, len(weight))] if kept is not None and in_place else list(head.slabs())
     memory = head.memory(head.columns) if kept is None else None
@@ -155,7 +148,7 @@ def _backward(
     for start, end in slabs:
         logits = kept[:, start:end] if kept is not None else head.logits(start, end, memory)
         out = logits if gradients is None else gradients[:, : end - start]
-        functions.gradient(logits, out, flat, temperatures, stats, targets, terms, options, start)
+        functions.gradient(logits, out, flat, temperatures, terms, targets, dlogprob, options, start)
         if need_hidden:
             if wide == torch.float32:
                 add_product(dhidden, out, weight[start:end], start == 0)
@@ -273,25 +266,61 @@ def _add_parts_plain(logits, ids, temperatures, parts, targets, options, wanted,
     targets.copy_(scores if start == 0 else torch.maximum(targets, scores))
 
 
-def _gradient_plain(logits, out, ids, temperatures, stats, targets, terms, options, start) -> None:
-    scores, first = _scores(options, temperatures), options.first + start
+def _terms_plain(ids, incoming, stats, entropy, log_sum_sq, options) -> tuple[Tensor, reference.Terms]:
+    return stats, reference.terms(incoming, ids, entropy, log_sum_sq, options.ignore_index, options.vocabulary)
+
+
+def _gradient_plain(logits, out, ids, temperatures, found, targets, dlogprob, options, start) -> None:
+    (stats, terms), scores, first = found, _scores(options, temperatures), options.first + start
     out.copy_(reference.gradient(logits, ids, stats, terms, scores, options.ignore_index, first, out.dtype))
 
 
 def _finish_plain(parts, targets, ids, ignore_index, vocabulary, k, wanted):
     found = reference.finished(parts, targets, ids, ignore_index, vocabulary)
-    shape = ids.shape if k == 1 and found.logprob.numel() == ids.numel() else ids.shape
     *of_rows, top1 = found[1:6]
-    bits = (Wanted.ENTROPY, Wanted.LSE, Wanted.SQUARES, Wanted.MEAN)
+    bits = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN)
     return (
-        found.logprob.reshape(shape),
+        found.logprob.reshape(ids.shape),
         *(t if wanted & bit else nothing(t) for t, bit in zip(of_rows, bits, strict=True)),
-        top1 if wanted & Wanted.TOP1 else nothing(top1),
+        top1 if wanted & plans.TOP1 else nothing(top1),
         found.stats,
     )
 
 
-_PLAIN = Functions(_add_parts_plain, _finish_plain, _gradient_plain)
+_PLAIN = Functions(_add_parts_plain, _terms_plain, _gradient_plain)
+
+
+# ---- with kernels ---------------------------------------------------------------------------------------------------
+
+
+def _add_parts(logits, ids, temperatures, parts, targets, options, wanted, start) -> None:
+    numbers = (*options[1:4], options.first + start, int(start == 0))
+    plans.ADD_PARTS(
+        logits, ids, temperatures, parts, targets, options.ignore_index, options.vocabulary, wanted, *numbers
+    )
+
+
+def _terms(ids, incoming, stats, entropy, log_sum_sq, options) -> Tensor:
+    return plans.MAKE_TERMS(
+        ids, *incoming, stats, entropy, log_sum_sq, options.ignore_index, options.vocabulary
+    )  # fmt: skip
+
+
+def _gradient(logits, out, ids, temperatures, terms, targets, dlogprob, options, start) -> None:
+    numbers = (options.ignore_index, options.vocabulary, *options[1:4], options.first + start)
+    plans.MAKE_GRADIENT(logits, out, ids, temperatures, terms, targets, dlogprob, *numbers)
+
+
+_KERNELS = Functions(_add_parts, _terms, _gradient)
+
+
+def _launch_parts(hidden, *others):
+    plans.raise_if_bad(hidden)
+    results = _parts(_KERNELS, hidden, *others)
+    if hidden.get_device() < 0:  # the emulator has finished by then
+        plans.raise_if_bad(hidden)
+    return results
+
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
@@ -309,11 +338,11 @@ def _outputs_parts(hidden, weight, ids, fp32_logits, keep_logits):
 def _outputs_finish(parts, ids, wanted):
     rows = parts.shape[-1]
     each = Memory((rows,), torch.float32)
-    bits = (Wanted.ENTROPY, Wanted.LSE, Wanted.SQUARES, Wanted.MEAN)
+    bits = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN)
     return (
         Memory(ids.shape, torch.float32),
         *(each if wanted & bit else None for bit in bits),
-        Memory((rows,), torch.bool) if wanted & Wanted.TOP1 else None,
+        Memory((rows,), torch.bool) if wanted & plans.TOP1 else None,
         Memory((2, rows), torch.float32),
     )
 
@@ -345,17 +374,19 @@ _SAVED = (
 _NEEDS = "bool need_hidden, bool need_weight, bool need_bias, bool fp32_hidden_grad"
 PARTS = Operator(
     "linear_logprob_parts", _TENSORS, options=f"{_OPTIONS}, bool keep_logits, int wanted",
-    results="parts targets logits", outputs=_outputs_parts, check=_check, plan=lambda: IN_TORCH,
-    reference=partial(_parts, _PLAIN), plans_empty=True,
+    results="parts targets logits", outputs=_outputs_parts, check=_check,
+    plan=lambda hidden: Steps(instead=_launch_parts) if hidden.rows else IN_TORCH, reference=partial(_parts, _PLAIN),
+    plans_empty=True,
 )  # fmt: skip
 FINISH = Operator(
     "linear_logprob_finish", (Dense("parts"), Dense("targets"), Dense("ids", None)),
     options="int ignore_index, int vocabulary, int k, int wanted",
     results="logprob entropy lse log_sum_sq mean_logit top1 stats", outputs=_outputs_finish, check=_check_finish,
-    plan=lambda: IN_TORCH, reference=_finish_plain,
+    plan=plans.plan_finish, reference=_finish_plain,
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_logprob_bwd", (*_INCOMING, *_TENSORS, *_SAVED), options=f"{_OPTIONS}, {_NEEDS}",
-    results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd, plan=lambda: IN_TORCH,
+    results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
+    plan=lambda hidden: Steps(instead=partial(_backward, _KERNELS)) if hidden.rows else IN_TORCH,
     reference=partial(_backward, _PLAIN), plans_empty=True,
 )  # fmt: skip

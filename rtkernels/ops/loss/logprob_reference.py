@@ -140,10 +140,10 @@ class Terms(NamedTuple):
 
 def terms(
     incoming: Incoming, ids: Tensor, entropy: Tensor | None, log_sum_sq: Tensor | None, ignore_index: int,
-    vocabulary: int, rows: int,
+    vocabulary: int,
 ) -> Terms:  # fmt: skip
-    """Return what the gradient of each row is made of."""
-    flat = ids.reshape(rows, -1)
+    """Return what the gradient of each row is made of. `ids`: ``[rows, k]``."""
+    flat, rows = ids, len(ids)
     dropped = (flat == ignore_index).all(-1)
     zero = torch.zeros(rows, dtype=torch.float32, device=ids.device)
     d_entropy, d_lse, d_squares, d_mean = (zero if g is None else g.float().reshape(-1) for g in incoming[1:])
