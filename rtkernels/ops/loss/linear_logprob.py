@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import logprob_plan as plans
+from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
 from rtkernels.ops.loss.linear_logprob_operators import (
     BACKWARD,
+    BACKWARD_SAVED,
     FINISH,
     PARTS,
     candidates,
     check_inputs,
     check_numbers,
 )
+from rtkernels.ops.loss.linear_logprob_parallel import all_parts, complete
+from rtkernels.ops.loss.linear_logprob_projected import BACKWARD as PROJECTED_BACKWARD
+from rtkernels.ops.loss.linear_logprob_projected import PROJECT
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
@@ -27,49 +32,99 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 SAVES = ("stats", "logits", "projected")
 
 
+class Call(NamedTuple):
+    """The options of a call.
+
+    Attributes:
+        numbers: ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, then the first column of
+            this process and the size of the vocabulary, as operators take them.
+        wanted: Bits of ``logprob_plan``.
+        save: What gradients are computed from.
+        group: Over which the vocabulary is split, or None.
+    """
+
+    numbers: tuple[Any, ...]
+    wanted: int
+    save: str
+    group: Any
+
+    @property
+    def score_numbers(self) -> tuple[Any, ...]:
+        """Numbers without those of products."""
+        return *self.numbers[:4], *self.numbers[6:]
+
+
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, ids, bias, temperatures, options, wanted, save):
+    def forward(ctx, hidden, weight, ids, bias, temperatures, call):
         ctx.set_materialize_grads(False)
         ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        logprob, entropy, lse, squares, mean, top1, saved = forward(
-            hidden, weight, ids, bias, temperatures, options, wanted, False
-        )
-        ctx.options, ctx.wanted = options, wanted
-        ctx.save_for_backward(hidden, weight, ids, bias, temperatures, *saved[:2], entropy, squares)
-        ctx.mark_non_differentiable(top1)
-        return logprob, entropy, lse, squares, mean, top1
+        ctx.call = call
+        *results, saved = forward(hidden, weight, ids, bias, temperatures, call)
+        entropy, squares = results[1], results[3]
+        ctx.save_for_backward(hidden, weight, ids, bias, temperatures, entropy, squares, *saved)
+        ctx.mark_non_differentiable(results[5])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogprob, dentropy, dlse, dsquares, dmean, _top1):
-        incoming = (dlogprob, dentropy, dlse, dsquares, dmean)
+        incoming, call = (dlogprob, dentropy, dlse, dsquares, dmean), ctx.call
         if all(g is None for g in incoming):
-            return (None,) * 8
-        hidden, weight, ids, bias, temperatures, stats, targets, entropy, squares = ctx.saved_tensors
-        entropy = entropy if ctx.wanted & plans.ENTROPY else None
-        squares = squares if ctx.wanted & plans.SQUARES else None
-        grads = BACKWARD(
-            *incoming, hidden, weight, ids, bias, temperatures, stats, entropy, squares, targets, *ctx.options,
-            *ctx.needs, False,
-        )  # fmt: skip
+            return (None,) * 6
+        hidden, weight, ids, bias, temperatures, entropy, squares, stats, targets, *more = ctx.saved_tensors
+        entropy = entropy if call.wanted & plans.ENTROPY else None
+        if call.save == "projected":
+            top, sums = more
+            dhidden = PROJECTED_BACKWARD(
+                *incoming[:3], hidden, weight, ids, temperatures, top, stats, entropy, targets, sums,
+                *call.score_numbers,
+            )  # fmt: skip
+            return complete(dhidden, hidden.dtype, call.group), *(None,) * 5
+        squares = squares if call.wanted & plans.SQUARES else None
+        tensors = (*incoming, hidden, weight, ids, bias, temperatures, stats, entropy, squares, targets)
+        options = (*call.numbers, *ctx.needs, call.group is not None)
+        if call.save == "logits":
+            if not is_dynamo_compiling():
+                check_overwritten(ctx)
+            grads = BACKWARD_SAVED(*tensors, *options, more[0])
+        else:
+            grads = BACKWARD(*tensors, *options)
         dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
-        return dhidden, dweight, None, dbias, *(None,) * 4
+        if call.group is not None and dhidden is not None:
+            dhidden = complete(dhidden, hidden.dtype, call.group)
+        return dhidden, dweight, None, dbias, None, None
+
+
+def check_overwritten(ctx: Any) -> None:
+    """Raise if a backward pass has overwritten the logits before."""
+    if getattr(ctx, "overwritten", False):
+        raise RuntimeError(
+            "linear_logprob(save='logits') was differentiated before (retain_graph=True), and gradients were written "
+            "over its logits: use save='stats'"
+        )
+    ctx.overwritten = True
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperatures: Tensor | None,
-    options: tuple[Any, ...], wanted: int, keep_logits: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return logprob, entropy, lse, log_sum_sq, mean_logit and top1, then a tuple of stats, targets and logits."""
-    parts, targets, logits = PARTS(hidden, weight, ids, bias, temperatures, *options, keep_logits, wanted)
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperatures: Tensor | None, call: Call
+) -> tuple[Any, ...]:
+    """Return logprob, entropy, lse, log_sum_sq, mean_logit and top1, then a tuple of what gradients need."""
+    tensors, wanted = (hidden, weight, ids, bias, temperatures), call.wanted
+    if call.save == "projected":
+        parts, targets, sums = PROJECT(*tensors, *call.numbers, wanted)
+        more = (parts[0], sums)
+    else:
+        parts, targets, logits = PARTS(*tensors, *call.numbers, call.save == "logits", wanted)
+        more = (logits,) if call.save == "logits" else ()
+    ignore_index, *_, vocabulary = call.numbers
     logprob, *of_rows, stats = FINISH(
-        parts.unsqueeze(0), targets.unsqueeze(0), ids, options[0], options[-1], candidates(hidden, ids), wanted
+        *all_parts(parts, targets, call.group), ids, ignore_index, vocabulary, candidates(hidden, ids), wanted
     )
     shape = hidden.shape[:-1]
     bits = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
     of_rows = [t.view(shape) if wanted & bit else t for t, bit in zip(of_rows, bits, strict=True)]
-    return logprob, *of_rows, (stats, targets, logits)
+    return logprob, *of_rows, (stats, targets, *more)
 
 
 @public
@@ -114,7 +169,7 @@ def linear_logprob(
         save: What is kept for gradients: ``"stats"``, a few numbers for each row, so that logits are computed again;
             ``"logits"``, all of them, which the backward pass overwrites, so that only one is possible;
             ``"projected"``, for a weight and bias without gradients, a projection of the probabilities for each row,
-            so that the backward pass needs no product.
+            so that the backward pass needs no product. It has no gradients of log_sum_sq and mean_logit.
         chunk_bytes: Memory for the logits of a slab. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             weight and bias, and all hidden states and ids. Each gets the same results, the complete gradient of hidden
@@ -137,8 +192,6 @@ def linear_logprob(
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
-    if group is not None:
-        raise NotImplementedError("linear_logprob(group=)")
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -161,14 +214,26 @@ def linear_logprob(
     )  # fmt: skip
     check_inputs(*map(meta_of, (hidden, weight, ids, bias, temperatures)))
     check_numbers(*numbers, chunk_bytes)
-    options = (ignore_index, *numbers, fp32_logits, chunk_bytes, 0, weight.shape[0])
-    if is_grad_enabled() and needs_grad(hidden, weight, bias):
-        results = _LinearLogprob.apply(hidden, weight, ids, bias, temperatures, options, wanted, save)
+    span = (0, weight.shape[0]) if group is None else vocabulary_range(weight.shape[0], group, vocab_start, vocab_size)
+    differentiates = is_grad_enabled() and needs_grad(hidden, weight, bias)
+    if save == "projected" and differentiates:
+        if needs_grad(weight, bias):
+            raise ArgumentError("save is 'projected' and weight or bias requires a gradient; expected a frozen head")
+        if return_log_sum_sq or return_mean_logit:
+            raise ArgumentError("save is 'projected' with log_sum_sq or mean_logit; expected 'stats' or 'logits'")
+    call = Call(
+        (ignore_index, *numbers, fp32_logits, chunk_bytes, *span), wanted, save if differentiates else "stats", group
+    )
+    if differentiates:
+        results = _LinearLogprob.apply(hidden, weight, ids, bias, temperatures, call)
     else:
-        *results, _ = forward(hidden, weight, ids, bias, temperatures, options, wanted, False)
+        *results, _ = forward(hidden, weight, ids, bias, temperatures, call)
     chosen = (return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1)
     extra = tuple(t for t, is_wanted in zip(results[1:], chosen, strict=True) if is_wanted)
     return (results[0], *extra) if extra else results[0]
 
 
-OP = Op("linear_logprob", public=("linear_logprob",), kernels=plans.KERNELS, torch_ops=(PARTS, FINISH, BACKWARD))
+OP = Op(
+    "linear_logprob", public=("linear_logprob",), kernels=plans.KERNELS,
+    torch_ops=(PARTS, FINISH, BACKWARD, BACKWARD_SAVED, PROJECT, PROJECTED_BACKWARD),
+)  # fmt: skip

@@ -17,7 +17,7 @@ from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.layout import nothing
-from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, Meta, Operator
+from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
 CHUNK_BYTES = 256 << 20  # logits of a slab by default, about
@@ -92,11 +92,17 @@ class Functions(NamedTuple):
     gradient: Callable[..., None]
 
 
-def _flat(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def flat_rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return states ``[rows, hidden size]`` and ids ``[rows, k]``."""
     states = hidden.reshape(-1, hidden.shape[-1])
     k = ids.shape[-1] if ids.dim() == hidden.dim() else 1
     return states, ids.reshape(len(states), k).contiguous()
+
+
+def row_memory(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the parts of rows and for the scores of their ids."""
+    shape = {"dtype": torch.float32, "device": states.device}
+    return torch.empty(PART_ROWS, len(ids), **shape), torch.empty(ids.shape[1], len(ids), **shape)
 
 
 def candidates(hidden: Any, ids: Any) -> int:
@@ -112,10 +118,9 @@ def _parts(
     options = Options(
         ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary
     )  # fmt: skip
-    states, flat = _flat(hidden, ids)
+    states, flat = flat_rows(hidden, ids)
     head = Head(states, weight, bias, options)
-    parts = torch.empty(PART_ROWS, len(states), dtype=torch.float32, device=hidden.device)
-    targets = torch.empty(flat.shape[1], len(states), dtype=torch.float32, device=hidden.device)
+    parts, targets = row_memory(states, flat)
     kept = head.memory(len(weight)) if keep_logits else None
     memory = head.memory(head.columns) if kept is None else None
     for start, end in [(0, len(weight))] if keep_logits else head.slabs():
@@ -127,13 +132,14 @@ def _parts(
 def _backward(
     functions: Functions, dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats,
     entropy, log_sum_sq, targets, ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first,
-    vocabulary, need_hidden, need_weight, need_bias, fp32_hidden_grad, kept=None,
+    vocabulary, need_hidden, need_weight, need_bias, fp32_hidden_grad, logits=None,
 ):  # fmt: skip
-    """The operator ``linear_logprob_bwd``; with `kept`, the logits of all columns, which are overwritten."""
+    """The operators ``linear_logprob_bwd`` and ``_bwd_saved``: with `logits` of all columns, which are overwritten."""
+    kept = None if logits is None else logits[:, : len(weight)]
     options = Options(
         ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary
     )  # fmt: skip
-    states, flat = _flat(hidden, ids)
+    states, flat = flat_rows(hidden, ids)
     head = Head(states, weight, bias, options)
     incoming = Incoming(dlogprob, dentropy, dlse, dsquares, dmean)
     terms = functions.terms(flat, incoming, stats, entropy, log_sum_sq, options)
@@ -146,9 +152,9 @@ def _backward(
     dhidden = torch.empty(states.shape, dtype=wide, device=states.device) if need_hidden else nothing(states)
     dbias = []
     for start, end in slabs:
-        logits = kept[:, start:end] if kept is not None else head.logits(start, end, memory)
-        out = logits if gradients is None else gradients[:, : end - start]
-        functions.gradient(logits, out, flat, temperatures, terms, targets, dlogprob, options, start)
+        some = kept[:, start:end] if kept is not None else head.logits(start, end, memory)
+        out = some if gradients is None else gradients[:, : end - start]
+        functions.gradient(some, out, flat, temperatures, terms, targets, dlogprob, options, start)
         if need_hidden:
             if wide == torch.float32:
                 add_product(dhidden, out, weight[start:end], start == 0)
@@ -161,12 +167,6 @@ def _backward(
     if need_hidden:
         dhidden = (dhidden if fp32_hidden_grad else dhidden.to(hidden.dtype)).view(hidden.shape)
     return dhidden, dweight, torch.cat(dbias).to(bias.dtype) if need_bias else nothing(states)
-
-
-def _saved_backward(functions: Functions, dlogprob, dentropy, dlse, dsquares, dmean, logits, *others):
-    """The operator ``linear_logprob_bwd_saved``."""
-    kept = logits[:, : others[1].shape[0]]
-    return _backward(functions, dlogprob, dentropy, dlse, dsquares, dmean, *others, kept=kept)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def check_numbers(logit_scale: float, softcap: float, temperature: float, chunk_
         raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
 
 
-def _check(
+def check(
     hidden, weight, ids, bias, temperatures, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary
 ) -> None:
     check_numbers(logit_scale, softcap, temperature, chunk_bytes)
@@ -224,7 +224,7 @@ def _check_bwd(
     dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats, entropy, log_sum_sq,
     targets, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary,
 ) -> None:  # fmt: skip
-    _check(hidden, weight, ids, bias, temperatures, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary)
+    check(hidden, weight, ids, bias, temperatures, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary)
     rows, k = hidden.rows, candidates(hidden, ids)
     check_shape("stats", stats.shape, (2, rows), "[2, rows]")
     check_shape("targets", targets.shape, (k, rows), "[k, rows]")
@@ -237,6 +237,18 @@ def _check_bwd(
     for name, given, needed in (("entropy", entropy, dentropy), ("log_sum_sq", log_sum_sq, dsquares)):
         if needed is not None and given is None:
             raise ArgumentError(f"{name} is None; expected that of the forward pass, for its gradient")
+
+
+def _check_saved(
+    logits, dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats, entropy,
+    log_sum_sq, targets, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary, fp32_logits,
+) -> None:  # fmt: skip
+    incoming, tensors = (dlogprob, dentropy, dlse, dsquares, dmean), (hidden, weight, ids, bias, temperatures)
+    saved, numbers = (stats, entropy, log_sum_sq, targets), (logit_scale, softcap, temperature)
+    _check_bwd(*incoming, *tensors, *saved, *numbers, chunk_bytes, first, vocabulary)
+    check_shape("logits", logits.shape, (hidden.rows, padded(weight.shape[0])), "those of the forward pass")
+    wanted = torch.float32 if fp32_logits else hidden.dtype
+    check_same("logits", logits.dtype, wanted, "dtype", of="the forward pass")
 
 
 def _check_finish(parts, targets, ids, vocabulary, k) -> None:
@@ -266,13 +278,14 @@ def _add_parts_plain(logits, ids, temperatures, parts, targets, options, wanted,
     targets.copy_(scores if start == 0 else torch.maximum(targets, scores))
 
 
-def _terms_plain(ids, incoming, stats, entropy, log_sum_sq, options) -> tuple[Tensor, reference.Terms]:
-    return stats, reference.terms(incoming, ids, entropy, log_sum_sq, options.ignore_index, options.vocabulary)
+def _terms_plain(ids, incoming, stats, entropy, log_sum_sq, options) -> Tensor:
+    return reference.terms(ids, incoming, stats, entropy, log_sum_sq, options.ignore_index, options.vocabulary)
 
 
-def _gradient_plain(logits, out, ids, temperatures, found, targets, dlogprob, options, start) -> None:
-    (stats, terms), scores, first = found, _scores(options, temperatures), options.first + start
-    out.copy_(reference.gradient(logits, ids, stats, terms, scores, options.ignore_index, first, out.dtype))
+def _gradient_plain(logits, out, ids, temperatures, terms, targets, dlogprob, options, start) -> None:
+    scores, first = _scores(options, temperatures), options.first + start
+    numbers = options.ignore_index, first, options.vocabulary, out.dtype
+    out.copy_(reference.gradient(logits, ids, terms, dlogprob, scores, *numbers))
 
 
 def _finish_plain(parts, targets, ids, ignore_index, vocabulary, k, wanted):
@@ -287,7 +300,7 @@ def _finish_plain(parts, targets, ids, ignore_index, vocabulary, k, wanted):
     )
 
 
-_PLAIN = Functions(_add_parts_plain, _terms_plain, _gradient_plain)
+PLAIN = Functions(_add_parts_plain, _terms_plain, _gradient_plain)
 
 
 # ---- with kernels ---------------------------------------------------------------------------------------------------
@@ -311,12 +324,12 @@ def _gradient(logits, out, ids, temperatures, terms, targets, dlogprob, options,
     plans.MAKE_GRADIENT(logits, out, ids, temperatures, terms, targets, dlogprob, *numbers)
 
 
-_KERNELS = Functions(_add_parts, _terms, _gradient)
+KERNELS = Functions(_add_parts, _terms, _gradient)
 
 
 def _launch_parts(hidden, *others):
     plans.raise_if_bad(hidden)
-    results = _parts(_KERNELS, hidden, *others)
+    results = _parts(KERNELS, hidden, *others)
     if hidden.get_device() < 0:  # the emulator has finished by then
         plans.raise_if_bad(hidden)
     return results
@@ -325,12 +338,17 @@ def _launch_parts(hidden, *others):
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
+def row_outputs(hidden: Meta, ids: Meta) -> tuple[Memory, Memory]:
+    """Return the parts of rows and the scores of their ids."""
+    rows = hidden.rows
+    return Memory((PART_ROWS, rows), torch.float32), Memory((candidates(hidden, ids), rows), torch.float32)
+
+
 def _outputs_parts(hidden, weight, ids, fp32_logits, keep_logits):
     rows = hidden.rows
     dtype = torch.float32 if fp32_logits else hidden.dtype
     return (
-        Memory((PART_ROWS, rows), torch.float32),
-        Memory((candidates(hidden, ids), rows), torch.float32),
+        *row_outputs(hidden, ids),
         Memory((rows, padded(weight.shape[0])), dtype) if keep_logits else None,
     )
 
@@ -356,15 +374,15 @@ def _gradients(hidden, weight, bias, need_hidden, need_weight, need_bias, fp32_h
     )
 
 
-_TENSORS = (
+TENSORS = (
     Argument("hidden"), Argument("weight", None), Argument("ids", None), Argument("bias", None, optional=True),
     Dense("temperatures", None, optional=True),
 )  # fmt: skip
-_OPTIONS = (
+OPTIONS = (
     "int ignore_index, float logit_scale, float softcap, float temperature, bool fp32_logits, int chunk_bytes, "
     "int first, int vocabulary"
 )
-_INCOMING = tuple(
+INCOMING = tuple(
     DenseFloat(name, None, optional=True) for name in ("dlogprob", "dentropy", "dlse", "dsquares", "dmean")
 )
 _SAVED = (
@@ -373,9 +391,9 @@ _SAVED = (
 )  # fmt: skip
 _NEEDS = "bool need_hidden, bool need_weight, bool need_bias, bool fp32_hidden_grad"
 PARTS = Operator(
-    "linear_logprob_parts", _TENSORS, options=f"{_OPTIONS}, bool keep_logits, int wanted",
-    results="parts targets logits", outputs=_outputs_parts, check=_check,
-    plan=lambda hidden: Steps(instead=_launch_parts) if hidden.rows else IN_TORCH, reference=partial(_parts, _PLAIN),
+    "linear_logprob_parts", TENSORS, options=f"{OPTIONS}, bool keep_logits, int wanted",
+    results="parts targets logits", outputs=_outputs_parts, check=check,
+    plan=lambda hidden: Steps(instead=_launch_parts) if hidden.rows else IN_TORCH, reference=partial(_parts, PLAIN),
     plans_empty=True,
 )  # fmt: skip
 FINISH = Operator(
@@ -385,8 +403,15 @@ FINISH = Operator(
     plan=plans.plan_finish, reference=_finish_plain,
 )  # fmt: skip
 BACKWARD = Operator(
-    "linear_logprob_bwd", (*_INCOMING, *_TENSORS, *_SAVED), options=f"{_OPTIONS}, {_NEEDS}",
+    "linear_logprob_bwd", (*INCOMING, *TENSORS, *_SAVED), options=f"{OPTIONS}, {_NEEDS}",
     results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
-    plan=lambda hidden: Steps(instead=partial(_backward, _KERNELS)) if hidden.rows else IN_TORCH,
-    reference=partial(_backward, _PLAIN), plans_empty=True,
+    plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
+    reference=partial(_backward, PLAIN), plans_empty=True,
+)  # fmt: skip
+BACKWARD_SAVED = Operator(
+    "linear_logprob_bwd_saved",
+    (*INCOMING, *TENSORS, *_SAVED, *map(str.strip, f"{OPTIONS}, {_NEEDS}".split(",")), InPlace("logits")),
+    results="dhidden dweight dbias", outputs=_gradients, check=_check_saved,
+    plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
+    reference=partial(_backward, PLAIN), plans_empty=True,
 )  # fmt: skip

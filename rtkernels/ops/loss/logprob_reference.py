@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 
 TOP, SUM, SHIFTED, SQUARES, TOTAL, BEFORE = range(6)  # rows of parts
 PARTS = 6
+CONSTANT, SLOPE, TERMS = 2, 3, 6  # rows of terms, and how many there are
 
 
 class Scores(NamedTuple):
@@ -128,53 +129,49 @@ class Incoming(NamedTuple):
     mean_logit: Tensor | None
 
 
-class Terms(NamedTuple):
-    """Per row, the gradient in a score is ``p * (constant + slope * log p + square * p) + offset``."""
-
-    constant: Tensor
-    slope: Tensor
-    square: Tensor
-    offset: Tensor
-    ids: Tensor  # [rows, k]: that of each logprob, 0 where ignored or bad
-
-
 def terms(
-    incoming: Incoming, ids: Tensor, entropy: Tensor | None, log_sum_sq: Tensor | None, ignore_index: int,
-    vocabulary: int,
-) -> Terms:  # fmt: skip
-    """Return what the gradient of each row is made of. `ids`: ``[rows, k]``."""
-    flat, rows = ids, len(ids)
-    dropped = (flat == ignore_index).all(-1)
-    zero = torch.zeros(rows, dtype=torch.float32, device=ids.device)
+    ids: Tensor, incoming: Incoming, stats: Tensor, entropy: Tensor | None, log_sum_sq: Tensor | None,
+    ignore_index: int, vocabulary: int,
+) -> Tensor:  # fmt: skip
+    """Return ``[6, rows]``: top and level, then what the gradient of each row is made of; 0 for ignored rows.
+
+    In a score it is ``p * (constant + slope * log p + square * p) + offset``. `ids`: ``[rows, k]``.
+    """
+    zero = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     d_entropy, d_lse, d_squares, d_mean = (zero if g is None else g.float().reshape(-1) for g in incoming[1:])
-    valid = (flat != ignore_index) & (flat >= 0) & (flat < vocabulary)
-    each = torch.zeros(flat.shape, dtype=torch.float32, device=ids.device)
-    if incoming.logprob is not None:
-        each = torch.where(valid, incoming.logprob.float().reshape(flat.shape), 0.0)
-    constant = d_lse - each.sum(-1) - 2 * d_squares
+    constant = d_lse - of_ids(incoming.logprob, ids, ignore_index, vocabulary).sum(-1) - 2 * d_squares
     if incoming.entropy is not None:
         constant = constant - d_entropy * entropy.reshape(-1)
     square = zero if incoming.log_sum_sq is None else 2 * d_squares * (-log_sum_sq.reshape(-1)).exp()
-    found = (constant, -d_entropy, square, d_mean / vocabulary)
-    return Terms(*(t.masked_fill(dropped, 0.0) for t in found), each)
+    found = torch.stack((constant, -d_entropy, square, d_mean / vocabulary))
+    return torch.cat((stats, found.masked_fill((ids == ignore_index).all(-1), 0.0)))
+
+
+def of_ids(dlogprob: Tensor | None, ids: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Return the gradients of log-probabilities ``[rows, k]``, 0 where an id is ignored or bad."""
+    if dlogprob is None:
+        return torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    return torch.where(
+        (ids != ignore_index) & (ids >= 0) & (ids < vocabulary), dlogprob.float().reshape(ids.shape), 0.0
+    )
 
 
 def gradient(
-    logits: Tensor, ids: Tensor, stats: Tensor, found: Terms, scores: Scores, ignore_index: int, first: int,
-    dtype: torch.dtype,
+    logits: Tensor, ids: Tensor, terms: Tensor, dlogprob: Tensor | None, scores: Scores, ignore_index: int, first: int,
+    vocabulary: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of some columns of logits, rounded once."""
-    rows, cols = logits.shape
+    cols = logits.shape[1]
     capped, divisor = scores.capped(logits), scores.divisor()
-    logp = capped / divisor - stats[0].unsqueeze(-1) - stats[1].unsqueeze(-1)
+    top, level, constant, slope, square, offset = (t.unsqueeze(-1) for t in terms)
+    logp = capped / divisor - torch.where(top == -torch.inf, 0.0, top) - level
     p = logp.exp()
-    constant, slope, square, offset = (t.unsqueeze(-1) for t in found[:4])
     d = torch.where(p == 0, 0.0, p * (constant + slope * logp + square * p)) + offset
-    flat = ids.reshape(rows, -1)
-    column = flat.long() - first
-    here = (column >= 0) & (column < cols) & (flat != ignore_index)
-    d.scatter_add_(-1, torch.where(here, column, 0), torch.where(here, found.ids, 0.0))
+    column = ids.long() - first
+    here = (column >= 0) & (column < cols) & (ids != ignore_index)
+    each = of_ids(dlogprob, ids, ignore_index, vocabulary)
+    d.scatter_add_(-1, torch.where(here, column, 0), torch.where(here, each, 0.0))
     d = d * (scores.logit_scale / divisor)
     if scores.softcap:
         d = d * (1 - (capped / scores.softcap).square())
-    return d.masked_fill((flat == ignore_index).all(-1, keepdim=True), 0.0).to(dtype)
+    return d.masked_fill((ids == ignore_index).all(-1, keepdim=True), 0.0).to(dtype)
