@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -133,7 +133,7 @@ def linear_logprob(
     logit_scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0,
     return_entropy: bool = False, return_lse: bool = False, return_log_sum_sq: bool = False,
     return_mean_logit: bool = False, return_top1: bool = False, fp32_logits: bool = False,
-    save: Literal["stats", "logits", "projected"] = "stats", chunk_bytes: int | None = None, group: Any = None,
+    save: str = "stats", chunk_bytes: int | None = None, group: Any = None,
     vocab_start: int | None = None, vocab_size: int | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip

@@ -65,15 +65,16 @@ def folded(parts: Tensor) -> Tensor:
 def parts(
     logits: Tensor, ids: Tensor, scores: Scores, ignore_index: int, first: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts ``[6, rows]`` of some columns, and the scores ``[k, rows]`` of ids (-inf if not among them)."""
+    """Return the parts ``[6, rows]`` of some columns, and the scores ``[k, rows]`` of ids (-inf if not among them).
+
+    `ids`: ``[rows, k]``.
+    """
     check_ids(ids, ignore_index, vocabulary)
     rows, cols = logits.shape
-    column = ids.reshape(rows, -1).long() - first
-    here = (column >= 0) & (column < cols) & (ids.reshape(rows, -1) != ignore_index)
+    column = ids.long() - first
+    here = (column >= 0) & (column < cols) & (ids != ignore_index)
     if rows == 0:
-        return logits.new_empty(PARTS, 0, dtype=torch.float32), logits.new_empty(
-            column.shape[1], 0, dtype=torch.float32
-        )
+        return tuple(logits.new_empty(n, 0, dtype=torch.float32) for n in (PARTS, ids.shape[1]))
     z = scores.capped(logits) / scores.divisor()
     top = torch.where(z.isnan(), -torch.inf, z).amax(-1)
     away = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
