@@ -199,11 +199,11 @@ __global__ void __launch_bounds__(256, 4)
     const Score<T> score(softcap, scale, warmth);
     const float top = anchored(terms[at]), level = terms[rows + at];
     const float constant = terms[2 * rows + at], tilt = terms[3 * rows + at];
-    const float square = terms[4 * rows + at], even = terms[5 * rows + at];
+    const float square = terms[4 * rows + at], mean_term = terms[5 * rows + at];
     auto of_score = [&](float z, float more) {
         const float logp = (z - top) - level, p = exponential<kFast>(logp);
         const float d = p == 0.0f ? 0.0f : p * fmaf(square, p, fmaf(tilt, logp, constant));
-        return (d + even + more) * score.slope(z, warmth);
+        return (d + mean_term + more) * score.slope(z, warmth);
     };
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {

@@ -29,6 +29,7 @@ from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
+BITS = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
 SAVES = ("stats", "logits", "projected")
 
 
@@ -69,24 +70,26 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogprob, dentropy, dlse, dsquares, dmean, _top1):
-        incoming, call = (dlogprob, dentropy, dlse, dsquares, dmean), ctx.call
+        call = ctx.call  # compiled graphs have gradients also of results that were not requested
+        of_rows = zip((dentropy, dlse, dsquares, dmean), BITS[:4], strict=True)
+        incoming = (dlogprob, *(g if call.wanted & bit else None for g, bit in of_rows))
         if all(g is None for g in incoming):
             return (None,) * 6
+        if call.save == "logits" and not is_dynamo_compiling():
+            check_overwritten(ctx)
         hidden, weight, ids, bias, temperatures, entropy, squares, stats, targets, *more = ctx.saved_tensors
         entropy = entropy if call.wanted & plans.ENTROPY else None
         if call.save == "projected":
             top, sums = more
             dhidden = PROJECTED_BACKWARD(
-                *incoming[:3], hidden, weight, ids, temperatures, top, stats, entropy, targets, sums,
+                hidden, weight, ids, temperatures, *incoming[:3], top, stats, entropy, targets, sums,
                 *call.score_numbers,
             )  # fmt: skip
             return complete(dhidden, hidden.dtype, call.group), *(None,) * 5
         squares = squares if call.wanted & plans.SQUARES else None
-        tensors = (*incoming, hidden, weight, ids, bias, temperatures, stats, entropy, squares, targets)
+        tensors = (hidden, weight, ids, bias, temperatures, *incoming, stats, entropy, squares, targets)
         options = (*call.numbers, *ctx.needs, call.group is not None)
         if call.save == "logits":
-            if not is_dynamo_compiling():
-                check_overwritten(ctx)
             grads = BACKWARD_SAVED(*tensors, *options, more[0])
         else:
             grads = BACKWARD(*tensors, *options)
@@ -122,8 +125,7 @@ def forward(
         *all_parts(parts, targets, call.group), ids, ignore_index, vocabulary, candidates(hidden, ids), wanted
     )
     shape = hidden.shape[:-1]
-    bits = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
-    of_rows = [t.view(shape) if wanted & bit else t for t, bit in zip(of_rows, bits, strict=True)]
+    of_rows = [t.view(shape) if wanted & bit else t for t, bit in zip(of_rows, BITS, strict=True)]
     return logprob, *of_rows, (stats, targets, *more)
 
 

@@ -130,7 +130,7 @@ def _parts(
 
 
 def _backward(
-    functions: Functions, dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats,
+    functions: Functions, hidden, weight, ids, bias, temperatures, dlogprob, dentropy, dlse, dsquares, dmean, stats,
     entropy, log_sum_sq, targets, ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first,
     vocabulary, need_hidden, need_weight, need_bias, fp32_hidden_grad, logits=None,
 ):  # fmt: skip
@@ -148,15 +148,15 @@ def _backward(
     memory = head.memory(head.columns) if kept is None else None
     gradients = None if in_place else head.memory(head.columns, hidden.dtype)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else nothing(states)
-    wide = torch.float32 if fp32_hidden_grad or len(slabs) > 1 else hidden.dtype
-    dhidden = torch.empty(states.shape, dtype=wide, device=states.device) if need_hidden else nothing(states)
+    sum_dtype = torch.float32 if fp32_hidden_grad or len(slabs) > 1 else hidden.dtype
+    dhidden = torch.empty(states.shape, dtype=sum_dtype, device=states.device) if need_hidden else nothing(states)
     dbias = []
     for start, end in slabs:
         some = kept[:, start:end] if kept is not None else head.logits(start, end, memory)
         out = some if gradients is None else gradients[:, : end - start]
         functions.gradient(some, out, flat, temperatures, terms, targets, dlogprob, options, start)
         if need_hidden:
-            if wide == torch.float32:
+            if sum_dtype == torch.float32:
                 add_product(dhidden, out, weight[start:end], start == 0)
             else:
                 torch.mm(out, weight, out=dhidden)
@@ -403,14 +403,14 @@ FINISH = Operator(
     plan=plans.plan_finish, reference=_finish_plain,
 )  # fmt: skip
 BACKWARD = Operator(
-    "linear_logprob_bwd", (*INCOMING, *TENSORS, *_SAVED), options=f"{OPTIONS}, {_NEEDS}",
+    "linear_logprob_bwd", (*TENSORS, *INCOMING, *_SAVED), options=f"{OPTIONS}, {_NEEDS}",
     results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
     plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
     reference=partial(_backward, PLAIN), plans_empty=True,
 )  # fmt: skip
 BACKWARD_SAVED = Operator(
     "linear_logprob_bwd_saved",
-    (*INCOMING, *TENSORS, *_SAVED, *map(str.strip, f"{OPTIONS}, {_NEEDS}".split(",")), InPlace("logits")),
+    (*TENSORS, *INCOMING, *_SAVED, *map(str.strip, f"{OPTIONS}, {_NEEDS}".split(",")), InPlace("logits")),
     results="dhidden dweight dbias", outputs=_gradients, check=_check_saved,
     plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
     reference=partial(_backward, PLAIN), plans_empty=True,

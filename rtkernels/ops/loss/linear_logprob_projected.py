@@ -59,7 +59,7 @@ def _project(
 
 
 def _backward(
-    dlogprob, dentropy, dlse, hidden, weight, ids, temperatures, top, stats, entropy, targets, sums, ignore_index,
+    hidden, weight, ids, temperatures, dlogprob, dentropy, dlse, top, stats, entropy, targets, sums, ignore_index,
     logit_scale, softcap, temperature, first, vocabulary,
 ):  # fmt: skip
     """The operator ``linear_logprob_bwd_projected``: the gradient of hidden in fp32. `top`: that of sums."""
@@ -114,7 +114,7 @@ PROJECT = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_logprob_bwd_projected",
-    (*linear.INCOMING[:3], *linear.TENSORS[:3], linear.TENSORS[4], Dense("top"), Dense("stats", None),
+    (*linear.TENSORS[:3], linear.TENSORS[4], *linear.INCOMING[:3], Dense("top"), Dense("stats", None),
      Dense("entropy", None, optional=True), Dense("targets", None), Dense("sums", None)),
     options="int ignore_index, float logit_scale, float softcap, float temperature, int first, int vocabulary",
     results="dhidden", outputs=lambda hidden: (Memory(hidden.shape, torch.float32),),

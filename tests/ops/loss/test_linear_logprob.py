@@ -180,7 +180,7 @@ def test_results_without_gradients_are_the_same() -> None:
         for got, one in zip(first, second, strict=True):
             assert_same_bits(got, one.detach())
     assert isinstance(linear_logprob(hidden, weight, ids), Tensor)
-    assert len(linear_logprob(hidden, weight, ids, return_lse=True, return_top1=True)) == 2
+    assert len(linear_logprob(hidden, weight, ids, return_lse=True, return_top1=True)) == 3
 
 
 def test_only_needed_gradients_and_one_backward_of_logits() -> None:
@@ -245,7 +245,7 @@ def test_bad_arguments() -> None:
         ("ids has shape", {"ids": ids[:, :3]}), ("ids has shape", {"ids": ids[..., :0]}),
         ("ids has shape", {"ids": ids[0, :, 0]}), ("temperature has dtype", {"temperature": warm.double()}),
         ("temperature has shape", {"temperature": warm[0]}), ("temperature is 0", {"temperature": 0.0}),
-        ("temperature requires", {"temperature": warm.requires_grad_()}), ("softcap is", {"softcap": -1.0}),
+        ("temperature requires", {"temperature": warm.clone().requires_grad_()}), ("softcap is", {"softcap": -1.0}),
         ("logit_scale is", {"logit_scale": float("inf")}), ("chunk_bytes is", {"chunk_bytes": 0}),
         ("save is", {"save": "all"}), ("without a group", {"vocab_start": 0}),
         ("frozen", {"save": "projected", "weight": weight.clone().requires_grad_()}),

@@ -28,14 +28,14 @@ def samples(device: str):
     logprob, entropy, lse, squares, mean, _, stats = FINISH.reference(*found, -100, 24, 2, everything)
     each = [t.view(2, 5) for t in (entropy, lse, squares, mean)]
     saved = (stats, each[0], each[2], targets)
-    yield BACKWARD, (logprob, *each, *tensors, *saved, *options, True, True, True, False)
-    yield BACKWARD, (None, None, each[1], None, None, *tensors, *saved, *options, True, False, False, True)
+    yield BACKWARD, (*tensors, logprob, *each, *saved, *options, True, True, True, False)
+    yield BACKWARD, (*tensors, None, None, each[1], None, None, *saved, *options, True, False, False, True)
     logits = torch.randn(10, 24, generator=g, device=device)
-    yield BACKWARD_SAVED, (logprob, *each, *tensors, *saved, *options, True, True, True, False, logits)
+    yield BACKWARD_SAVED, (*tensors, logprob, *each, *saved, *options, True, True, True, False, logits)
     yield projected.PROJECT, (*tensors, *options, everything)
     parts, targets, sums = projected.PROJECT.reference(*tensors, *options, everything)
     yield (
         projected.BACKWARD,
-        (logprob, each[0], each[1], hidden, weight, ids, warm, parts[0].contiguous(), stats, each[0], targets, sums,
+        (hidden, weight, ids, warm, logprob, each[0], each[1], parts[0].contiguous(), stats, each[0], targets, sums,
          *options[:4], 0, 24),
     )  # fmt: skip
