@@ -44,6 +44,7 @@ from rtkernels.ops.index.row_moves import scatter_add as scatter_add
 from rtkernels.ops.layout.patchify import repeat_heads as repeat_heads
 from rtkernels.ops.layout.transpose import transpose_experts as transpose_experts
 from rtkernels.ops.loss.cross_entropy import check_labels as check_labels
+from rtkernels.ops.loss.linear_divergence import linear_divergence as linear_divergence
 from rtkernels.ops.moe.moe_index import moe_index as moe_index
 from rtkernels.ops.moe.moe_index import moe_row_id_map as moe_row_id_map
 from rtkernels.ops.moe.moe_index import moe_rows as moe_rows
