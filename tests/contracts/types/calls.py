@@ -156,6 +156,7 @@ def reductions() -> None:
     pair(rtk.linear_logprob(x, matrix, ids, return_entropy=True))
     pair(rtk.linear_logprob(x, matrix, ids, return_lse=True, save="logits"))
     triple(rtk.linear_logprob(x, matrix, ids, return_entropy=True, return_lse=True))
+    tensor(rtk.linear_divergence(x, matrix, x, matrix, beta=0.5))
     tensor(rtk.kl_div(x, v, reduction="batchmean"))
     tensor(rtk.jsd(x, v, from_logits=True))
     rtk.check_labels()
