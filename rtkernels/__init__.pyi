@@ -44,6 +44,7 @@ from rtkernels.ops.index.row_moves import scatter_add as scatter_add
 from rtkernels.ops.layout.patchify import repeat_heads as repeat_heads
 from rtkernels.ops.layout.transpose import transpose_experts as transpose_experts
 from rtkernels.ops.loss.cross_entropy import check_labels as check_labels
+from rtkernels.ops.loss.linear_divergence import linear_divergence as linear_divergence
 from rtkernels.ops.moe.moe_index import moe_index as moe_index
 from rtkernels.ops.moe.moe_index import moe_row_id_map as moe_row_id_map
 from rtkernels.ops.moe.moe_index import moe_rows as moe_rows
@@ -608,6 +609,53 @@ def linear_cross_entropy(
     'mean', 'sum'] = 'mean', return_lse: bool = False, return_accuracy: bool = False, chunk_rows: int | None = None,
     fp32_weight_grad: bool = False, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
     out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, ...]: ...
+
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[False] =
+    False, return_lse: Literal[False] = False, return_log_sum_sq: Literal[False] = False, return_mean_logit:
+    Literal[False] = False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats',
+    'logits', 'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None =
+    None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor:
+    """Return log-probabilities of tokens under ``softmax(hidden @ weight.T + bias)``, without storing all logits."""
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[True],
+    return_lse: Literal[False] = False, return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] =
+    False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits',
+    'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None,
+    vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[False] =
+    False, return_lse: Literal[True], return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] =
+    False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits',
+    'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None,
+    vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[True],
+    return_lse: Literal[True], return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] = False,
+    return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] =
+    'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None
+    = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 def dequantize_fp8(
