@@ -76,7 +76,8 @@ RTK_DEVICE void write_pair(u8* tile, int row, int n, int lane, float lo, float h
 // d += rows row.. + 15 of one tile by the columns of another, summed over STEPS steps of 16 of its rows.
 template <typename T, typename Left, typename Right, int STEPS, int N>
 RTK_DEVICE void rows_by_columns(float (&d)[N][4], const u8* left, int row, const u8* right, int lane) {
-#pragma unroll
+    constexpr int kUnroll = N > 4 ? 2 : 4;
+#pragma unroll kUnroll
     for (int step = 0; step < STEPS; ++step) {
         u32 a[4];
         Left::left(a, left, row, step, lane);

@@ -51,7 +51,7 @@ GRADS = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
-    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T", max_registers=80, tier="serve",
+    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T", max_registers=128, tier="serve",
     args="q:ptr k:ptr v:ptr g:ptr beta:ptr state:ptr out:ptr heads:i64 key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 "
     "q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 l2norm:i64 scale:f64",
     variants=[(t,) for t in _TOKENS],
