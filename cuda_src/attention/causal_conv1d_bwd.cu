@@ -16,7 +16,7 @@ RTK_DEVICE float conv_slope(float dy, float z, bool silu) {
 // are added over the warps of a block in order, to row blockIdx.z * gridDim.x + blockIdx.x of dweight [.., channels, W]
 // and dbias [.., channels], which are fp32 or null. dx is dense, or null.
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(32 * kConvWarps)
+__global__ void __launch_bounds__(32 * kConvWarps, 1)
     causal_conv1d_bwd(const T* dy, const T* dfinal, const T* x, const void* weight, const void* bias, const T* initial,
                       const i32* cu, T* dx, float* dweight, float* dbias, i64 sequences, i64 length, i64 channels,
                       i64 dy_batch, i64 dy_row, i64 x_batch, i64 x_row, i64 columns, i64 weight_fp32, i64 bias_fp32,

@@ -12,7 +12,7 @@
 namespace rtk {
 
 template <typename T, int DK, int VT>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     gated_delta_rule_scan(const T* q, const T* k, const T* v, const T* solve, const T* inner, const float* rows,
                           const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
                           i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
