@@ -99,7 +99,10 @@ RESULTS: dict[str, list[Case]] = {
             *("mla_attention", "mla_decode"),
         )
     },
-    "lightning_attention": _switch("return_state", "Tensor", PAIR),
+    **{
+        name: _switch("return_state", "Tensor", PAIR)
+        for name in ("lightning_attention", "gated_delta_rule", "causal_conv1d")
+    },
     **{name: _switch("per_tensor", "Tensor", PAIR) for name in ("multi_count_zeros", "multi_norm")},
 }
 

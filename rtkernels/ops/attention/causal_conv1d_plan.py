@@ -33,9 +33,7 @@ STEP = Kernel(
     args="x:ptr weight:ptr bias:ptr state:ptr y:ptr sequences:i64 channels:i64 x_batch:i64 columns:i64 " + _FLAGS,
     variants=[(t, w) for t in WIDTH for w in WIDTHS],
 )  # fmt: skip
-_BWD_ARGS = (
-    "sequences:i64 length:i64 channels:i64 dy_batch:i64 dy_row:i64 x_batch:i64 x_row:i64 columns:i64 " + _FLAGS
-)
+_BWD_ARGS = "sequences:i64 length:i64 channels:i64 dy_batch:i64 dy_row:i64 x_batch:i64 x_row:i64 columns:i64 " + _FLAGS
 BWD = Kernel(
     "attention/causal_conv1d_bwd.cu", "causal_conv1d_bwd", template="T W N", max_registers=255,
     args="dy:ptr dfinal:ptr x:ptr weight:ptr bias:ptr initial:ptr cu:ptr dx:ptr dweight:ptr dbias:ptr " + _BWD_ARGS,

@@ -124,7 +124,13 @@ def _plan_backward(
     steps += [
         plans.scan(call, q, k, v, names, device),
         plans.reverse(
-            call, q, k, dout, 0 if dfinal_state is None else "dfinal_state", "dinitial_state" if needs_state else 0, device
+            call,
+            q,
+            k,
+            dout,
+            0 if dfinal_state is None else "dfinal_state",
+            "dinitial_state" if needs_state else 0,
+            device,
         ),
         plans.grads(call, q, k, v, dout, device),
     ]
