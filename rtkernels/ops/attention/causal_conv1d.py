@@ -108,6 +108,13 @@ def _reference_step(x, weight, bias, state, silu):
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
+class _Channels(UnitStride):
+    """Neighbouring channels; a copy of an empty tensor would keep its strides."""
+
+    def fits(self, meta: Meta) -> bool:
+        return 0 in meta.shape or super().fits(meta)
+
+
 def _check_filter(x: Meta, weight: Meta, bias: Meta | None) -> None:
     channels = x.shape[-1]
     token("weight", weight.dtype, (x.dtype, torch.float32))
@@ -151,7 +158,7 @@ def _outputs(x, initial_state, cu_seqlens, columns, wants_state):
 
 
 _INPUTS = (
-    UnitStride("x"), Dense("weight", None), Dense("bias", None, optional=True),
+    _Channels("x"), Dense("weight", None), Dense("bias", None, optional=True),
     Dense("initial_state", None, optional=True), Dense("cu_seqlens", None, optional=True),
 )  # fmt: skip
 FORWARD = Operator(
@@ -179,7 +186,7 @@ def _backward_outputs(x, weight, bias, initial_state, need_x, need_weight, need_
 
 
 BACKWARD = Operator(
-    "causal_conv1d_bwd", (UnitStride("dy", like="x"), Dense("dfinal_state", None, optional=True), *_INPUTS),
+    "causal_conv1d_bwd", (_Channels("dy", like="x"), Dense("dfinal_state", None, optional=True), *_INPUTS),
     options="bool silu, int columns, bool need_x, bool need_weight, bool need_bias, bool need_initial_state",
     results="dx dweight dbias dinitial_state", outputs=_backward_outputs, plan=plan_backward,
     reference=_reference_bwd, check=_check_backward, plans_empty=True,
@@ -273,7 +280,7 @@ def _check_step(x: Meta, weight: Meta, bias: Meta | None, state: Meta) -> None:
 ONE = Operator(
     "causal_conv1d_step_",
     (
-        UnitStride("x"), Dense("weight", None), Dense("bias", None, optional=True), InPlaceExact("state", FLOAT_DTYPES),
+        _Channels("x"), Dense("weight", None), Dense("bias", None, optional=True), InPlaceExact("state", FLOAT_DTYPES),
     ),
     options="bool silu", results="y", outputs=lambda x: (Memory(tuple(x.shape), x.dtype),), plan=plan_step,
     reference=_reference_step, check=_check_step,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from support.attention_exact import assert_near
@@ -26,7 +28,7 @@ def exact(
 ) -> tuple[Tensor, Tensor]:
     """Sequence by sequence of packed tokens, in float64."""
     taps, columns, outs, finals = weight.shape[1], states.shape[2], [], []
-    for b, (first, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for b, (first, end) in enumerate(pairwise(ends)):
         rows = torch.cat((x.new_zeros(taps, x.shape[1]), states[b].t(), x[first:end]))
         begin, length = rows.shape[0] - (end - first), end - first
         z = sum(rows[begin - taps + 1 + j : begin - taps + 1 + j + length] * weight[:, j] for j in range(taps)) + bias

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from support.attention_exact import assert_near
@@ -38,7 +40,7 @@ def recurrence(q, k, v, g, beta, state, scale: float, l2norm: bool) -> tuple[Ten
 def exact(q, k, v, g, beta, states, ends: list[int], l2norm: bool) -> tuple[Tensor, Tensor]:
     parts = [
         recurrence(*(t[first:end] for t in (q, k, v, g, beta)), states[b], q.shape[-1] ** -0.5, l2norm)
-        for b, (first, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for b, (first, end) in enumerate(pairwise(ends))
     ]
     outs, finals = zip(*parts, strict=True)
     return torch.cat((*outs, v.new_zeros(v.shape[0] - ends[-1], *v.shape[1:]))), torch.stack(finals)
