@@ -1,4 +1,4 @@
-"""Short causal convolutions over time, before linear attention and state space layers: forward, gradients, one token."""
+"""Short causal convolutions over time, before linear attention: forward, gradients, and one token at a time."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def _check_filter(x: Meta, weight: Meta, bias: Meta | None) -> None:
     token("weight", weight.dtype, (x.dtype, torch.float32))
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
         raise ArgumentError(
-            f"weight has shape {tuple(weight.shape)}; expected ({channels}, taps) for x of shape {tuple(x.shape)}, with "
-            f"{WIDTHS[0]} to {WIDTHS[-1]} taps"
+            f"weight has shape {tuple(weight.shape)}; expected ({channels}, taps) for x of shape {tuple(x.shape)}, "
+            f"with {WIDTHS[0]} to {WIDTHS[-1]} taps"
         )
     if bias is not None:
         token("bias", bias.dtype, (x.dtype, torch.float32))

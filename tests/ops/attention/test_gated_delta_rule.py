@@ -115,7 +115,8 @@ def test_equal_keys(beta: float, place: str) -> None:
     """M has entries of beta everywhere: its powers grow, its inverse does not."""
     q, k, v, g, _, state = inputs(70, 1, 1, 16, 16, 1, BF16, 0.01)
     tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.full_like(g, beta), state]
-    check(tensors, None, place, tolerance=2.0**-5)
+    # With beta 2 each token reflects the state: T has entries of 2 that alternate, and roundings add up.
+    check(tensors, None, place, tolerance=2.0**-4 if beta == 2.0 else 2.0**-6)
 
 
 @at("cpu", "sm_80", "cuda")

@@ -77,8 +77,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "gate has dtype float16; expected float32, that of x",
     ),
     "gate device": (
-        lambda: module.FORWARD.check(meta_on(0, _ones(4, 8)), meta_on(1, _ones(4, 8)), None, 2, 1e-6, "same", "sigmoid", False),
+        lambda: module.FORWARD.check(
+            meta_on(0, _ones(4, 8)), meta_on(1, _ones(4, 8)), None, 2, 1e-6, "same", "sigmoid", False
+        ),
         "gate has device index 1; expected 0, that of x",
+    ),
+    "act": (
+        lambda: gated(_ones(4, 8), _ones(4, 8), groups=2, act="gelu"),
+        "act is 'gelu'; expected one of sigmoid, silu",
     ),
     "groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=3), "groups is 3; expected a number that divides the 8"),
     "no groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=0), "groups is 0; expected a number that divides"),
@@ -105,7 +111,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"dy has shape \(4, 4\); expected \(4, 8\), that of gate",
     ),
     "dy dtype": (
-        lambda: module.BACKWARD(_ones(4, 8).half(), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", "sigmoid", False, False),
+        lambda: module.BACKWARD(
+            _ones(4, 8).half(), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", "sigmoid", False, False
+        ),
         "dy has dtype float16; expected float32",
     ),
     "weight_grad": (
