@@ -122,6 +122,8 @@ WORDS: dict[str, str] = {
     "output": "row transposed both", "rule": "ocp nv", "packed": _PACKED,
 }  # fmt: skip
 WORDS_OF: dict[tuple[str, str], str] = {
+    ("causal_conv1d", "activation"): "silu", ("causal_conv1d_step", "activation"): "silu",
+    ("group_rms_norm_gate", "act"): "sigmoid silu",
     ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid",
     ("quantize_int8", "granularity"): "row tensor",
     ("group_rms_norm_gate", "layout"): "same sequence_first",
