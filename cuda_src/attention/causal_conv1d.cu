@@ -23,17 +23,17 @@ __global__ void __launch_bounds__(32 * kConvWarps)
 #pragma unroll
     for (int j = 1; j < W; ++j)
         conv_input<T, N>(x, x_row, initial, columns, channels, channel, row0 - W + j, span, window[j]);
-    constexpr int kAtOnce = 4;
+    constexpr int kInFlight = 4;
 #pragma unroll 1
-    for (int base = 0; base < kConvRows; base += kAtOnce) {
-        Raw<sizeof(T) * N> raw[kAtOnce];
+    for (int base = 0; base < kConvRows; base += kInFlight) {
+        Raw<sizeof(T) * N> raw[kInFlight];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
+        for (int r = 0; r < kInFlight; ++r) {
             clear(raw[r]);
             if (row0 + base + r < length) raw[r] = load_raw<T, N>(x + (row0 + base + r) * x_row);
         }
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
+        for (int r = 0; r < kInFlight; ++r) {
             const i64 row = row0 + base + r;
             if (row >= length) return;
             if (row >= span.end) {

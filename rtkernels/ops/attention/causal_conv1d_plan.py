@@ -16,7 +16,7 @@ _ROWS = 16 * 8  # of a block
 _THREADS = 256
 
 _FLAGS = "weight_fp32:i64 bias_fp32:i64 silu:i64"
-_VECTORS = [(t, w, n) for t, wide in WIDTH.items() for w in WIDTHS for n in (1, wide)]
+_VECTORS = [(t, w, n) for t, vector in WIDTH.items() for w in WIDTHS for n in (1, vector)]
 FWD = Kernel(
     "attention/causal_conv1d.cu", "causal_conv1d_fwd", template="T W N", max_registers=168,
     args="x:ptr weight:ptr bias:ptr initial:ptr cu:ptr y:ptr sequences:i64 length:i64 channels:i64 x_batch:i64 "

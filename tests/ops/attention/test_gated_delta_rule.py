@@ -112,7 +112,7 @@ def test_decays(decay: float, place: str) -> None:
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize("beta", (1.0, 2.0))
 def test_equal_keys(beta: float, place: str) -> None:
-    """M has entries of beta everywhere: its powers grow, its inverse does not."""
+    """M has entries of beta everywhere; products of it grow, the inverse does not."""
     q, k, v, g, _, state = inputs(70, 1, 1, 16, 16, 1, BF16, 0.01)
     tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.full_like(g, beta), state]
     # With beta 2 each token reflects the state: T has entries of 2 that alternate, and roundings add up.
