@@ -104,7 +104,10 @@ RESULTS: dict[str, list[Case]] = {
             *("mla_attention", "mla_decode"),
         )
     },
-    "lightning_attention": _switch("return_state", "Tensor", PAIR),
+    **{
+        name: _switch("return_state", "Tensor", PAIR)
+        for name in ("lightning_attention", "gated_delta_rule", "causal_conv1d")
+    },
     **{name: _switch("per_tensor", "Tensor", PAIR) for name in ("multi_count_zeros", "multi_norm")},
 }
 
@@ -124,6 +127,8 @@ WORDS: dict[str, str] = {
     "output": "row transposed both", "rule": "ocp nv", "packed": _PACKED,
 }  # fmt: skip
 WORDS_OF: dict[tuple[str, str], str] = {
+    ("causal_conv1d", "activation"): "silu", ("causal_conv1d_step", "activation"): "silu",
+    ("group_rms_norm_gate", "act"): "sigmoid silu",
     ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid",
     ("quantize_int8", "granularity"): "row tensor",
     ("group_rms_norm_gate", "layout"): "same sequence_first",

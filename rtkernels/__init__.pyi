@@ -33,6 +33,7 @@ from rtkernels.ops.act.glu_fp8 import GluFp8Gradients
 from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8
 from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8Gradients
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
+from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as gated_delta_rule_step
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
@@ -104,7 +105,8 @@ __version__: str
 
 def group_rms_norm_gate(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, groups: int, eps: float | None = None, layout:
-    Literal['same', 'sequence_first'] = 'same', out: Tensor | None = None
+    Literal['same', 'sequence_first'] = 'same', act: Literal['sigmoid', 'silu'] = 'sigmoid', gate_first: bool = False,
+    out: Tensor | None = None
 ) -> Tensor:
     """Normalise each group of channels by its root mean square and gate the result."""
 
@@ -1179,6 +1181,52 @@ def sage_attention(
     None, int | None] | None = None, qk: Literal['int8', 'fp8'] = 'int8', pv: Literal['16', 'int8', 'fp8'] = '16',
     granularity: Literal['token', 'block'] = 'token', smooth_k: bool = True, return_lse: bool = False, layout:
     Literal['blhd', 'bhld'] = 'blhd', out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Literal['silu'] | None = 'silu',
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, out:
+    Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor:
+    """Convolve each channel with its own short causal filter over time, and apply silu."""
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Literal['silu'] | None = 'silu',
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[True], out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Literal['silu'] | None = 'silu',
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+def causal_conv1d_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: Literal['silu'] | None = 'silu',
+    out: Tensor | None = None
+) -> Tensor:
+    """Return ``causal_conv1d`` for one more token per sequence, and shift it into the states."""
+
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
+    Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, l2norm: bool =
+    False, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor:
+    """Return linear attention by the gated delta rule."""
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
+    Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[True], l2norm: bool = False, out:
+    Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
+    Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, l2norm: bool = False, out:
+    Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

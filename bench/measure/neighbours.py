@@ -52,7 +52,7 @@ def _norms(rows: int, cols: int, device: str) -> Iterator[Point]:
 
     def gated(op: Callable[..., Any], *more: Any) -> Callable[[], Any]:
         tensors = [x().view(1, rows, cols) for _ in range(2 + len(more))]
-        return _call(op, *tensors, w(), 4, 1e-6, "same", *more)
+        return _call(op, *tensors, w(), 4, 1e-6, "same", "sigmoid", False, *more)
 
     n = 2 * rows * cols
     yield Point("rms_norm_fwd", rows, cols, 2 * n, lambda: _call(rms.FORWARD, x(), w(), 1e-6, 0.0))

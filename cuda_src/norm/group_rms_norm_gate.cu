@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(512)
 template <typename T, typename W, int VEC>
 RTK_DEVICE void long_groups(const T* x, const T* gate, const void* weights, T* y, i64 tokens, i64 inner_size, i64 groups,
                             i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 y_outer,
-                            i64 y_inner, i64 weight_group, i64 threads_per_row, double eps, GroupScratch<1>& scratch) {
+                            i64 y_inner, i64 weight_group, i64 threads_per_row, i64 form, double eps, GroupScratch<1>& scratch) {
     const W* const weight = static_cast<const W*>(weights);
     const RowGroup group(threads_per_row);
     const i64 rows = tokens * groups;
@@ -96,6 +96,12 @@ RTK_DEVICE void long_groups(const T* x, const T* gate, const void* weights, T* y
         for (i64 column = static_cast<i64>(group.thread) * VEC; column < end; column += pitch) {
             float v[VEC];
             load_stream<T, VEC>(x_row + column, v);
+            if (form & kGateFirst) {
+                float t[VEC];
+                load_stream<T, VEC>(gate_row + column, t);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[k] *= gate_slope<T>(t[k], form).value;
+            }
 #pragma unroll
             for (int k = 0; k < VEC; ++k) square += v[k] * v[k];
         }
@@ -107,7 +113,7 @@ RTK_DEVICE void long_groups(const T* x, const T* gate, const void* weights, T* y
             load_stream<T, VEC>(gate_row + column, t);
             load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) v[k] *= rstd * w[k] * gate_at<T>(t[k]).open;
+            for (int k = 0; k < VEC; ++k) v[k] *= rstd * w[k] * gate_slope<T>(t[k], form).value;
             store<T, VEC>(y_row + column, v);
         }
     }
@@ -120,12 +126,12 @@ __global__ void __launch_bounds__(512, 1)
     group_rms_norm_gate_fwd_long(const T* x, const T* gate, const void* weight, T* y, i64 tokens, i64 inner_size,
                                  i64 groups, i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer,
                                  i64 gate_inner, i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row,
-                                 i64 weight_fp32, i64 aligned16, double eps) {
+                                 i64 weight_fp32, i64 aligned16, i64 form, double eps) {
     constexpr int N = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
 #define RTK_LONG_GROUPS(W, VEC)                                                                                        \
     long_groups<T, W, VEC>(x, gate, weight, y, tokens, inner_size, groups, cols, x_outer, x_inner, x_group, gate_outer, \
-                           gate_inner, y_outer, y_inner, weight_group, threads_per_row, eps, scratch)
+                           gate_inner, y_outer, y_inner, weight_group, threads_per_row, form, eps, scratch)
     if (weight_fp32) {
         aligned16 ? RTK_LONG_GROUPS(float, N) : RTK_LONG_GROUPS(float, 1);
     } else {

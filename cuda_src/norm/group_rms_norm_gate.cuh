@@ -1,6 +1,7 @@
 // RMS normalisation of each group of channels, times a sigmoid gate:
 //     y = n * w * s,  n = x * rstd,  rstd = 1/sqrt(mean over the group of x^2 + eps),  s = sigmoid(gate),
-// w the weight of the channel (null: ones). Arithmetic is fp32, rounded once at each store.
+// w the weight of the channel (null: ones). Kernels for any length of a group (`_long`) also take x * sigmoid(x) as s, and
+// s before the norm. Arithmetic is fp32, rounded once at each store.
 //
 // A token has `groups` groups of `cols` channels. A row is one group of one token; a group of threads (RowGroup) works
 // on a row. Tokens are indexed in two levels, token = o * inner_size + i, and every tensor has a token stride for each:
@@ -31,6 +32,22 @@ RTK_DEVICE Gate gate_at(float x) {
         larger = 1.0f - smaller;
     }
     return {x < 0.0f ? smaller : larger, x < 0.0f ? larger : smaller};
+}
+
+// How a gate acts: bits of the argument `form` of the kernels that have one.
+inline constexpr i64 kSiluGate = 1;   // x * sigmoid(x) instead of sigmoid(x)
+inline constexpr i64 kGateFirst = 2;  // multiplies x before the norm: n = h * rstd, h = x * s
+
+// A gate and its derivative.
+struct GateSlope {
+    float value, slope;
+};
+
+template <typename T>
+RTK_DEVICE GateSlope gate_slope(float x, i64 form) {
+    const Gate s = gate_at<T>(x);
+    if (form & kSiluGate) return {x * s.open, s.open * (1.0f + x * s.closed)};
+    return {s.open, s.open * s.closed};
 }
 
 // 1 / sqrt(sum / count + eps). An infinite sum gives 0.

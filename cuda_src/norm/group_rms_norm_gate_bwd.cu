@@ -212,7 +212,7 @@ template <typename T, typename W, int VEC>
 RTK_DEVICE void long_groups(const T* dy, const T* x, const T* gate, const void* weights, T* dx, T* dgate, float* rstd_out,
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
-                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 threads_per_row, double eps,
+                            i64 dx_outer, i64 dx_inner, i64 weight_group, i64 threads_per_row, i64 form, double eps,
                             GroupScratch<1>& scratch, GroupScratch<1>& product_scratch) {
     const W* const weight = static_cast<const W*>(weights);
     const RowGroup group(threads_per_row);
@@ -239,8 +239,9 @@ RTK_DEVICE void long_groups(const T* dy, const T* x, const T* gate, const void* 
             load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                square += v[k] * v[k];
-                product += d[k] * gate_at<T>(t[k]).open * w[k] * v[k];
+                const float s = gate_slope<T>(t[k], form).value, h = form & kGateFirst ? v[k] * s : v[k];
+                square += h * h;
+                product += d[k] * s * w[k] * v[k];
             }
         }
         square = group_reduce<Sum, false>(square, group, scratch, phase);
@@ -256,10 +257,16 @@ RTK_DEVICE void long_groups(const T* dy, const T* x, const T* gate, const void* 
             load_gain<W, VEC>(weight, g * weight_group + column, 0.0f, w);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                const Gate s = gate_at<T>(t[k]);
-                const float a = d[k] * s.open * w[k];
-                t[k] = a * (v[k] * rstd) * s.closed;
-                v[k] = a * rstd - v[k] * pull;
+                const GateSlope s = gate_slope<T>(t[k], form);
+                if (form & kGateFirst) {
+                    const float dh = d[k] * w[k] * rstd - v[k] * s.value * pull;
+                    t[k] = dh * v[k] * s.slope;
+                    v[k] = dh * s.value;
+                } else {
+                    const float a = d[k] * s.value * w[k];
+                    t[k] = d[k] * w[k] * (v[k] * rstd) * s.slope;
+                    v[k] = a * rstd - v[k] * pull;
+                }
             }
             store<T, VEC>(dx_row + column, v);
             store<T, VEC>(dgate_row + column, t);
@@ -276,13 +283,13 @@ __global__ void __launch_bounds__(512, 1)
                                  float* rstd_out, i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer,
                                  i64 dy_inner, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
                                  i64 dgate_outer, i64 dgate_inner, i64 dx_outer, i64 dx_inner, i64 weight_group,
-                                 i64 threads_per_row, i64 weight_fp32, i64 aligned16, double eps) {
+                                 i64 threads_per_row, i64 weight_fp32, i64 aligned16, i64 form, double eps) {
     constexpr int N = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch, product_scratch;
 #define RTK_LONG_GROUPS(W, VEC)                                                                                           \
     long_groups<T, W, VEC>(dy, x, gate, weight, dx, dgate, rstd_out, tokens, inner_size, groups, cols, dy_outer, dy_inner, \
                            x_outer, x_inner, x_group, gate_outer, gate_inner, dgate_outer, dgate_inner, dx_outer,         \
-                           dx_inner, weight_group, threads_per_row, eps, scratch, product_scratch)
+                           dx_inner, weight_group, threads_per_row, form, eps, scratch, product_scratch)
     if (weight_fp32) {
         aligned16 ? RTK_LONG_GROUPS(float, N) : RTK_LONG_GROUPS(float, 1);
     } else {
@@ -294,7 +301,7 @@ __global__ void __launch_bounds__(512, 1)
 template <typename T, int VEC>
 RTK_DEVICE void weight_gradients(const T* dy, const T* x, const T* gate, const float* rstd, float* partial, i64 tokens,
                                  i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer, i64 x_inner,
-                                 i64 x_group, i64 gate_outer, i64 gate_inner) {
+                                 i64 x_group, i64 gate_outer, i64 gate_inner, i64 form) {
     const i64 channel = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * VEC;
     if (channel >= groups * cols) return;
     const i64 g = channel / cols;
@@ -310,7 +317,7 @@ RTK_DEVICE void weight_gradients(const T* dy, const T* x, const T* gate, const f
         load_stream<T, VEC>(gate + o * gate_outer + i * gate_inner + channel, t);
         const float scale = rstd[token * groups + g];
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) total[k] += d[k] * gate_at<T>(t[k]).open * (v[k] * scale);
+        for (int k = 0; k < VEC; ++k) total[k] += d[k] * gate_slope<T>(t[k], form).value * (v[k] * scale);
     }
     store<float, VEC>(partial + blockIdx.y * (groups * cols) + channel, total);
 }
@@ -322,13 +329,14 @@ template <typename T>
 __global__ void __launch_bounds__(256)
     group_rms_norm_gate_bwd_weight(const T* dy, const T* x, const T* gate, const float* rstd, float* partial,
                                    i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner,
-                                   i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 aligned16) {
+                                   i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 aligned16,
+                                   i64 form) {
     if (aligned16) {
         weight_gradients<T, 16 / sizeof(T)>(dy, x, gate, rstd, partial, tokens, inner_size, groups, cols, dy_outer, dy_inner,
-                                            x_outer, x_inner, x_group, gate_outer, gate_inner);
+                                            x_outer, x_inner, x_group, gate_outer, gate_inner, form);
     } else {
         weight_gradients<T, 1>(dy, x, gate, rstd, partial, tokens, inner_size, groups, cols, dy_outer, dy_inner, x_outer,
-                               x_inner, x_group, gate_outer, gate_inner);
+                               x_inner, x_group, gate_outer, gate_inner, form);
     }
 }
 

@@ -251,6 +251,16 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "lightning_attention_step": lambda **n: rtkernels.lightning_attention_step(
         *_heads(1, 2, 16), torch.ones(2), torch.zeros(1, 2, 16, 16), **n
     ),
+    "gated_delta_rule": lambda **n: rtkernels.gated_delta_rule(
+        *_heads(1, 4, 2, 16), torch.zeros(1, 4, 2), torch.ones(1, 4, 2), **n
+    ),
+    "gated_delta_rule_step": lambda **n: rtkernels.gated_delta_rule_step(
+        *_heads(1, 2, 16), torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2, 16, 16), **n
+    ),
+    "causal_conv1d": lambda **n: rtkernels.causal_conv1d(torch.ones(1, 4, 8), torch.ones(8, 4), **n),
+    "causal_conv1d_step": lambda **n: rtkernels.causal_conv1d_step(
+        torch.ones(1, 8), torch.ones(8, 4), None, torch.zeros(1, 8, 4), **n
+    ),
     "mla_attention": lambda **n: rtkernels.mla_attention(*_heads(4, 2, 16), cu_seqlens_q=_offs(0, 4), **n),
     "mla_decode": lambda **n: rtkernels.mla_decode(
         _b16(1, 2, 64), _b16(1, 4, 64), _offs(3), **{"value_width": 64, **n}

@@ -101,6 +101,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "merge_attention": {"outs": [_h(1, 5, 2, 64)] * 2, "lses": [_f(1, 2, 5)] * 2},
     "lightning_attention": {"q": _h(1, 8, 2, 64), "k": _h(1, 8, 2, 64), "v": _h(1, 8, 2, 64), "decay": _f(2)},
+    "gated_delta_rule": {
+        "q": _h(1, 8, 2, 64), "k": _h(1, 8, 2, 64), "v": _h(1, 8, 2, 64), "g": _f(1, 8, 2), "beta": _f(1, 8, 2),
+    },
+    "causal_conv1d": {"x": _f(2, 8, 4), "weight": _f(4, 4), "bias": _f(4)},
     "hadamard": {"x": _f(4, 128)},
     "row_dot": {"x": _f(4, 8), "y": _f(4, 8)},
     "transpose": {"x": _f(4, 8)},

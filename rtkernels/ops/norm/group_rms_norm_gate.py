@@ -1,4 +1,4 @@
-"""RMS normalisation of groups of channels times a sigmoid gate (the end of a linear attention), and its backward."""
+"""RMS normalisation of groups of channels with a gate (the end of a linear attention), and its backward."""
 
 from __future__ import annotations
 
@@ -41,51 +41,62 @@ def _as_gate(t: Tensor, gate: Tensor, layout: str) -> Tensor:
     return (t.transpose(0, 1) if layout == "sequence_first" else t).reshape(gate.shape).to(gate.dtype).contiguous()
 
 
+def _gated(t: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """Return the gate and its derivative."""
+    s, rest = torch.sigmoid(t), torch.sigmoid(-t)
+    return (t * s, s * (1 + t * rest)) if act == "silu" else (s, s * rest)
+
+
 def _torch_fwd(
-    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float = 1e-6, layout: str = "same"
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float = 1e-6, layout: str = "same",
+    act: str = "sigmoid", gate_first: bool = False,
+) -> Tensor:  # fmt: skip
     v, t, w = _grouped_inputs(x, gate, weight, groups, layout)
-    normed = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    return _as_gate(normed * w * torch.sigmoid(t), gate, layout)
+    s, _ = _gated(t, act)
+    h = v * s if gate_first else v
+    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w
+    return _as_gate(normed if gate_first else normed * s, gate, layout)
 
 
 def _torch_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float = 1e-6, layout: str = "same"
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float = 1e-6, layout: str = "same",
+    act: str = "sigmoid", gate_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     v, t, w, d = _grouped_inputs(x, gate, weight, groups, layout, dy)
-    s = torch.sigmoid(t)
-    rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    a, n = d * w * s, v * rstd
-    dx = rstd * a - v * rstd**3 * (a * v).mean(-1, keepdim=True)
-    dgate = n * a * torch.sigmoid(-t)
+    s, slope = _gated(t, act)
+    h, a = (v * s, d * w) if gate_first else (v, d * w * s)
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    dh = rstd * a - h * rstd**3 * (a * h).mean(-1, keepdim=True)
+    dx, dgate = (dh * s, dh * v * slope) if gate_first else (dh, v * rstd * d * w * slope)
     dweight = nothing(x)
     if weight is not None:
-        dweight = (d * s * n).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+        dweight = (d * s * v * rstd).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
     return dx.reshape(x.shape).to(x.dtype).contiguous(), _as_gate(dgate, gate, layout), dweight
 
 
-def _reference_fwd(x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, layout: str) -> Tensor:
-    return _torch_fwd(x, gate, weight, groups, eps, layout) if gate.numel() else gate.new_empty(gate.shape)
+def _reference_fwd(x, gate, weight, groups, eps, layout, act, gate_first) -> Tensor:
+    if not gate.numel():
+        return gate.new_empty(gate.shape)
+    return _torch_fwd(x, gate, weight, groups, eps, layout, act, gate_first)
 
 
-def _reference_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, layout: str, weight_grad: bool
-):
+def _reference_bwd(dy, x, gate, weight, groups, eps, layout, act, gate_first, weight_grad):
     if gate.numel() == 0:
         dweight = weight.new_zeros(weight.shape) if weight_grad else nothing(x)
         return x.new_empty(x.shape), gate.new_empty(gate.shape), dweight
-    dx, dgate, dweight = _torch_bwd(dy, x, gate, weight, groups, eps, layout)
+    dx, dgate, dweight = _torch_bwd(dy, x, gate, weight, groups, eps, layout, act, gate_first)
     return dx, dgate, dweight if weight_grad else nothing(x)
 
 
 _INPUTS = Argument("x", None), Argument("gate", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
-    "group_rms_norm_gate_fwd", _INPUTS, options="int groups, float eps, str layout", results="y",
+    "group_rms_norm_gate_fwd", _INPUTS, options="int groups, float eps, str layout, str act, bool gate_first",
+    results="y",
     outputs=lambda gate: (Memory.like(gate),), plan=plan_fwd, reference=_reference_fwd, check=check,
 )  # fmt: skip
 BACKWARD = Operator(
     "group_rms_norm_gate_bwd", (Argument("dy", None), *_INPUTS),
-    options="int groups, float eps, str layout, bool weight_grad", results="dx dgate dweight",
+    options="int groups, float eps, str layout, str act, bool gate_first, bool weight_grad", results="dx dgate dweight",
     outputs=lambda x, gate, weight, weight_grad: (
         Memory.like(x), Memory.like(gate), Memory.like(weight) if weight_grad else None,
     ),
@@ -96,21 +107,21 @@ _forward = FORWARD.call
 
 class _GroupRmsNormGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, weight, groups, eps, layout):
+    def forward(ctx, x, gate, weight, *options):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gate, weight)
-        ctx.options = groups, eps, layout
-        return _forward(x, gate, weight, groups, eps, layout)
+        ctx.options = options
+        return _forward(x, gate, weight, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 6
+            return (None,) * 8
         need_x, need_gate, need_weight = ctx.needs_input_grad[:3]
         dx, dgate, dweight = BACKWARD.call(dy, *ctx.saved_tensors, *ctx.options, need_weight)
         grads = dx if need_x else None, dgate if need_gate else None, dweight if need_weight else None
-        return *grads, None, None, None
+        return *grads, None, None, None, None, None
 
 
 _differentiable = applied(_GroupRmsNormGate)
@@ -119,12 +130,13 @@ _differentiable = applied(_GroupRmsNormGate)
 @public
 def group_rms_norm_gate(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, groups: int, eps: float | None = None,
-    layout: str = "same",
+    layout: str = "same", act: str = "sigmoid", gate_first: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Normalise each group of channels by its root mean square and gate the result.
 
-    ``y = x / sqrt(mean over the group of x^2 + eps) * weight * sigmoid(gate)``. Computed in fp32 and rounded once.
+    ``y = x / sqrt(mean over the group of x^2 + eps) * weight * sigmoid(gate)``; with gate_first
+    x is multiplied by the activated gate before it is normalised. Computed in fp32 and rounded once.
     Differentiable once in x, gate and weight.
 
     Args:
@@ -139,6 +151,8 @@ def group_rms_norm_gate(
         eps: Added to the mean square. Default: 1e-6.
         layout: ``"same"``, or ``"sequence_first"``: x is ``[batch, sequence, ...]``, gate and the result are
             ``[sequence, batch, channels]``.
+        act: Activation of the gate, ``"sigmoid"``, or ``"silu"`` for ``gate * sigmoid(gate)``.
+        gate_first: Gate before the normalisation, as Mamba-2 does, instead of after it.
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
@@ -147,8 +161,8 @@ def group_rms_norm_gate(
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
     if is_grad_enabled() and needs_grad(x, gate, weight):
-        return _differentiable(x, gate, weight, groups, eps, layout)
-    return _forward(x, gate, weight, groups, eps, layout)
+        return _differentiable(x, gate, weight, groups, eps, layout, act, gate_first)
+    return _forward(x, gate, weight, groups, eps, layout, act, gate_first)
 
 
 OP = Op(

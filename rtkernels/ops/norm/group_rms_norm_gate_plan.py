@@ -31,6 +31,7 @@ from rtkernels.runtime.operator.plan import Memory, Step, Steps
 _UNIT = "norm/group_rms_norm_gate.cu"
 _BWD_UNIT = "norm/group_rms_norm_gate_bwd.cu"
 _LAYOUTS = ("same", "sequence_first")
+_ACTS = ("sigmoid", "silu")
 _CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
@@ -54,7 +55,7 @@ _FWD = Kernel(
 )  # fmt: skip
 _FWD_LONG = Kernel(
     _UNIT, "group_rms_norm_gate_fwd_long", template="T", max_registers=88,
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 eps:f64",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} weight_fp32:i64 aligned16:i64 form:i64 eps:f64",
     variants=TYPES,
 )  # fmt: skip
 _BWD = Kernel(
@@ -67,22 +68,25 @@ _BWD = Kernel(
 _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
     args=f"{_BWD_POINTERS} rstd_out:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
-    "dx_inner:i64 weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 eps:f64",
+    "dx_inner:i64 weight_group:i64 threads_per_row:i64 weight_fp32:i64 aligned16:i64 form:i64 eps:f64",
     variants=TYPES,
 )  # fmt: skip
 _BWD_WEIGHT = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_weight", template="T", max_registers=48,
-    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64", variants=TYPES,
+    args=f"dy:ptr x:ptr gate:ptr rstd:ptr partial:ptr {_COUNTS} {_BWD_INPUTS} aligned16:i64 form:i64",
+    variants=TYPES,
 )  # fmt: skip
 KERNELS = (_FWD, _FWD_LONG, _BWD, _BWD_LONG, _BWD_WEIGHT)
 
 
-def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) -> None:
+def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, act: str) -> None:
     """Raise an ArgumentError for arguments of the forward that do not fit together."""
     dtype, shape = x[:2]
     token("x", dtype)
     if layout not in _LAYOUTS:
         raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(_LAYOUTS)}")
+    if act not in _ACTS:
+        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(_ACTS)}")
     split = len(shape) == len(gate[1]) + 1
     if len(shape) < 1 + split:
         raise ArgumentError("x or gate has too few dimensions; expected at least one, the last holds the channels")
@@ -111,9 +115,11 @@ def check(x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str) ->
             )
 
 
-def check_bwd(dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, weight_grad: bool) -> None:
+def check_bwd(
+    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, layout: str, act: str, weight_grad: bool
+) -> None:  # fmt: skip
     """Raise an ArgumentError for arguments of the backward that do not fit together."""
-    check(x, gate, weight, groups, layout)
+    check(x, gate, weight, groups, layout, act)
     check_same("dy", dy[0], x[0], "dtype")
     check_same("dy", dy[1], gate[1], "shape", of="gate")
     if weight_grad and weight is None:
@@ -232,16 +238,25 @@ class Tensors:
         return int(self.w == "fp32"), int(self.vec > 1)
 
 
-def plan_fwd(x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, device: int) -> Steps:
+def _form(act: str, gate_first: bool) -> int:
+    """Return the argument of the long kernels; the others know only 0."""
+    return _ACTS.index(act) + 2 * gate_first
+
+
+def plan_fwd(
+    x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, act: str, gate_first: bool,
+    device: int,
+) -> Steps:  # fmt: skip
+    form = _form(act, gate_first)
     s, converted = Tensors.after_copies(x, gate, weight, None, groups, layout)
     numbers = s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group
-    if threads := s.threads():
+    if threads := 0 if form else s.threads():
         block = block_of(threads)
         launch = _FWD.bind((s.t, s.w, _CHUNKS), device, -(-s.tokens * groups // (block // threads)), block)
         numbers += threads, divisor(groups), divisor(s.inner)
     else:
         grid, block, threads = s.long_geometry()
-        launch, numbers = _FWD_LONG.bind((s.t,), device, grid, block), (*numbers, threads, *s.long_flags())
+        launch, numbers = _FWD_LONG.bind((s.t,), device, grid, block), (*numbers, threads, *s.long_flags(), form)
     return Steps(Step(launch, "x", "gate", "weight", "y", *numbers, eps), converted=converted)
 
 
@@ -290,14 +305,17 @@ class _Block(NamedTuple):
 
 
 def plan_bwd(
-    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, weight_grad: bool,
-    device: int,
+    dy: Meta, x: Meta, gate: Meta, weight: Meta | None, groups: int, eps: float, layout: str, act: str,
+    gate_first: bool, weight_grad: bool, device: int,
 ) -> Steps:  # fmt: skip
     s, converted = Tensors.after_copies(x, gate, weight, dy, groups, layout)
     near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
     width = s.channels if s.weight_group else s.cols  # of dweight
-    plan = _rows_steps if near and s.threads() else _long_steps
-    steps, scratch, overlaps = plan(s, device_info(device), eps, width, weight_grad)
+    info, form = device_info(device), _form(act, gate_first)
+    if near and not form and s.threads():
+        steps, scratch, overlaps = _rows_steps(s, info, eps, width, weight_grad)
+    else:
+        steps, scratch, overlaps = _long_steps(s, info, eps, form, weight_grad)
     if weight_grad:
         rows = prod(scratch["partial"].shape) // width
         steps.append(column_sum_step("partial", "dweight", rows, width, weight.dtype, device, overlaps=overlaps))
@@ -336,17 +354,17 @@ def _rows_steps(
 
 
 def _long_steps(
-    s: Tensors, info: DeviceInfo, eps: float, width: int, weight_grad: bool
+    s: Tensors, info: DeviceInfo, eps: float, form: int, weight_grad: bool
 ) -> tuple[list[Step], dict[str, Memory], bool]:
     inputs = s.tokens, s.inner, s.groups, s.cols, *s.dy, *s.x, *s.gate
     grid, block, threads = s.long_geometry()
     launch = _BWD_LONG.bind((s.t,), s.device, grid, block)
-    numbers = *inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags(), eps
+    numbers = *inputs, *s.out, *s.dx, s.weight_group, threads, *s.long_flags(), form, eps
     steps, scratch = [Step(launch, *_TENSORS, "rstd" if weight_grad else 0, *numbers)], {}
     if weight_grad:
         grid = parts_grid(info, s.tokens, s.channels, s.vec)
         launch = _BWD_WEIGHT.bind((s.t,), s.device, grid, 256)
-        steps.append(Step(launch, "dy", "x", "gate", "rstd", "partial", *inputs, s.long_flags()[1]))
+        steps.append(Step(launch, "dy", "x", "gate", "rstd", "partial", *inputs, s.long_flags()[1], form))
         scratch["rstd"] = Memory((s.tokens * s.groups,), torch.float32)
         scratch["partial"] = Memory((grid[1], s.channels), torch.float32)
     return steps, scratch, True

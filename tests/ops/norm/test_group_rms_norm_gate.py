@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_exact import assert_near
 from support.compare import assert_close, assert_no_worse, running_on
 from support.group_rms_norm_gate_cases import CASES, check, gated, make, plain
 from support.places import DTYPES, at, short
+from torch import Tensor
 
 from rtkernels.ops.norm import group_rms_norm_gate_plan as plans
 from rtkernels.runtime.operator.declared import Meta
@@ -30,6 +32,40 @@ def test_every_layout(place: str, case: str) -> None:
 def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
         check(make(case, dtype, device))
+
+
+FORMS = {"silu": ("silu", False), "silu first": ("silu", True), "sigmoid first": ("sigmoid", True)}
+SHAPES = {"heads": (5, 3, 128, True), "odd": (6, 2, 33, False), "wide": (2, 1, 4104, False)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+@at("cpu", "sm_90", "cuda")
+def test_forms_of_the_gate(place: str, form: str, shape: str, dtype: torch.dtype) -> None:
+    (act, gate_first), (rows, groups, cols, shared) = FORMS[form], SHAPES[shape]
+
+    def exact(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        s = torch.sigmoid(gate) * (gate if act == "silu" else 1.0)
+        h = (x * s if gate_first else x).view(rows, groups, cols)
+        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight.view(-1, cols)
+        return normed.view(x.shape) * (1.0 if gate_first else s)
+
+    with running_on(place) as device:
+        generator = torch.Generator().manual_seed(1)
+        sizes = ((rows, groups * cols), (rows, groups * cols), (cols if shared else groups * cols,))
+        tensors = [torch.randn(*size, generator=generator).to(dtype).to(device) for size in sizes]
+        dy = torch.randn(sizes[0], generator=generator).to(dtype).to(device)
+        results = []
+        for function, wide in (
+            (lambda *t: gated(*t, groups=groups, act=act, gate_first=gate_first), dtype),
+            (exact, torch.float64),
+        ):
+            leaves = [t.to(wide).detach().clone().requires_grad_() for t in tensors]
+            y = function(*leaves)
+            results.append((y.detach(), *torch.autograd.grad(y, leaves, dy.to(wide))))
+        for what, ours, want in zip(("y", "dx", "dgate", "dweight"), *results, strict=True):
+            assert_near(ours, want, {torch.float32: 1e-5}.get(dtype, 2.0**-7), what)
 
 
 def emulated_coverage() -> None:

@@ -77,8 +77,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "gate has dtype float16; expected float32, that of x",
     ),
     "gate device": (
-        lambda: module.FORWARD.check(meta_on(0, _ones(4, 8)), meta_on(1, _ones(4, 8)), None, 2, 1e-6, "same"),
+        lambda: module.FORWARD.check(
+            meta_on(0, _ones(4, 8)), meta_on(1, _ones(4, 8)), None, 2, 1e-6, "same", "sigmoid", False
+        ),
         "gate has device index 1; expected 0, that of x",
+    ),
+    "act": (
+        lambda: gated(_ones(4, 8), _ones(4, 8), groups=2, act="gelu"),
+        "act is 'gelu'; expected one of sigmoid, silu",
     ),
     "groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=3), "groups is 3; expected a number that divides the 8"),
     "no groups": (lambda: gated(_ones(4, 8), _ones(4, 8), groups=0), "groups is 0; expected a number that divides"),
@@ -92,7 +98,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "weight device": (
         lambda: module.FORWARD.check(
-            meta_on(0, _ones(4, 8)), meta_on(0, _ones(4, 8)), meta_on(-1, _ones(8)), 2, 1e-6, "same"
+            meta_on(0, _ones(4, 8)), meta_on(0, _ones(4, 8)), meta_on(-1, _ones(8)), 2, 1e-6, "same", "sigmoid", False
         ),
         "weight has device index -1; expected 0, that of x",
     ),
@@ -101,15 +107,17 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "expected a torch.Tensor or an array with __dlpack__",
     ),
     "dy shape": (
-        lambda: module.BACKWARD(_ones(4, 4), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", False),
+        lambda: module.BACKWARD(_ones(4, 4), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", "sigmoid", False, False),
         r"dy has shape \(4, 4\); expected \(4, 8\), that of gate",
     ),
     "dy dtype": (
-        lambda: module.BACKWARD(_ones(4, 8).half(), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", False),
+        lambda: module.BACKWARD(
+            _ones(4, 8).half(), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", "sigmoid", False, False
+        ),
         "dy has dtype float16; expected float32",
     ),
     "weight_grad": (
-        lambda: module.BACKWARD(_ones(4, 8), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", True),
+        lambda: module.BACKWARD(_ones(4, 8), _ones(4, 8), _ones(4, 8), None, 2, 1e-6, "same", "sigmoid", False, True),
         "weight_grad is True but there is no weight",
     ),
 }
@@ -202,7 +210,7 @@ def test_offsets_beyond_32_bits() -> None:
     y = gated(x, torch.zeros_like(x), groups=4)
     assert (y[-1] == 0.5).all() and (y[0] == 0.5).all() and not y[1:-1].any()
     _, dgate, dweight = module.BACKWARD(
-        y, x, torch.zeros_like(x), torch.ones(channels, device="cuda"), 4, 1e-6, "same", True
+        y, x, torch.zeros_like(x), torch.ones(channels, device="cuda"), 4, 1e-6, "same", "sigmoid", False, True
     )
     assert (dgate[-1] == 0.125).all() and (dgate[0] == 0.125).all() and not dgate[1:-1].any()
     torch.testing.assert_close(dweight, torch.full_like(dweight, 0.5))
@@ -214,7 +222,7 @@ def test_graph_capture_and_replay() -> None:
     weight, dy = torch.rand(32, device="cuda"), torch.randn_like(gate)
 
     def run() -> tuple[Tensor, ...]:
-        options = (weight, 4, 1e-6, "same")
+        options = (weight, 4, 1e-6, "same", "sigmoid", False)
         return module.FORWARD(x, gate, *options), *module.BACKWARD(dy, x, gate, *options, True)
 
     replay = captured(run)

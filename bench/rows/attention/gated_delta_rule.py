@@ -1,0 +1,94 @@
+"""Benchmark rows of ``gated_delta_rule``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bench.rows.row import Row, in_fp32
+from rtkernels.ops.attention.gated_delta_rule import BACKWARD, gated_delta_rule, gated_delta_rule_step
+from rtkernels.ops.attention.gated_delta_rule_reference import forward, step
+
+
+def host(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    heads, numbers = x.view(-1, 8, 128), x[:, :8].float()
+    state = torch.zeros(heads.shape[0], 8, 128, 128, device=x.device)
+    return {
+        "gated_delta_rule": lambda: gated_delta_rule(*(heads[None],) * 3, -numbers[None].abs(), numbers[None]),
+        "gated_delta_rule_step": lambda: gated_delta_rule_step(heads, heads, heads, -numbers.abs(), numbers, state),
+    }
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """The same chunks in plain torch, as transformers' own code has them; differentiable."""
+    from rtkernels.ops.attention import gated_delta_rule_reference as reference
+
+    zero = torch.zeros(v.shape[2], q.shape[3], v.shape[3], device=q.device, dtype=in_fp32(q).dtype)
+    scale = q.shape[3] ** -0.5
+    outs = [reference._one(*(t[b] for t in (q, k, v, g, beta)), zero, scale, True)[0] for b in range(q.shape[0])]
+    return torch.stack(outs).to(q.dtype)
+
+
+def _exact(q, k, v, g, beta):
+    return forward(*(t.double() for t in (q, k, v, g, beta)), None, None, q.shape[3] ** -0.5, True, False)[0]
+
+
+def rows() -> Iterator[Row]:
+    sizes = ((1, 8192, 16, 32), (8, 4096, 16, 32), (1, 32768, 16, 64), (1, 32768, 2, 8))  # FlashQLA's
+    for batch, length, key_heads, heads in sizes:
+        shape = f"{batch}x{length} {key_heads}/{heads} heads of 128"
+        tokens = batch * length
+
+        def make(
+            device: str, generator: torch.Generator, batch=batch, length=length, counts=(key_heads, key_heads, heads)
+        ) -> dict[str, Any]:
+            tensors = {
+                name: torch.randn(batch, length, count, 128, device=device, generator=generator).bfloat16()
+                for name, count in zip("qkv", counts, strict=True)
+            }
+            g, beta = torch.rand(2, batch, length, counts[2], device=device, generator=generator)
+            return tensors | {"g": -0.1 * g, "beta": beta}
+
+        def make_bwd(device: str, generator: torch.Generator, make=make) -> dict[str, Any]:
+            given = make(device, generator)
+            dy = torch.randn(given["v"].shape, device=device, generator=generator).to(given["v"].dtype)
+            return {"dy": dy, **given}
+
+        values, keys, numbers = 2 * tokens * heads * 128, 2 * tokens * key_heads * 128, 4 * tokens * heads
+        yield Row(
+            name="gated_delta_rule_fwd", shape=shape, make=make,
+            ours=lambda q, k, v, g, beta: gated_delta_rule(q, k, v, g, beta, l2norm=True), torch=_plain, exact=_exact,
+            bytes=2 * values + 2 * keys + 2 * numbers,
+        )  # fmt: skip
+        yield Row(
+            name="gated_delta_rule_bwd", shape=shape, make=make_bwd,
+            ours=lambda dy, q, k, v, g, beta: BACKWARD(
+                dy, None, q, k, v, g, beta, None, None, q.shape[3] ** -0.5, True, False
+            )[:5],
+            torch=_plain, bytes=3 * values + 4 * keys + 4 * numbers,
+        )  # fmt: skip
+
+    def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:
+        tensors = {
+            name: torch.randn(128, count, 128, device=device, generator=generator).bfloat16()
+            for name, count in zip("qkv", (16, 16, 32), strict=True)
+        }
+        g, beta = torch.rand(2, 128, 32, device=device, generator=generator)
+        return tensors | {"g": -g, "beta": beta, "state": torch.zeros(128, 32, 128, 128, device=device)}
+
+    def plain_step(q, k, v, g, beta, state):
+        return state, step(q, k, v, g, beta, state, 128**-0.5, True)
+
+    def exact_step(q, k, v, g, beta, state):
+        """Of the second of two calls: results are compared in memory that the first one has used."""
+        given = [t.double() for t in (q, k, v, g, beta, state)]
+        plain_step(*given)
+        return plain_step(*given)
+
+    yield Row(
+        name="gated_delta_rule_step", shape="128 sequences, 16/32 heads of 128", make=make_step,
+        ours=lambda q, k, v, g, beta, state: (state, gated_delta_rule_step(q, k, v, g, beta, state, l2norm=True)),
+        torch=plain_step, exact=exact_step, bytes=2 * 4 * 128 * 32 * 128 * 128,
+    )  # fmt: skip

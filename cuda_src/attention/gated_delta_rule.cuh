@@ -1,0 +1,100 @@
+// Gated delta rule: with a = exp(g) for each token and value head,
+//     S' = a S,  u = beta (v - S'^T k),  S = S' + k u^T,  o = scale S^T q,
+// in chunks of 64 tokens. With c = cumulative sums of g within a chunk, G_ij = exp(c_i - c_j) for i >= j (else 0), E =
+// diag(exp c), F = diag(exp(c_end - c)) and the state S before the chunk:
+//     T = (I + M)^-1,  M = strictly lower part of beta_i (k_i . k_j) G_ij,  P = scale (q_i . k_j) G_ij
+//     R = beta (V - E K S),  U = T R,  O = scale E Q S + P U,  S_end = exp(c_end) S + (F K)^T U
+// All exponents are differences <= 0. The state and sums are fp32; T, P, R, U and the state as an operand are rounded to
+// the type of the inputs. Keys and queries that are to be normalised (r x, r = 1 / sqrt(sum x^2 + 1e-6)) stay as they
+// are in products; r multiplies sums.
+//
+// Chunks are numbered without a look at lengths: chunk i of sequence b of packed tokens is number cu[b] / 64 + b + i. An
+// unused number has no rows. Value head h reads key head h / (heads / key heads).
+#pragma once
+#include "attention/masks.cuh"
+#include "attention/mma_tile.cuh"
+#include "common/vec.cuh"
+#include "ptx/barrier.cuh"
+
+namespace rtk {
+
+inline constexpr int kDelta = 64;  // tokens of a chunk
+inline constexpr float kMinDecay = -104.0f;  // exp of it is 0 in fp32
+
+// Numbers of the rows of a chunk and value head: [kRowKinds][64].
+enum RowKind { kDecays, kBetas, kKeyNorms, kQueryNorms, kRowKinds };  // decays: c in log2
+
+// Rows of one sequence.
+struct DeltaRows {
+    i64 first;  // row of a packed tensor, else 0
+    i64 chunk;  // number of its first chunk
+    int rows, batch;
+};
+
+RTK_DEVICE DeltaRows delta_rows(int batch, i64 length, const i32* cu) {
+    const Sequence s = sequence_at(batch, length, 0, cu, nullptr, nullptr);
+    const i64 chunk = cu != nullptr ? s.q_row / kDelta + batch : batch * ((length + kDelta - 1) / kDelta);
+    return {s.q_row, chunk, s.lq, batch};
+}
+
+// One chunk: its sequence (of packed tokens: 0), first row there, and number of rows.
+struct DeltaChunk {
+    i64 first;
+    int batch, rows;
+};
+
+RTK_DEVICE DeltaChunk delta_chunk(i64 number, i64 length, const i32* cu, int sequences) {
+    if (cu == nullptr) {
+        const i64 each = (length + kDelta - 1) / kDelta, batch = number / each, first = (number - batch * each) * kDelta;
+        return {first, static_cast<int>(batch), static_cast<int>(min(length - first, static_cast<i64>(kDelta)))};
+    }
+    int low = 0, high = sequences;  // the first sequence whose chunks come later
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (cu[middle] / kDelta + middle <= number) low = middle + 1;
+        else high = middle;
+    }
+    if (low == 0) return {0, 0, 0};
+    const DeltaRows own = delta_rows(low - 1, length, cu);
+    const i64 skipped = (number - own.chunk) * kDelta;
+    return {own.first + skipped, 0, static_cast<int>(max(min(own.rows - skipped, static_cast<i64>(kDelta)), i64{0}))};
+}
+
+// exp2 of a difference of cumulative log2 decays.
+RTK_DEVICE float decay_between(float later, float earlier) { return ptx::ex2(later - earlier); }
+
+// Two neighbours of a 16-bit tile, column 8n + 2 (lane % 4).
+template <typename T, typename Tile>
+RTK_DEVICE void read_pair(const u8* tile, int row, int n, int lane, float (&f)[2]) {
+    unpack<T, 2>(Raw<4>{{*reinterpret_cast<const u32*>(tile + Tile::offset(row, n) + lane % 4 * 4)}}, f);
+}
+template <typename T, typename Tile>
+RTK_DEVICE void write_pair(u8* tile, int row, int n, int lane, float lo, float hi) {
+    *reinterpret_cast<u32*>(tile + Tile::offset(row, n) + lane % 4 * 4) = packed_pair<T>(lo, hi);
+}
+
+// d += rows row.. + 15 of one tile by the columns of another, summed over STEPS steps of 16 of its rows.
+template <typename T, typename Left, typename Right, int STEPS, int N>
+RTK_DEVICE void rows_by_columns(float (&d)[N][4], const u8* left, int row, const u8* right, int lane) {
+    constexpr int kUnroll = N > 4 ? 2 : 4;
+#pragma unroll kUnroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+        Left::left(a, left, row, step, lane);
+        by_columns<T, Right>(d, a, right, 16 * step, lane);
+    }
+}
+
+// The same with columns column.. + 15 of the left tile as rows; steps from..end - 1 of its rows.
+template <typename T, typename Left, typename Right, int N>
+RTK_DEVICE void columns_by_columns(float (&d)[N][4], const u8* left, int column, const u8* right, int from, int end, int lane) {
+#pragma unroll
+    for (int step = 0; step < kDelta / 16; ++step) {
+        if (step < from || step >= end) continue;
+        u32 a[4];
+        Left::left_transposed(a, left, 16 * step, column / 16, lane);
+        by_columns<T, Right>(d, a, right, 16 * step, lane);
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,189 @@
+// What chunks of the gated delta rule need of their own tokens (attention/gated_delta_rule.cuh): T and P as T-typed
+// [chunks][heads][64][64], and the numbers of rows as fp32 [chunks][heads][kRowKinds][64].
+//
+// A block owns a chunk and a key head, and loops over its value heads; each of four warps has 16 rows of the products.
+// I + M is inverted in fp32: blocks of 16 x 16 by substitution, one warp each, then pairs of blocks, then pairs of those,
+// by -B^-1 C A^-1. Grid: chunks, key heads.
+#include "attention/gated_delta_rule.cuh"
+
+namespace rtk {
+
+inline constexpr int kSolvePitch = 68;
+
+// out = -+ left by right for SIZE x SIZE blocks, right being lower triangular in blocks of 4; `threads` threads.
+template <int SIZE, bool kNegative>
+RTK_DEVICE void block_product(float* out, const float* left, const float* right, int thread, int last) {
+    constexpr int kColumns = SIZE / 4;
+    const int row = thread / 4, column = thread % 4 * kColumns;
+    float sum[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sum[c] = 0.0f;
+#pragma unroll 4
+    for (int l = 0; l < last; ++l) {
+        const float by = left[row * kSolvePitch + l];
+#pragma unroll
+        for (int c = 0; c < kColumns; c += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(right + l * kSolvePitch + column + c);
+            sum[c] += by * four.x, sum[c + 1] += by * four.y, sum[c + 2] += by * four.z, sum[c + 3] += by * four.w;
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 4)
+        *reinterpret_cast<float4*>(out + row * kSolvePitch + column + c) =
+            kNegative ? make_float4(-sum[c], -sum[c + 1], -sum[c + 2], -sum[c + 3])
+                      : make_float4(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]);
+}
+
+// x = (I + m)^-1, m strictly lower; 128 threads. The part of m above its diagonal is clobbered.
+RTK_DEVICE void invert_unit_lower(float* x, float* m) {
+    constexpr int kPitch = kSolvePitch;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+#pragma unroll 4
+    for (int at = thread * 4; at < kDelta * kPitch; at += 512)
+        *reinterpret_cast<float4*>(x + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    __syncthreads();
+    {
+        const float* const block = m + 16 * warp * (kPitch + 1);
+        const int column = lane % 16;
+        float own[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            float sum = i == column ? 1.0f : 0.0f;
+#pragma unroll
+            for (int l = 0; l < i; ++l) sum -= block[i * kPitch + l] * own[l];
+            own[i] = sum;
+        }
+        if (lane < 16) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) x[(16 * warp + i) * kPitch + 16 * warp + column] = own[i];
+        }
+    }
+    __syncthreads();
+    const int corner = thread / 64 * 32 * (kPitch + 1), part = thread % 64;
+    float* const upper = m + corner + 16;  // unused places
+    block_product<16, false>(upper, m + corner + 16 * kPitch, x + corner, part, 16);
+    __syncthreads();
+    block_product<16, true>(x + corner + 16 * kPitch, x + corner + 16 * (kPitch + 1), upper, part, 16);
+    __syncthreads();
+    block_product<32, false>(m + 32, m + 32 * kPitch, x, thread, 32);
+    __syncthreads();
+    block_product<32, true>(x + 32 * kPitch, x + 32 * (kPitch + 1), m + 32, thread, 32);
+    __syncthreads();
+}
+
+template <typename T, int DK>
+__global__ void __launch_bounds__(128)
+    gated_delta_rule_chunk(const T* q, const T* k, const float* g, const float* beta, const i32* cu, T* solve, T* inner,
+                           float* rows, i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 q_batch, i64 q_row,
+                           i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 l2norm, double scale) {
+    using Tile = MmaTile<DK>;
+    constexpr u32 kBytes = kDelta * Tile::kPitch;
+    extern __shared__ __align__(128) u8 shared[];
+    u8 *const key_tile = shared, *const query_tile = shared + kBytes;
+    float* const m = reinterpret_cast<float*>(shared + 2 * kBytes);
+    float* const x = m + kDelta * kSolvePitch;
+    __shared__ float own[kRowKinds][kDelta];
+
+    const i64 number = blockIdx.x;
+    const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
+    const DeltaChunk chunk = delta_chunk(number, length, cu, static_cast<int>(sequences));
+    if (chunk.rows <= 0) return;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp, own_row = 16 * warp;
+    q += chunk.batch * q_batch + chunk.first * q_row + key_head * q_head;
+    k += chunk.batch * k_batch + chunk.first * k_row + key_head * k_head;
+    const int vectors = static_cast<int>(d_k) / 8;
+    Tile::template fetch<kDelta, 128>(key_tile, k, k_row, chunk.rows, vectors);
+    Tile::template fetch<kDelta, 128>(query_tile, q, q_row, chunk.rows, vectors);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    {
+        float square[2] = {0.0f, 0.0f};
+        const int row = thread / 2;
+        if (l2norm) {
+#pragma unroll
+            for (int v = 0; v < Tile::kVectors / 2; ++v)
+#pragma unroll
+                for (int which = 0; which < 2; ++which) {
+                    float f[8];
+                    const u8* const at = shared + which * kBytes + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
+                    unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(at), f);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) square[which] += f[i] * f[i];
+                }
+        }
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            square[which] += __shfl_xor_sync(0xffffffffu, square[which], 1);
+            if (thread % 2 == 0) own[kKeyNorms + which][row] = l2norm ? rsqrtf(square[which] + 1e-6f) : 1.0f;
+        }
+    }
+    float keys[8][4], products[8][4];  // k_i . k_j, q_i . k_j
+    clear_sums(keys);
+    clear_sums(products);
+    rows_by_rows<T, Tile, DK / 16>(keys, key_tile, own_row, key_tile, 0, lane);
+    rows_by_rows<T, Tile, DK / 16>(products, query_tile, own_row, key_tile, 0, lane);
+
+#pragma unroll 1
+    for (int e = 0; e < each; ++e) {
+        const int head = key_head * each + e;
+        __syncthreads();
+        if (warp == 0) {
+            float sum[2], before = 0.0f;
+            const i64 at = (chunk.batch * length + chunk.first) * heads + head;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = lane + 32 * half;
+                float value = row < chunk.rows ? g[at + row * heads] : 0.0f;
+                value = (value < kMinDecay ? kMinDecay : value) * kLog2e;
+#pragma unroll
+                for (int offset = 1; offset < kWarp; offset *= 2) {
+                    const float lower = __shfl_up_sync(0xffffffffu, value, offset);
+                    if (lane >= offset) value += lower;
+                }
+                sum[half] = value + before;
+                before = __shfl_sync(0xffffffffu, value, 31);
+                own[kDecays][row] = sum[half];
+                own[kBetas][row] = row < chunk.rows ? beta[at + row * heads] : 0.0f;
+            }
+        }
+        __syncthreads();
+        T* const to = inner + (number * heads + head) * (kDelta * kDelta);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = own_row + lane / 4 + 8 * r;
+            const float c = own[kDecays][i], by_key = own[kBetas][i] * own[kKeyNorms][i];
+            const float by_query = static_cast<float>(scale) * own[kQueryNorms][i];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                float pair[2], other[2];
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    const int j = 8 * n + lane % 4 * 2 + p;
+                    const float factor = j <= i ? decay_between(c, own[kDecays][j]) * own[kKeyNorms][j] : 0.0f;
+                    pair[p] = j < i ? keys[n][2 * r + p] * factor * by_key : 0.0f;
+                    other[p] = j <= i ? products[n][2 * r + p] * factor * by_query : 0.0f;
+                }
+                *reinterpret_cast<float2*>(m + i * kSolvePitch + 8 * n + lane % 4 * 2) = make_float2(pair[0], pair[1]);
+                store<T, 2>(to + i * kDelta + 8 * n + lane % 4 * 2, other);
+            }
+        }
+        if (thread < kDelta) {
+#pragma unroll
+            for (int kind = 0; kind < kRowKinds; ++kind)
+                rows[((number * heads + head) * kRowKinds + kind) * kDelta + thread] = own[kind][thread];
+        }
+        invert_unit_lower(x, m);
+        T* const solved = solve + (number * heads + head) * (kDelta * kDelta);
+#pragma unroll
+        for (int at = thread * 8; at < kDelta * kDelta; at += 128 * 8) {
+            const float* const from = x + at / kDelta * kSolvePitch + at % kDelta;
+            float f[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) f[i] = from[i];
+            store<T, 8>(solved + at, f);
+        }
+    }
+}
+
+}  // namespace rtk

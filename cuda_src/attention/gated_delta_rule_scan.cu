@@ -1,0 +1,190 @@
+// The gated delta rule from chunk to chunk (attention/gated_delta_rule.cuh), forward.
+//
+// A block owns one sequence, one value head and VT columns of v; columns of the state do not meet. It loops over chunks
+// with the state in fp32 registers, 16 of its rows per warp, and as T in shared memory for products. Warps 0 to 3
+// compute K S, R and U, 16 rows each, while warps 4 to 7 compute Q S; then all of them update the state, and warps 4 to 7
+// add P U and write the result. Tiles of the chunk have two stages.
+//
+// `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
+// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Grid: tiles of VT columns, heads, sequences.
+#include "attention/gated_delta_rule.cuh"
+
+namespace rtk {
+
+template <typename T, int DK, int VT>
+__global__ void __launch_bounds__(256, 1)
+    gated_delta_rule_scan(const T* q, const T* k, const T* v, const T* solve, const T* inner, const float* rows,
+                          const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
+                          i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
+                          i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, double scale) {
+    using KTile = MmaTile<DK>;
+    using VTile = MmaTile<VT>;
+    using CTile = MmaTile<kDelta>;
+    constexpr int kTiles = VT / 8;
+    constexpr u32 kKBytes = kDelta * KTile::kPitch, kVBytes = kDelta * VTile::kPitch, kCBytes = kDelta * CTile::kPitch;
+    constexpr u32 kRowBytes = kRowKinds * kDelta * 4;
+    constexpr u32 kStageBytes = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
+    extern __shared__ __align__(128) u8 shared[];
+    u8* const state_tile = shared + 2 * kStageBytes;
+    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // R, later U
+    u8* const decayed_tile = rest_tile + kVBytes;           // U with the decay to the end of the chunk
+
+    const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
+    const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
+    const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
+    const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);
+    const i64 batch = own.batch;
+    q += batch * q_batch + own.first * q_row + key_head * q_head;
+    k += batch * k_batch + own.first * k_row + key_head * k_head;
+    v += batch * v_batch + own.first * v_row + head * v_head + column0;
+    const bool writes = out != nullptr;
+    if (writes) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    auto fetch = [&](int chunk) {
+        u8* const to = shared + (chunk & 1) * kStageBytes;
+        const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
+        const int here = own.rows - chunk * kDelta;
+        KTile::template fetch<kDelta, 256>(to, k + i0 * k_row, k_row, here, k_vectors);
+        VTile::template fetch<kDelta, 256>(to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
+        CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+        if (writes) {
+            KTile::template fetch<kDelta, 256>(to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+            CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes + kCBytes, inner + at * (kDelta * kDelta), kDelta,
+                                               kDelta, 8);
+        }
+        if (threadIdx.x < kRowBytes / 16)
+            ptx::cp_async_16(ptx::shared_address(to + 2 * kKBytes + kVBytes + 2 * kCBytes + threadIdx.x * 16),
+                             rows + at * (kRowKinds * kDelta) + threadIdx.x * 4);
+        ptx::cp_async_commit();
+    };
+    if (chunks > 0) fetch(0);
+
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const bool keeps = 16 * warp < DK;  // rows of the state
+    const int state_row = 16 * warp + lane / 4;
+    float state[kTiles][4];
+    auto at_state = [&](i64 base, int n, int r) {
+        return (base * d_k + state_row + 8 * r) * d_v + column0 + 8 * n + lane % 4 * 2;
+    };
+    auto has = [&](int n, int r) { return keeps && state_row + 8 * r < d_k && 8 * n + lane % 4 * 2 < v_columns; };
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float pair[2] = {0.0f, 0.0f};
+            if (initial != nullptr && has(n, r)) load_keep<float, 2>(initial + at_state(batch * heads + head, n, r), pair);
+            state[n][2 * r] = pair[0], state[n][2 * r + 1] = pair[1];
+        }
+    auto show_state = [&] {
+        if (!keeps) return;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                write_pair<T, VTile>(state_tile, state_row + 8 * r, n, lane, state[n][2 * r], state[n][2 * r + 1]);
+    };
+    show_state();
+
+    const int own_row = 16 * (warp % 4);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (chunk + 1 < chunks) fetch(chunk + 1);
+        const u8* const key_tile = shared + (chunk & 1) * kStageBytes;
+        const u8* const query_tile = key_tile + kKBytes;
+        const u8* const value_tile = query_tile + kKBytes;
+        const u8* const solve_tile = value_tile + kVBytes;
+        const u8* const inner_tile = solve_tile + kCBytes;
+        const float* const numbers = reinterpret_cast<const float*>(inner_tile + kCBytes);
+        const float* const decays = numbers + kDecays * kDelta;
+        const int here = min(own.rows - chunk * kDelta, kDelta);
+        const float end = decays[kDelta - 1];
+        const i64 at = (own.chunk + chunk) * heads + head;
+        if (states != nullptr) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
+                    if (has(n, r)) store<T, 2>(states + at_state(at, n, r), pair);
+                }
+        }
+
+        float sums[kTiles][4];
+        clear_sums(sums);
+        if (warp < 4) {
+            rows_by_columns<T, KTile, VTile, DK / 16>(sums, key_tile, own_row, state_tile, lane);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r;
+                const float before = numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]), beta = numbers[kBetas * kDelta + i];
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    float value[2];
+                    read_pair<T, VTile>(value_tile, i, n, lane, value);
+                    write_pair<T, VTile>(rest_tile, i, n, lane, beta * (value[0] - before * sums[n][2 * r]),
+                                         beta * (value[1] - before * sums[n][2 * r + 1]));
+                }
+            }
+            ptx::named_barrier_sync(1, 128);
+            clear_sums(sums);
+#pragma unroll 1
+            for (int step = 0; step <= warp; ++step) {
+                u32 a[4];
+                CTile::left(a, solve_tile, own_row, step, lane);
+                by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
+            }
+            ptx::named_barrier_sync(1, 128);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r;
+                const float after = numbers[kKeyNorms * kDelta + i] * decay_between(end, decays[i]);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
+                    write_pair<T, VTile>(rest_tile, i, n, lane, lo, hi);
+                    write_pair<T, VTile>(decayed_tile, i, n, lane, lo * after, hi * after);
+                    const float pair[2] = {lo, hi};
+                    if (updates != nullptr && 8 * n + lane % 4 * 2 < v_columns)
+                        store<T, 2>(updates + (at * kDelta + i) * d_v + column0 + 8 * n + lane % 4 * 2, pair);
+                }
+            }
+        } else if (writes) {
+            rows_by_columns<T, KTile, VTile, DK / 16>(sums, query_tile, own_row, state_tile, lane);
+            float before[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r;
+                before[r] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
+            }
+            scale_rows(sums, before);
+        }
+        __syncthreads();
+        if (keeps) {
+            const float by = ptx::ex2(end), both[2] = {by, by};
+            scale_rows(state, both);
+            columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
+            show_state();
+        }
+        if (warp >= 4 && writes) {
+#pragma unroll 1
+            for (int step = 0; step <= warp - 4; ++step) {
+                u32 a[4];
+                CTile::left(a, inner_tile, own_row, step, lane);
+                by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
+            }
+            store_rows<T>(out + static_cast<i64>(chunk) * kDelta * heads * d_v, heads * d_v, sums, 1.0f, own_row, here, v_columns,
+                          lane);
+        }
+    }
+    if (final == nullptr) return;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
+            if (has(n, r)) store<float, 2>(final + at_state(batch * heads + head, n, r), pair);
+        }
+}
+
+}  // namespace rtk

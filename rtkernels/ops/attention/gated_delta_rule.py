@@ -1,0 +1,276 @@
+"""The gated delta rule (Qwen3-Next and others): forward, gradients, and one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import gated_delta_rule_plan as plans
+from rtkernels.ops.attention import gated_delta_rule_reference as reference
+from rtkernels.ops.attention.backends import TAIL, packed_tail
+from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides
+from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
+from rtkernels.ops.attention.options import default_scale
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_FLOAT32 = torch.float32
+
+
+def _check_operands(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, scale: float, dims: int, order: str) -> None:
+    for name, meta in (("q", q), ("k", k), ("v", v)):
+        if meta.dim() != dims:
+            raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions, {order}")
+        check_same(name, meta.dtype, q.dtype, "dtype", of="q")
+    check_same("k", tuple(k.shape), tuple(q.shape), "shape", of="q")
+    check_same("v", tuple(v.shape[:-2]), tuple(q.shape[:-2]), "shape but for heads and width", of="q")
+    check_width("q", q, MAX_KEY_WIDTH)
+    check_width("v", v, MAX_VALUE_WIDTH)
+    heads, key_heads = v.shape[-2], q.shape[-2]
+    if heads < 1 or key_heads < 1 or heads % key_heads:
+        raise ArgumentError(f"v has {heads} heads; expected a multiple of the {key_heads} heads of q and k")
+    for name, meta in (("g", g), ("beta", beta)):
+        check_same(name, tuple(meta.shape), tuple(v.shape[:-1]), "shape", of="v without its width")
+    check_factor(scale)
+
+
+def _count(q: Meta, cu: Meta | None) -> int:
+    return q.shape[0] if cu is None else cu.shape[0] - 1
+
+
+def _state_shape(q: Meta, v: Meta, cu: Meta | None) -> tuple[int, ...]:
+    return (_count(q, cu), v.shape[-2], q.shape[-1], v.shape[-1])
+
+
+def _check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
+    cu, state = cu_seqlens, initial_state
+    dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
+    _check_operands(q, k, v, g, beta, scale, dims, order)
+    if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
+        raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
+    check_grid("v", v, _count(q, cu))
+    if state is not None:
+        check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
+
+
+def _tails(call: Call, names: tuple[tuple[str, int, int], ...], device: int) -> list[Step]:
+    """Return the launches that clear rows behind the last packed sequence: of results with these heads and widths."""
+    if not call.packed:
+        return []
+    shapes = [(name, (call.length, heads, width)) for name, heads, width in names]
+    return [
+        packed_tail(call.token, name, 0, "cu_seqlens", call.sequences, shape, result_strides(shape, False), device)
+        for name, shape in shapes
+    ]
+
+
+def _plan(q, k, v, initial_state, cu_seqlens, scale, l2norm, wants_state, device) -> Steps:
+    call = Call.of(q, v, cu_seqlens, scale, l2norm)
+    steps, scratch = plans.inside_chunks(call, q, k, device)
+    names = {"out": "out"}
+    if initial_state is not None:
+        names["initial"] = "initial_state"
+    if wants_state:
+        names["final"] = "final_state"
+    tails = _tails(call, (("out", call.heads, call.d_v),), device)
+    return Steps(*steps, plans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
+
+
+def _outputs(q, v, cu_seqlens, wants_state) -> tuple[Memory | None, ...]:
+    final = Memory(_state_shape(q, v, cu_seqlens), _FLOAT32) if wants_state else None
+    return Memory(tuple(v.shape), q.dtype), final
+
+
+FORWARD = Operator(
+    "gated_delta_rule_fwd",
+    (
+        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("g", (_FLOAT32,)), Dense("beta", (_FLOAT32,)),
+        Aligned("initial_state", (_FLOAT32,), optional=True), Dense("cu_seqlens", None, optional=True),
+    ),
+    options="float scale, bool l2norm, bool wants_state", results="out final_state", outputs=_outputs, plan=_plan,
+    reference=reference.forward, check=_check, plans_empty=True,
+)  # fmt: skip
+
+
+def _check_backward(dout, dfinal_state, q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
+    _check(q, k, v, g, beta, initial_state, cu_seqlens, scale)
+    check_same("dout", tuple(dout.shape), tuple(v.shape), "shape", of="v")
+    check_same("dout", dout.dtype, q.dtype, "dtype", of="q")
+    if dfinal_state is not None:
+        check_same("dfinal_state", tuple(dfinal_state.shape), _state_shape(q, v, cu_seqlens), "shape", of="q and v")
+
+
+def _backward_outputs(q, k, v, g, beta, cu_seqlens, needs_state):
+    packed = cu_seqlens is not None  # rows of no sequence give 0
+    numbers = [Memory(tuple(t.shape), _FLOAT32, zero=packed) for t in (g, beta)]
+    state = Memory(_state_shape(q, v, cu_seqlens), _FLOAT32) if needs_state else None
+    return *(Memory(tuple(t.shape), q.dtype) for t in (q, k, v)), *numbers, state
+
+
+def _plan_backward(
+    dout, dfinal_state, q, k, v, initial_state, cu_seqlens, scale, l2norm, needs_state, device
+) -> Steps:  # fmt: skip
+    call = Call.of(q, v, cu_seqlens, scale, l2norm)
+    steps, scratch = plans.inside_chunks(call, q, k, device)
+    names = {"states": "states", "updates": "updates"}
+    if initial_state is not None:
+        names["initial"] = "initial_state"
+    steps += [
+        plans.scan(call, q, k, v, names, device),
+        plans.reverse(
+            call,
+            q,
+            k,
+            dout,
+            0 if dfinal_state is None else "dfinal_state",
+            "dinitial_state" if needs_state else 0,
+            device,
+        ),
+        plans.grads(call, q, k, v, dout, device),
+    ]
+    tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
+    return Steps(*steps, *_tails(call, tails, device), scratch=scratch | plans.gradient_scratch(call))
+
+
+BACKWARD = Operator(
+    "gated_delta_rule_bwd",
+    (Heads("dout", HALVES), Aligned("dfinal_state", (_FLOAT32,), optional=True), *FORWARD.arguments),
+    options="float scale, bool l2norm, bool needs_state", results="dq dk dv dg dbeta dinitial_state",
+    outputs=_backward_outputs, plan=_plan_backward, reference=reference.backward, check=_check_backward,
+    plans_empty=True,
+)  # fmt: skip
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, wants_state):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens)
+        ctx.options, ctx.wants_state = (scale, l2norm), wants_state
+        return FORWARD.call(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, wants_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dfinal_state):
+        if dout is None and dfinal_state is None:
+            return (None,) * 10
+        q, k, v, *others = ctx.saved_tensors
+        if dout is None:
+            dout = v.new_zeros(v.shape)
+        if not ctx.wants_state:
+            dfinal_state = None
+        need = ctx.needs_input_grad[:6]
+        grads = BACKWARD.call(dout, dfinal_state, q, k, v, *others, *ctx.options, need[5])
+        return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None, None, None
+
+
+_differentiable = applied(_GatedDeltaRule)
+
+
+@public
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
+    l2norm: bool = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Return linear attention by the gated delta rule.
+
+    For each token and value head, with the state S [width of k, width of v]: ``S = exp(g) S``,
+    ``u = beta (v - S^T k)``, ``S = S + k u^T``, ``out = scale * S^T q``. Computed in chunks of 64 tokens, so that the
+    time is linear in the length. Differentiable in q, k, v, g, beta and initial_state, also through the final state;
+    deterministic. States and sums are in fp32; operands of products are rounded to q's dtype.
+
+    Args:
+        q: bfloat16 or float16 [batch, length, key heads, width], or [tokens, key heads, width] of packed sequences.
+            Width: a multiple of 8 up to 128. Any strides with unit stride within a head, as for ``attention``.
+        k: Like q.
+        v: [batch, length, heads, width] in q's dtype, packed like q; width: a multiple of 8 up to 256. Heads are a
+            multiple of those of q and k: head h reads key head ``h // (heads / key heads)``.
+        g: [batch, length, heads] (packed like v), log decay, not positive, any floating-point dtype. None: no decay.
+            Less than -104 counts as -104, of which exp is 0.
+        beta: Like g; as a rule 0 to 1.
+        scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
+        initial_state: [batch or sequences, heads, width of k, width of v], any floating-point dtype: the state returned
+            by the call for the preceding rows. Default: zeros.
+        cu_seqlens: int32 [sequences + 1] on the device: sequence b has rows ``cu_seqlens[b]`` to ``[b + 1]``. Rows
+            after the last sequence give 0.
+        return_state: Also return the state after the last row.
+        l2norm: Divide each row of q and k by ``sqrt(sum of its squares + 1e-6)`` first.
+        out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
+            gradients.
+
+    Returns:
+        A tensor of v's shape and dtype; with return_state a pair of it and the final state, float32.
+    """
+    for name, t in (("k", k), ("v", v), ("beta", beta)):
+        check_tensor(name, t)
+    decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
+    state = None if initial_state is None else initial_state.float()
+    values = (
+        q, k, v, decay, beta.float(), state, cu_seqlens, default_scale(scale, q), bool(l2norm), bool(return_state),
+    )  # fmt: skip
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:6])
+    result, final = _differentiable(*values) if differentiated else FORWARD.call(*values)
+    return (result, final) if return_state else result
+
+
+# ---- one token ------------------------------------------------------------------------------------------------------
+
+
+def _check_step(q, k, v, g, beta, state, scale) -> None:
+    _check_operands(q, k, v, g, beta, scale, 3, "[batch, heads, width]")
+    check_grid("v", v, q.shape[0])
+    check_same("state", tuple(state.shape), (*v.shape[:-1], q.shape[-1], v.shape[-1]), "shape", of="q and v")
+
+
+ONE = Operator(
+    "gated_delta_rule_step_",
+    (
+        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("g", (_FLOAT32,)), Dense("beta", (_FLOAT32,)),
+        InPlaceVectors("state", (_FLOAT32,)),
+    ),
+    options="float scale, bool l2norm", results="out", outputs=lambda q, v: (Memory(tuple(v.shape), q.dtype),),
+    plan=lambda q, k, v, scale, l2norm, device: Steps(plans.step(q, k, v, scale, l2norm, device)),
+    reference=reference.step, check=_check_step,
+)  # fmt: skip
+
+
+@public
+def gated_delta_rule_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, *, scale: float | None = None,
+    l2norm: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``gated_delta_rule`` for one more token per sequence, and update the states.
+
+    Args:
+        q: bfloat16 or float16 [batch, key heads, width].
+        k: Like q.
+        v: [batch, heads, width] in q's dtype.
+        g: [batch, heads], log decay, any floating-point dtype. None: no decay.
+        beta: Like g.
+        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state after the token.
+            Copied if its address is not a multiple of 16 bytes.
+        scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
+        l2norm: Divide q and k by their norms first, as in ``gated_delta_rule``.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
+
+    Returns:
+        [batch, heads, width of v]. Not differentiable.
+    """
+    for name, t in (("v", v), ("beta", beta)):
+        check_tensor(name, t)
+    refuse_gradients("gated_delta_rule_step", [t for t in (q, k, v, g, beta, state) if t is not None])
+    decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
+    return ONE.call(q, k, v, decay, beta.float(), state, default_scale(scale, q), bool(l2norm))
+
+
+OP = Op(
+    "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"), kernels=(*KERNELS, TAIL),
+    torch_ops=(FORWARD, BACKWARD, ONE),
+)  # fmt: skip

@@ -1,0 +1,181 @@
+"""The gated delta rule: kernel records and launches (gated_delta_rule.cuh has the formulas)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rtkernels.ops.attention.checks import strides
+from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.layout import DTYPE_TOKEN
+from rtkernels.runtime.operator.declared import Meta
+from rtkernels.runtime.operator.plan import Memory, Step
+
+_TOKENS = ("bf16", "fp16")
+_WIDTHS = (64, 128)  # of keys
+_COLUMNS = (32, 64)  # of v that a block of a scan has
+MAX_KEY_WIDTH, MAX_VALUE_WIDTH = _WIDTHS[-1], 256
+# As in gated_delta_rule.cuh.
+_CHUNK = 64
+_ROW_KINDS = 4
+_MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
+
+_TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
+_SCANS = [(t, d, v) for t, d in _TYPES for v in _COLUMNS]
+_SIZES = "length:i64 heads:i64 key_heads:i64 d_k:i64 d_v:i64"
+CHUNK = Kernel(
+    "attention/gated_delta_rule_chunk.cu", "gated_delta_rule_chunk", template="T DK", max_registers=255,
+    args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr sequences:i64 length:i64 heads:i64 "
+    f"key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 scale:f64",
+    variants=_TYPES,
+)  # fmt: skip
+SCAN = Kernel(
+    "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT", max_registers=255,
+    args="q:ptr k:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
+    f"{_SIZES} {stride_arguments('q k v')} scale:f64",
+    variants=_SCANS,
+)  # fmt: skip
+REVERSE = Kernel(
+    "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT", max_registers=255,
+    args="q:ptr k:ptr dout:ptr solve:ptr inner:ptr rows:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
+    f"drest:ptr {_SIZES} {stride_arguments('q k dout')} scale:f64",
+    variants=_SCANS,
+)  # fmt: skip
+GRADS = Kernel(
+    "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255,
+    args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
+    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 scale:f64",
+    variants=_TYPES,
+)  # fmt: skip
+STEP = Kernel(
+    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T", max_registers=128, tier="serve",
+    args="q:ptr k:ptr v:ptr g:ptr beta:ptr state:ptr out:ptr heads:i64 key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 "
+    "q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 l2norm:i64 scale:f64",
+    variants=[(t,) for t in _TOKENS],
+)  # fmt: skip
+KERNELS = (CHUNK, SCAN, REVERSE, GRADS, STEP)
+
+
+class Call(NamedTuple):
+    """The sizes of a call."""
+
+    token: str
+    dtype: torch.dtype
+    sequences: int
+    length: int  # of a sequence, or of all packed ones
+    heads: int
+    key_heads: int
+    d_k: int
+    d_v: int
+    packed: bool
+    scale: float
+    l2norm: bool
+
+    @classmethod
+    def of(cls, q: Meta, v: Meta, cu: Meta | None, scale: float, l2norm: bool) -> Call:
+        """Return the sizes of a call from its tensors."""
+        sequences = q.shape[0] if cu is None else cu.shape[0] - 1
+        length = q.shape[1] if cu is None else q.shape[0]
+        sizes = (sequences, length, v.shape[-2], q.shape[-2], q.shape[-1], v.shape[-1])
+        return cls(DTYPE_TOKEN[q.dtype], q.dtype, *sizes, cu is not None, scale, l2norm)
+
+    @property
+    def chunks(self) -> int:
+        """Numbers that chunks may have."""
+        if self.packed:
+            return self.length // _CHUNK + self.sequences if self.length else 0
+        return self.sequences * -(-self.length // _CHUNK)
+
+    @property
+    def width(self) -> int:
+        """Keys as kernels have them."""
+        return next(w for w in _WIDTHS if self.d_k <= w)
+
+    @property
+    def cu(self) -> str | int:
+        """The argument of kernels."""
+        return "cu_seqlens" if self.packed else 0
+
+    def columns(self, device: int) -> int:
+        """Return how many columns of v a block of a scan has: fewer if that fills the device."""
+        blocks = self.sequences * self.heads * -(-self.d_v // _COLUMNS[0])
+        return _COLUMNS[int(blocks > device_info(device).sm_count)]
+
+
+def _flat(*metas: Meta) -> tuple[int, ...]:
+    return tuple(number for meta in metas for number in strides(meta)[:3])
+
+
+def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step], dict[str, Memory]]:
+    """Return the launch that prepares all chunks, and its results as scratch."""
+    shared = 2 * _CHUNK * tile_pitch(call.width) + 2 * 4 * _CHUNK * 68
+    launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 128, shared)
+    step = Step(
+        launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", call.sequences, call.length, call.heads),
+        *(call.key_heads, call.d_k, *_flat(q, k), int(call.l2norm), call.scale),
+    )  # fmt: skip
+    matrices = Memory((call.chunks, call.heads, _CHUNK, _CHUNK), call.dtype)
+    rows = Memory((call.chunks, call.heads, _ROW_KINDS, _CHUNK), torch.float32)
+    return [step], {"solve": matrices, "inner": matrices, "rows": rows}
+
+
+def _scan_shared(call: Call, columns: int) -> int:
+    values, keys = _CHUNK * tile_pitch(columns), _CHUNK * tile_pitch(call.width)
+    stage = 2 * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
+    return 2 * stage + call.width * tile_pitch(columns) + 2 * values
+
+
+def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
+    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
+    columns = call.columns(device)
+    grid = (-(-call.d_v // columns), call.heads, call.sequences)
+    launch = SCAN.bind((call.token, call.width, columns), device, grid, 256, _scan_shared(call, columns))
+    given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
+    return Step(
+        launch, *("q", "k", "v", "solve", "inner", "rows", given["initial"], given["final"], call.cu, given["out"]),
+        *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
+        *(*_flat(q, k, v), call.scale),
+    )  # fmt: skip
+
+
+def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
+    """Return the launch of gradients from chunk to chunk."""
+    columns = call.columns(device)
+    grid = (-(-call.d_v // columns), call.heads, call.sequences)
+    launch = REVERSE.bind((call.token, call.width, columns), device, grid, 256, _scan_shared(call, columns))
+    return Step(
+        launch, *("q", "k", "dout", "solve", "inner", "rows", dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
+        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), call.scale),
+    )  # fmt: skip
+
+
+def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
+    """Return the launch of gradients inside chunks."""
+    keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
+    shared = 2 * keys + 5 * values + 2 * call.width * tile_pitch(64)
+    launch = GRADS.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
+    return Step(
+        launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
+        *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
+        *(*_flat(q, k, v, dout), int(call.l2norm), call.scale),
+    )  # fmt: skip
+
+
+def gradient_scratch(call: Call) -> dict[str, Memory]:
+    """Return what gradients keep of each chunk."""
+    states = Memory((call.chunks, call.heads, call.d_k, call.d_v), call.dtype)
+    rows = Memory((call.chunks, call.heads, _CHUNK, call.d_v), call.dtype)
+    return {"states": states, "dstates": states, "updates": rows, "drest": rows}
+
+
+def step(q: Meta, k: Meta, v: Meta, scale: float, l2norm: bool, device: int) -> Step:
+    """Return the launch of one token."""
+    batch, key_heads, d_k = q.shape
+    heads, d_v = v.shape[1:]
+    launch = STEP.bind((DTYPE_TOKEN[q.dtype],), device, (-(-d_v // 32), heads, batch), 256)
+    apart = (number for meta in (q, k, v) for number in strides(meta)[1:3])
+    names = ("q", "k", "v", "g", "beta", "state", "out")
+    return Step(launch, *names, heads, key_heads, d_k, d_v, *apart, int(l2norm), scale)

@@ -1,0 +1,42 @@
+"""Samples and calls of ``gated_delta_rule``."""
+
+from __future__ import annotations
+
+import torch
+
+import rtkernels
+from rtkernels.ops.attention.gated_delta_rule import BACKWARD, FORWARD, ONE
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 4, 64).bfloat16()
+
+
+CALLS = {
+    "gated_delta_rule": lambda x, ids: rtkernels.gated_delta_rule(
+        *(_heads(x)[None],) * 3, -x[None, :, :4].abs(), x[None, :, :4].sigmoid(), l2norm=True
+    ),
+    "gated_delta_rule_step": lambda x, ids: rtkernels.gated_delta_rule_step(
+        *(_heads(x.detach()),) * 3, -x.detach()[:, :4].abs(), x.detach()[:, :4].sigmoid(),
+        x.new_zeros(x.shape[0], 4, 64, 64), l2norm=True,
+    ),
+}  # fmt: skip
+
+
+def samples(device: str):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k, v = (normal(2, 5, heads, width).bfloat16() for heads, width in ((2, 16), (2, 16), (4, 24)))
+    g, beta, state = -normal(2, 5, 4).abs(), normal(2, 5, 4).sigmoid(), normal(2, 4, 16, 24)
+    cu = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+    for values in (
+        (q, k, v, g, beta, None, None, 0.25, False, False),
+        (q[0], k[0], v[0], g[0], beta[0], state, cu, 0.25, True, True),
+    ):
+        yield FORWARD, values
+        dout = torch.ones_like(values[2])
+        yield BACKWARD, (dout, state if values[-1] else None, *values[:-1], values[-1])
+    yield ONE, (*(t[:, 0] for t in (q, k, v, g, beta)), state.clone(), 0.25, True)

@@ -1,0 +1,211 @@
+"""gated_delta_rule: values and gradients against the recurrence in float64, states, packed sequences, steps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support.attention_exact import assert_near
+from support.compare import poisoned, running_on
+from support.places import at, error_tests
+from support.ways import assert_equal_bits
+from torch import Tensor
+
+from rtkernels import gated_delta_rule, gated_delta_rule_step
+
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def recurrence(q, k, v, g, beta, state, scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
+    """One sequence [length, heads, width], token by token."""
+    each = v.shape[1] // q.shape[1]
+    if l2norm:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, k = (t.repeat_interleave(each, 1) for t in (q, k))
+    outs = []
+    for t in range(q.shape[0]):
+        state = torch.exp(g[t])[:, None, None] * state
+        update = beta[t][:, None] * (v[t] - (k[t].unsqueeze(1) @ state).squeeze(1))
+        state = state + k[t].unsqueeze(2) * update.unsqueeze(1)
+        outs.append(scale * (q[t].unsqueeze(1) @ state).squeeze(1))
+    return torch.stack(outs) if outs else v.new_zeros(v.shape), state
+
+
+def exact(q, k, v, g, beta, states, ends: list[int], l2norm: bool) -> tuple[Tensor, Tensor]:
+    parts = [
+        recurrence(*(t[first:end] for t in (q, k, v, g, beta)), states[b], q.shape[-1] ** -0.5, l2norm)
+        for b, (first, end) in enumerate(pairwise(ends))
+    ]
+    outs, finals = zip(*parts, strict=True)
+    return torch.cat((*outs, v.new_zeros(v.shape[0] - ends[-1], *v.shape[1:]))), torch.stack(finals)
+
+
+def inputs(tokens, key_heads, heads, d_k, d_v, sequences, dtype, decay=0.1) -> list[Tensor]:
+    q, k, v = (
+        random(tokens, count, width, seed=i, dtype=dtype)
+        for i, (count, width) in enumerate(((key_heads, d_k), (key_heads, d_k), (heads, d_v)))
+    )
+    g, beta = -decay * random(tokens, heads, seed=3).abs(), random(tokens, heads, seed=4).sigmoid()
+    return [q, k, v, g, beta, random(sequences, heads, d_k, d_v, seed=5)]
+
+
+def check(tensors: list[Tensor], ends: list[int] | None, place: str, l2norm: bool = True, tolerance: float = 2.0**-6):
+    """Compare with the recurrence; without ends the tokens are one sequence of a batch."""
+    packed, tokens = ends is not None, tensors[0].shape[0]
+    with running_on(place) as device:
+
+        def ours(*values: Tensor) -> tuple[Tensor, Tensor]:
+            *rows, states = values
+            if packed:
+                cu = torch.tensor(ends, dtype=torch.int32, device=device)
+                return gated_delta_rule(*rows, initial_state=states, cu_seqlens=cu, return_state=True, l2norm=l2norm)
+            rows = (t.unsqueeze(0) for t in rows)
+            out, final = gated_delta_rule(*rows, initial_state=states, return_state=True, l2norm=l2norm)
+            return out.squeeze(0), final
+
+        results = []
+        for function in (ours, lambda *values: exact(*values, ends or [0, tokens], l2norm)):
+            leaves = [(t if function is ours else t.double()).to(device).requires_grad_() for t in tensors]
+            with poisoned():
+                found = function(*leaves)
+                incoming = [random(*t.shape, seed=20 + i).to(tensors[0].dtype).to(t) for i, t in enumerate(found)]
+                results.append((*(t.detach() for t in found), *torch.autograd.grad(found, leaves, incoming)))
+        for what, got, want in zip(NAMES, *results, strict=True):
+            assert_near(got, want, tolerance, what)
+    return results[0]
+
+
+# tokens, key heads, heads, widths of k and v, type
+CASES = {
+    "one": (1, 1, 1, 8, 8, BF16),
+    "a chunk less one": (63, 1, 1, 16, 24, BF16),
+    "a chunk and one": (65, 1, 2, 64, 40, FP16),
+    "three heads of a key head": (20, 2, 6, 32, 16, BF16),
+    "wide": (70, 1, 1, 96, 136, BF16),
+}
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str, place: str) -> None:
+    tokens, key_heads, heads, d_k, d_v, dtype = CASES[name]
+    check(inputs(tokens, key_heads, heads, d_k, d_v, 1, dtype), None, place)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_packed_sequences(place: str) -> None:
+    check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("decay", (0.0, 1e-6, 20.0))
+def test_decays(decay: float, place: str) -> None:
+    check(inputs(70, 1, 1, 16, 16, 1, BF16, decay), None, place)
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("beta", (1.0, 2.0))
+def test_equal_keys(beta: float, place: str) -> None:
+    """M has entries of beta everywhere; products of it grow, the inverse does not."""
+    q, k, v, g, _, state = inputs(70, 1, 1, 16, 16, 1, BF16, 0.01)
+    tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.full_like(g, beta), state]
+    # With beta 2 each token reflects the state: T has entries of 2 that alternate, and roundings add up.
+    check(tensors, None, place, tolerance=2.0**-4 if beta == 2.0 else 2.0**-6)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_without_norms(place: str) -> None:
+    q, k, *others = inputs(66, 1, 1, 16, 16, 1, BF16)
+    check([q, k / 4, *others], None, place, l2norm=False)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_a_decay_of_minus_infinity_forgets(place: str) -> None:
+    with running_on(place) as device:
+        q, k, v, g, beta, state = (t.to(device) for t in inputs(20, 1, 1, 16, 16, 1, BF16))
+        g[10] = -torch.inf
+        rows = [t.unsqueeze(0) for t in (q, k, v, g, beta)]
+        out = gated_delta_rule(*rows, initial_state=state, l2norm=True)
+        alone = gated_delta_rule(*(t[:, 10:].contiguous() for t in rows), l2norm=True)
+        assert_near(out[:, 10:], alone.double(), 2.0**-6)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_steps_are_the_whole(place: str) -> None:
+    with running_on(place) as device:
+        tensors = [t.to(device) for t in inputs(12, 2, 4, 32, 40, 1, BF16)]
+        rows, state = [t.view(2, 6, *t.shape[1:]) for t in tensors[:5]], random(2, 4, 32, 40, seed=6).to(device)
+        want, final = gated_delta_rule(*rows, initial_state=state, return_state=True, l2norm=True)
+        outs = [gated_delta_rule_step(*(t[:, i] for t in rows), state, l2norm=True) for i in range(6)]
+        assert_near(torch.stack(outs, 1), want.double(), 2.0**-6)
+        assert_near(state, final.double(), 2.0**-6)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_states_carry_on(place: str) -> None:
+    with running_on(place) as device:
+        *rows, _ = (t.to(device).unsqueeze(0) for t in inputs(90, 1, 1, 16, 16, 1, BF16))
+        whole, final = gated_delta_rule(*rows, return_state=True, l2norm=True)
+        first, state = gated_delta_rule(*(t[:, :33] for t in rows), return_state=True, l2norm=True)
+        second, last = gated_delta_rule(*(t[:, 33:] for t in rows), initial_state=state, return_state=True, l2norm=True)
+        assert_near(torch.cat((first, second), 1), whole.double(), 2.0**-6)
+        assert_near(last, final.double(), 2.0**-6)
+
+
+def emulated_coverage() -> None:
+    """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    test_packed_sequences("sm_90")
+    test_steps_are_the_whole("sm_90")
+
+
+@at("sm_90", "cuda")
+def test_equal_bits_twice(place: str) -> None:
+    tensors = inputs(66, 1, 2, 16, 16, 1, BF16)
+    assert_equal_bits(check(tensors, None, place), check(tensors, None, place))
+
+
+@at("cpu", "sm_80", "cuda")
+def test_empty(place: str) -> None:
+    with running_on(place) as device:
+        q, k, v, g, beta, state = (t.to(device) for t in inputs(0, 1, 2, 16, 16, 1, BF16))
+        rows = [t.unsqueeze(0) for t in (q, k, v, g, beta)]
+        out, final = gated_delta_rule(*rows, initial_state=state, return_state=True)
+        assert out.shape == (1, 0, 2, 16) and torch.equal(final, state)
+
+
+def test_compiled() -> None:
+    rows = [t.unsqueeze(0) for t in inputs(9, 1, 2, 16, 16, 1, BF16)[:5]]
+    rows[0].requires_grad_()
+    want = gated_delta_rule(*rows, l2norm=True)
+    got = torch.compile(lambda *r: gated_delta_rule(*r, l2norm=True), fullgraph=True, backend="aot_eager")(*rows)
+    assert_equal_bits(got, want)
+    dy = torch.ones_like(want)
+    assert_equal_bits(torch.autograd.grad(got, rows[0], dy)[0], torch.autograd.grad(want, rows[0], dy)[0])
+
+
+_Q, _V, _G = torch.ones(1, 4, 2, 16).bfloat16(), torch.ones(1, 4, 4, 16).bfloat16(), torch.zeros(1, 4, 4)
+test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
+    {
+        "dimensions": (lambda: gated_delta_rule(_Q[0], _Q, _V, _G, _G), r"q has shape \(4, 2, 16\); expected 4 dim"),
+        "heads": (
+            lambda: gated_delta_rule(_Q, _Q, _V[:, :, :3], _G[..., :3], _G[..., :3]),
+            "v has 3 heads; expected a multiple of the 2 heads of q and k",
+        ),
+        "width": (lambda: gated_delta_rule(_Q[..., :4], _Q[..., :4], _V, _G, _G), "q has heads of 4 elements"),
+        "g": (lambda: gated_delta_rule(_Q, _Q, _V, _G[..., :2], _G), r"g has shape \(1, 4, 2\); expected \(1, 4, 4\)"),
+        "state": (
+            lambda: gated_delta_rule(_Q, _Q, _V, _G, _G, initial_state=torch.ones(1, 2, 16, 16)),
+            r"initial_state has shape \(1, 2, 16, 16\); expected \(1, 4, 16, 16\)",
+        ),
+        "step": (
+            lambda: gated_delta_rule_step(_Q[:, 0], _Q[:, 0], _V[:, 0], None, _G[:, 0], torch.ones(1, 4, 16, 8)),
+            r"state has shape \(1, 4, 16, 8\); expected \(1, 4, 16, 16\)",
+        ),
+    }
+)
