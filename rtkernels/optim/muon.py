@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi import multi_muon
+from rtkernels.ops.multi.multi_muon import APPLY, MOMENTUM
 from rtkernels.optim import muon_shards
 from rtkernels.optim.adamw import AdamW
 from rtkernels.optim.muon_iteration import QUINTIC, Coefficients, orthogonalize_, schedule
@@ -144,9 +146,9 @@ class Muon(AdamW):
         for items in _batches(self._ready(p, group) for p in group["params"] if p.grad is not None):
             updates = _updates(items, group)
             if is_sharded(items[0][0]):
-                directions = muon_shards.orthogonalized([p for p, *_ in items], updates, orthogonal)
+                directions = muon_shards.orthogonalized([p for p, *_ in items], updates.unbind(0), orthogonal)
             else:
-                directions = _orthogonalized(updates, orthogonal)
+                directions = list(_orthogonalized(updates, orthogonal).unbind(0))
             _apply(items, directions, group)
 
     def _ready(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -174,48 +176,49 @@ def _batches(items: Iterator[tuple[Tensor, Tensor, dict[str, Any]]]) -> Iterator
         yield from (same[i : i + count] for i in range(0, len(same), count))
 
 
-def _updates(items: list[tuple], group: dict[str, Any]) -> list[Tensor]:
-    """Advance the momentum of this process's shards and return what is to be orthogonalised, fp32."""
+def _updates(items: list[tuple], group: dict[str, Any]) -> Tensor:
+    """Advance the momentum of this process's shards and return what is to be orthogonalised, bfloat16, as a batch."""
     grads, averages = [], []
     for p, grad, state in items:
         average = state["momentum_buffer"]
         if is_sharded(p):
             grad = local(grad if grad.placements == p.placements else grad.redistribute(placements=p.placements))
             average = local(average)
-        grad = grad.float()
-        grads.append(-grad if group["maximize"] else grad)
+        grads.append(grad)
         averages.append(average)
-    torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
-    return torch._foreach_lerp(grads, averages, group["momentum"]) if group["nesterov"] else averages
-
-
-def _orthogonalized(updates: list[Tensor], orthogonal: Any) -> list[Tensor]:
-    shape = updates[0].shape
-    x = torch.empty((len(updates), *shape), dtype=torch.bfloat16, device=updates[0].device)
-    torch._foreach_copy_(list(x.unbind(0)), updates)
-    return list(orthogonal(x.reshape(-1, *shape[-2:])).reshape(x.shape).unbind(0))
-
-
-def _apply(items: list[tuple], directions: list[Tensor], group: dict[str, Any]) -> None:
-    lr, rows, cols = group["lr"], *items[0][0].shape[-2:]
-    rate = lr * _scaling(group["adjust_lr_fn"], rows, cols)
-    weights = [state.get("master", p) for p, _, state in items]
-    weights = [local(w) if is_sharded(w) else w for w in weights]
-    decay = 1 - lr * group["weight_decay"]
-    if isinstance(lr, Tensor):
-        rate, decay = rate.to(weights[0].device), decay.to(weights[0].device)
-        torch._foreach_mul_(weights, decay)
-        for w, x in zip(weights, directions, strict=True):
-            w.sub_(x.float() * rate)
+    x = torch.empty((len(items), *averages[0].shape), dtype=torch.bfloat16, device=averages[0].device)
+    updates, numbers = list(x.unbind(0)), (float(group["momentum"]), group["nesterov"], group["maximize"])
+    if all(t.is_contiguous() for t in (*grads, *averages)):
+        MOMENTUM(averages, grads, updates, *numbers)
     else:
-        if decay != 1:
-            torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, [x.to(w.dtype) for w, x in zip(weights, directions, strict=True)], alpha=-rate)
-    copies = [(p, w) for (p, _, state), w in zip(items, weights, strict=True) if "master" in state]
-    if copies:
-        torch._foreach_copy_([local(p) if is_sharded(p) else p for p, _ in copies], [w for _, w in copies])
+        for lists in zip(averages, grads, updates, strict=True):
+            multi_muon.momentum_reference(*([t] for t in lists), *numbers)
+    return x
+
+
+def _orthogonalized(x: Tensor, orthogonal: Any) -> Tensor:
+    return orthogonal(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+
+
+def _apply(items: list[tuple], directions: Sequence[Tensor], group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    weights = [_own(state.get("master", p)) for p, _, state in items]
+    copies = [_own(p) for p, _, state in items if "master" in state]
+    lr_by = lr.to(weights[0].device, torch.float32, non_blocking=True).reshape(()) if isinstance(lr, Tensor) else None
+    factor = _scaling(group["adjust_lr_fn"], *items[0][0].shape[-2:])
+    numbers = (0.0 if lr_by is not None else float(lr), factor, float(group["weight_decay"]))
+    if all(t.is_contiguous() for t in (*weights, *directions, *copies)):
+        APPLY(weights, directions, copies, lr_by, *numbers)
+    else:
+        for i, lists in enumerate(zip(weights, directions, strict=True)):
+            multi_muon.apply_reference(*([t] for t in lists), copies[i : i + 1], lr_by, *numbers)
     for p, *_ in items:
-        torch.autograd.graph.increment_version(p)
+        if is_sharded(p):
+            torch.autograd.graph.increment_version(p)  # the operator sees only the shard
+
+
+def _own(t: Tensor) -> Tensor:
+    return local(t) if is_sharded(t) else t
 
 
 def _scaling(kind: str | None, rows: int, cols: int) -> float:

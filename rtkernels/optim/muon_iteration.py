@@ -56,7 +56,7 @@ def orthogonalize_(x: Tensor, coefficients: Sequence[Coefficients], eps: float, 
     # Powers of two keep elements of x and of x x^T, which are small where matrices are large, in the range of float16.
     size = 2.0 ** min(max(int(math.log2(x.shape[1] * x.shape[2])) // 2 - 3, 0), 12)
     short = 2.0 ** min(int(math.log2(min(x.shape[1:]))), 13)
-    x = x.float().mul_(size / norm).half()
+    x = torch.mul(x, size / norm, out=torch.empty_like(x, dtype=torch.float16))
     for first in (0, _RESTART)[: 1 + (len(coefficients) > _RESTART)]:
         part = coefficients[first:_RESTART] if first == 0 else coefficients[first:]
         factor = _gram_factor(x, part, short if first == 0 else min(short, 64.0), size)

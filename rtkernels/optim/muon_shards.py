@@ -16,7 +16,7 @@ def orthogonalized(params: Sequence[Any], updates: Sequence[Tensor], orthogonal:
 
     Args:
         params: DTensors of one shape, mesh and sharding.
-        updates: This process's shards, fp32.
+        updates: This process's shards, bfloat16.
         orthogonal: Orthogonalises a batch of bfloat16 matrices, which it overwrites.
     """
     p = params[0]
@@ -24,8 +24,8 @@ def orthogonalized(params: Sequence[Any], updates: Sequence[Tensor], orthogonal:
     shape = updates[0].shape
     if all(p.placements[dim].dim < p.dim() - 2 for dim in splits):  # whole matrices, also if nothing is split
         if not updates[0].numel():
-            return [update.bfloat16() for update in updates]
-        x = torch.stack([update.bfloat16() for update in updates])
+            return list(updates)
+        x = torch.stack(updates)
         return list(orthogonal(x.reshape(-1, *shape[-2:])).reshape(x.shape).unbind(0))
     if len(splits) == 1 and p.dim() == 2 and p.placements[splits[0]].dim == 0 and _is_plain(p.placements[splits[0]]):
         return _by_owners(p, updates, orthogonal, p.device_mesh.get_group(splits[0]))
@@ -46,7 +46,7 @@ def _by_owners(p: Any, updates: Sequence[Tensor], orthogonal: Orthogonal, proces
     heights = [max(min(rows, (r + 1) * each) - r * each, 0) for r in range(world)]
     owned = [list(range(owner, len(updates), world)) for owner in range(world)]
     device = updates[0].device
-    sent = torch.cat([updates[i].bfloat16().reshape(-1) for mine in owned for i in mine])
+    sent = torch.cat([updates[i].reshape(-1) for mine in owned for i in mine])
     to_owners = [len(mine) * heights[rank] * cols for mine in owned]
     from_all = [len(owned[rank]) * height * cols for height in heights]
     got = torch.empty(sum(from_all), dtype=torch.bfloat16, device=device)
@@ -71,7 +71,7 @@ def _gathered(params: Sequence[Any], updates: Sequence[Tensor], orthogonal: Orth
     results = []
     for p, update in zip(params, updates, strict=True):
         mesh, places = p.device_mesh, p.placements
-        whole = DTensor.from_local(update.bfloat16(), mesh, places, shape=p.shape, stride=p.stride(), run_check=False)
+        whole = DTensor.from_local(update, mesh, places, shape=p.shape, stride=p.stride(), run_check=False)
         x = whole.redistribute(placements=[Replicate()] * mesh.ndim).to_local().contiguous()
         full = orthogonal(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
         replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -107,9 +107,9 @@ def _plan(a: Meta, b: Meta | None, add: Meta | None, device: int) -> Steps:
 
 def _in_torch(a: Tensor, b: Tensor | None, add: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
     """Return the result with torch's products, both triangles."""
-    right = (a if b is None else b).mT
-    if a.is_cpu and not torch.is_grad_enabled():
+    if a.is_cpu:
         return _reference(a, b, add, alpha, beta, gamma)
+    right = (a if b is None else b).mT
     out = torch.baddbmm(add if add is not None else a.new_zeros(()), a, right, beta=beta if add is not None else 0.0,
                         alpha=alpha)  # fmt: skip
     if gamma:
