@@ -26,16 +26,16 @@ class AdamW(torch.optim.Optimizer):
     to change it between replays. Works with ``torch.amp.GradScaler`` without synchronisation.
 
     With ``state="8bit"`` or ``"fp8"``, the moments of tensors of 4096 elements or more take one byte each and a scale
-    per 256 elements. With ``master=False``, 16-bit parameters are updated without an fp32 copy; ``stochastic=True`` then
-    rounds bfloat16 parameters up or down at random, so that small updates survive on average. All three together take
-    10 bytes of memory traffic per parameter and step instead of 28. A group may have options of its own.
+    per 256 elements. With ``master=False``, 16-bit parameters are updated without an fp32 copy. ``stochastic=True``
+    then rounds bfloat16 parameters up or down at random, so that small updates survive on average. All three together
+    take 10 bytes of memory traffic per parameter and step instead of 28. A group may have its own values.
 
     The state of a parameter is that of torch (``step``, ``exp_avg``, ``exp_avg_sq``) plus ``master``. With
     ``state="8bit"`` it is that of ``bitsandbytes.optim.AdamW8bit`` (``state1``, ``absmax1``, ``qmap1``, ...), so state
-    dicts can be exchanged in both directions. State dicts of any kind can be loaded, also those of
-    ``torch.optim.AdamW`` without amsgrad and of TorchAO's 8-bit and fp8 optimizers; master weights are then initialised from the parameters, as at
-    the first step. If parameters are overwritten later, the next step restores them from the master weights: load the
-    optimizer's state as well, or delete ``state[p]["master"]``.
+    dicts can be exchanged in both directions. A state dict of any kind can be loaded, including those of
+    ``torch.optim.AdamW`` without amsgrad and of TorchAO's 8-bit and fp8 optimizers. Master weights that it does not
+    have are initialised from the parameters, as at the first step. If parameters are overwritten later, the next step
+    restores them from the master weights: load the optimizer's state as well, or delete ``state[p]["master"]``.
 
     Args:
         params: Parameters or parameter groups, bfloat16, float16 or float32. Each parameter and gradient is contiguous

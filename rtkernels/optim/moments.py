@@ -22,7 +22,7 @@ _MAPS = ("qmap1", "qmap2")
 
 def is_coded(p: Tensor, kind: str) -> bool:
     """Return whether the moments of a parameter are codes."""
-    return kind != "fp32" and local(p).numel() >= MIN_CODED if is_sharded(p) else kind != "fp32" and p.numel() >= MIN_CODED
+    return kind != "fp32" and p.numel() >= MIN_CODED
 
 
 def start(p: Tensor, kind: str) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def loaded(p: Tensor, given: dict[str, Any], kind: str) -> dict[str, Tensor]:
-    """Return the moments of a state dict, of this optimizer, torch's, bitsandbytes' or TorchAO's, as `kind` keeps them."""
+    """Return the moments of a state dict (ours, torch's, bitsandbytes' or TorchAO's) as `kind` keeps them."""
     names = NAMES["8bit"] if "state1" in given else NAMES["fp32"]
     values = [given.get(name) for name in names]
     if any(value is None for value in values):

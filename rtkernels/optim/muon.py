@@ -26,10 +26,10 @@ _ADAMW_EPS = 1e-8
 class Muon(AdamW):
     """Momentum whose update of every matrix is orthogonalised; replaces ``torch.optim.Muon``.
 
-    Matrices of the same shape are processed as one batch, with products that compute one triangle of a symmetric result.
-    Parameters with three dimensions, as of experts, are batches of matrices. Momentum and arithmetic outside of the
-    iteration are fp32; 16-bit parameters have fp32 master weights, as in ``AdamW``. Updates are those of torch's Muon
-    (its code, where the momentum is an average of gradients), up to the rounding of the iteration.
+    Matrices of the same shape are processed as one batch, with products that compute one triangle of a symmetric
+    result. Parameters with three dimensions, such as experts, are batches of matrices. Momentum and arithmetic outside
+    of the iteration are fp32; 16-bit parameters have fp32 master weights, as in ``AdamW``. Updates are those of torch's
+    Muon (its code, where the momentum is an average of gradients), up to the rounding of the iteration.
 
     Groups with ``use_muon=False`` are updated by AdamW, with `betas` and the other options of ``rtkernels.optim.AdamW``
     as keys of the group. So one optimizer serves a whole model::

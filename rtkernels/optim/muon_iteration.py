@@ -1,4 +1,4 @@
-"""Orthogonalisation of batches of matrices by odd polynomials: quintic Newton-Schulz, Polar Express, and the Gram form."""
+"""Orthogonalisation of batches of matrices: quintic Newton-Schulz, Polar Express, and the Gram form of either."""
 
 from __future__ import annotations
 

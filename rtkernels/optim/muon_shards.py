@@ -1,4 +1,4 @@
-"""Muon's updates of sharded matrices: whole matrices are dealt to processes, computed there, and their rows sent back."""
+"""Muon's updates of sharded matrices: each process computes whole matrices, and rows are sent there and back."""
 
 from __future__ import annotations
 

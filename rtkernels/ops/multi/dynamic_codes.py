@@ -1,4 +1,4 @@
-"""8-bit moments of an optimizer: the dynamic map, codes and scales per 256 elements, and random bits, in plain torch."""
+"""8-bit moments of an optimizer in plain torch: the dynamic map, codes, scales per 256 elements, random bits."""
 
 from __future__ import annotations
 
