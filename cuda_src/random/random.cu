@@ -3,7 +3,7 @@
 // words of one counter, which is their position: the result depends only on the seed and the number of elements, not on
 // the launch. All arithmetic is fp32, rounded once to T. Grid: any.
 #include "common/vec.cuh"
-#include "random/philox.cuh"
+#include "common/philox.cuh"
 
 namespace rtk {
 

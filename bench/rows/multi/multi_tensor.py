@@ -134,6 +134,48 @@ def _foreach_adamw(weights, grads, exp_avgs, exp_avg_sqs, steps, copies) -> None
         torch._foreach_copy_(copies, weights)
 
 
+def _codes_inputs(kind: str):
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        from rtkernels.ops.multi import dynamic_codes
+
+        size = (_ADAMW_SIZE,)
+        one = torch.randn(size, generator=generator, device=device)
+        first, scale1 = dynamic_codes.encode(one * 1e-4, kind, True)
+        second, scale2 = dynamic_codes.encode((one * 1e-3).square(), kind, False)
+
+        def many(t: Tensor) -> list[Tensor]:
+            return [t.clone() for _ in range(_ADAMW_TENSORS)]
+
+        return {
+            "weights": many((one * 0.02).bfloat16()),
+            "grads": many((one * 1e-3).bfloat16()),
+            "exp_avgs": many(first),
+            "exp_avg_sqs": many(second),
+            "steps": many(torch.full((), 10.0, device=device)),
+            "origins": [torch.tensor([i, 0], device=device) for i in range(_ADAMW_TENSORS)],
+            "scales1": many(scale1),
+            "scales2": many(scale2),
+        }
+
+    return make
+
+
+def _adamw_codes(**lists: Any) -> None:
+    from rtkernels.ops.multi import multi_adamw_codes
+
+    numbers = (_RATE, *_BETAS, _EPS, _DECAY, False, 0, True)
+    multi_adamw_codes.STEP(*lists.values(), [], None, None, None, *numbers)
+
+
+def _bf16_adamw(weights, grads, exp_avgs, exp_avg_sqs, steps, **_: Any) -> None:
+    """torch's fused step with bfloat16 moments of its own: 14 bytes per parameter instead of 10."""
+    firsts, seconds = ([t.bfloat16() for t in moments] for moments in (exp_avgs, exp_avg_sqs))
+    torch._fused_adamw_(
+        weights, grads, firsts, seconds, [], steps, lr=_RATE, beta1=_BETAS[0], beta2=_BETAS[1], weight_decay=_DECAY,
+        eps=_EPS, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
 def _stepping(function):
     """Return a step as a row: every call changes its inputs, so there is no result to compare."""
 
@@ -172,4 +214,14 @@ def rows() -> Iterator[Row]:
             28 * _ADAMW_TENSORS * _ADAMW_SIZE,
             exact=lambda **lists: torch.ones(1),
             fused=_stepping(_fused_adamw),
+        )
+    for name, kind in (("adamw_8bit", "8bit"), ("adamw_fp8", "fp8")):
+        yield Row(
+            name,
+            f"{_ADAMW_TENSORS}x{_ADAMW_SIZE}",
+            _codes_inputs(kind),
+            _stepping(_adamw_codes),
+            _stepping(_bf16_adamw),
+            10 * _ADAMW_TENSORS * _ADAMW_SIZE,
+            exact=lambda **lists: torch.ones(1),
         )

@@ -57,7 +57,7 @@ def _check(lists: Lists) -> None:
             )
 
 
-_TABLES = Tables(partial(Table, scalars=_STEPS), _check)
+_TABLES = Tables(partial(Table, scalars=(_STEPS,)), _check)
 
 
 def _log(beta: float) -> float:

@@ -21,6 +21,7 @@ _ROUNDS = 4
 _HEADER = 3  # words of a record before its addresses; cuda_src/multi/list.cuh
 _ALIGNED = 1 << 32
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_OTHER = 3  # codes and integers, whose type a kernel knows
 _SHIFTS = (12, 16)  # a chunk has 4096 to 65536 elements
 
 
@@ -33,9 +34,14 @@ class Table:
         chunks: How many there are in all.
         shift: Elements of a whole chunk, as a power of two.
         plans: Those of operators for this table, by name and options.
+
+    Args:
+        lists: Lists of the same length.
+        device: CUDA ordinal, or -1.
+        scalars: Indices of lists whose tensors have other elements than those of the first list.
     """
 
-    def __init__(self, lists: Sequence[Sequence[Tensor]], device: int, scalars: int | None = None) -> None:
+    def __init__(self, lists: Sequence[Sequence[Tensor]], device: int, scalars: Sequence[int] = ()) -> None:
         self.device, self.tensors, self.lists = device, len(lists[0]), len(lists)
         sizes = numpy.array(list(map(Tensor.numel, lists[0])), numpy.int64)
         self.shift = _shift(int(sizes.sum()), device)
@@ -53,8 +59,8 @@ class Table:
         kinds = numpy.zeros(self.tensors, numpy.int64)
         for i, tensors in enumerate(lists):
             records[:, _HEADER + i] = list(map(Tensor.data_ptr, tensors))
-            kinds |= numpy.array([_KIND[t.dtype] for t in tensors], numpy.int64) << 2 * i
-        addresses = [_HEADER + i for i in range(self.lists) if i != scalars]
+            kinds |= numpy.array([_KIND.get(t.dtype, _OTHER) for t in tensors], numpy.int64) << 2 * i
+        addresses = [_HEADER + i for i in range(self.lists) if i not in scalars]
         aligned = (numpy.bitwise_or.reduce(records[:, addresses], axis=1) & 15) == 0
         records[:, 1] = kinds | numpy.where(aligned, _ALIGNED, 0)
         words[self.tensors * width :] = numpy.repeat(numpy.arange(self.tensors), counts)

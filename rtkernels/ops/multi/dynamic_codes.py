@@ -1,0 +1,85 @@
+"""8-bit moments of an optimizer in plain torch: the dynamic map, codes, scales per 256 elements, random bits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy
+import torch
+from torch import Tensor
+
+BLOCK = 256  # elements that share a scale
+FP8_MAX = 448.0
+
+
+@cache
+def dynamic_map(signed: bool) -> Tensor:
+    """Return the values of the 256 codes in ascending order, fp32 on the CPU: seven decades up to 1, and 0 and 1.
+
+    The map of bitsandbytes (``create_dynamic_map``): 2^i cells in decade i, twice as many if there are no signs.
+    """
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, device="cpu", dtype=torch.float32)
+        middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+        values += [10.0 ** (decade - 6) * middle for middle in middles]
+        values += [-(10.0 ** (decade - 6)) * middle for middle in middles] if signed else []
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
+
+
+def blocks_of(count: int) -> int:
+    """Return how many scales a tensor of this many elements has."""
+    return -(-count // BLOCK)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    flat = x.reshape(-1).float()
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).reshape(-1, BLOCK)
+
+
+def encode(x: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return codes (uint8 or e4m3, in the order of x) and the scales of their blocks, fp32."""
+    blocks = _blocks(x)
+    amax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
+    scale = amax / FP8_MAX if kind == "fp8" else amax
+    scale = torch.where(scale < 1e-36, torch.zeros_like(scale), scale)
+    scaled = torch.where(scale[:, None] == 0, torch.zeros_like(blocks), blocks / scale[:, None])
+    if kind == "fp8":
+        codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    else:
+        values = dynamic_map(signed).to(x.device)
+        codes = torch.bucketize(scaled, (values[:-1].double() + values[1:].double()).div(2).float()).to(torch.uint8)
+    return codes.reshape(-1)[: x.numel()].reshape(x.shape), scale
+
+
+def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """Return the fp32 numbers of codes."""
+    if codes.dtype == torch.uint8:
+        values = dynamic_map(signed).to(codes.device)[codes.reshape(-1).long()]
+    else:
+        values = codes.reshape(-1).float()
+    blocks = _blocks(values) * scale[:, None]
+    return blocks.reshape(-1)[: codes.numel()].reshape(codes.shape)
+
+
+def random_bits(seed: int, stream: int, step: int, first: int, count: int) -> Tensor:
+    """Return 16 random bits for each of `count` elements from place `first` on: Philox 4x32-10, int32 on the CPU."""
+    begin, end = first // 8, -(-(first + count) // 8)
+    counter = numpy.arange(begin, end, dtype=numpy.uint64)
+    low, mask = numpy.uint64(32), numpy.uint64(0xFFFFFFFF)
+    c = [counter & mask, counter >> low, numpy.full_like(counter, step), numpy.full_like(counter, stream)]
+    key = [numpy.uint64(seed & 0xFFFFFFFF), numpy.uint64(seed >> 32 & 0xFFFFFFFF)]
+    for _ in range(10):
+        left, right = c[0] * numpy.uint64(0xD2511F53), c[2] * numpy.uint64(0xCD9E8D57)
+        c = [(right >> low) ^ c[1] ^ key[0], right & mask, (left >> low) ^ c[3] ^ key[1], left & mask]
+        key = [(key[0] + numpy.uint64(0x9E3779B9)) & mask, (key[1] + numpy.uint64(0xBB67AE85)) & mask]
+    words = numpy.stack(c, 1)
+    halves = numpy.stack([words & numpy.uint64(0xFFFF), words >> numpy.uint64(16)], 2).reshape(-1)
+    return torch.from_numpy(halves[first - 8 * begin :][:count].astype(numpy.int32))
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """Return fp32 numbers as bfloat16, rounded up where adding 16 random bits carries into the upper half."""
+    number = x.contiguous().view(torch.int32)
+    rounded = ((number + bits.reshape(x.shape)) & -65536).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()

@@ -1,0 +1,242 @@
+"""AdamW with moments of 8 bits and without master weights: codes, random rounding, and states of other libraries."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.compare import running_on
+from support.places import at
+from torch import Tensor
+from torch.nn import Parameter
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi import dynamic_codes, multi_adamw_codes
+from rtkernels.optim import AdamW
+
+KINDS = ("fp32", "8bit", "fp8")
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def lists(kind: str, weight: torch.dtype, grad: torch.dtype, copies: bool, first: int = 0, shift: int = 0) -> list:
+    """Arguments of a step, on the CPU."""
+    g = torch.Generator().manual_seed(5)
+    sizes = (4700, 1, 256, 300)
+
+    def some(dtype: torch.dtype, scale: float) -> list[Tensor]:
+        return [(torch.randn(size + shift, generator=g) * scale).to(dtype)[shift:] for size in sizes]
+
+    moments = [some(F32, 1e-2), [t.square() for t in some(F32, 1e-2)]]
+    scales: list[list[Tensor]] = [[], []]
+    if kind != "fp32":
+        pairs = [[dynamic_codes.encode(t, kind, i == 0) for t in one] for i, one in enumerate(moments)]
+        moments, scales = ([[pair[k] for pair in one] for one in pairs] for k in (0, 1))
+    weights = some(weight, 1.0)
+    steps = [torch.full((), 3.0) for _ in sizes]
+    origins = [torch.tensor([i, first]) for i, _ in enumerate(sizes)]
+    low = [w.bfloat16() for w in weights] if copies else []
+    return [weights, some(grad, 1e-2), *moments, steps, origins, *scales, low]
+
+
+NUMBERS = (None, None, None, 1e-2, 0.9, 0.95, 1e-8, 0.1, False)
+
+
+@at("sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("weight", "grad", "stochastic", "copies", "first", "shift"),
+    [
+        (B16, B16, True, False, 0, 0),
+        (B16, F32, True, False, 13, 1),
+        (F32, B16, False, True, 0, 0),
+        (F16, F32, False, False, 0, 3),
+    ],
+)
+def test_kernels_are_the_reference(place, kind, weight, grad, stochastic, copies, first, shift) -> None:
+    expected = lists(kind, weight, grad, copies, first, shift)
+    with torch.no_grad():
+        multi_adamw_codes.STEP(*expected, *NUMBERS, 1 << 40, stochastic)
+        with running_on(place) as device:
+            ours = [[t.to(device).clone() for t in one] for one in lists(kind, weight, grad, copies, first, shift)]
+            multi_adamw_codes.STEP(*ours, *NUMBERS, 1 << 40, stochastic)
+    for index, (one, other) in enumerate(zip(ours, expected, strict=True)):
+        for x, y in zip(one, other, strict=True):
+            x = x.cpu()
+            if x.dtype in (torch.uint8, torch.float8_e4m3fn):  # a rounding error moves a few codes to the next
+                distance = (x.view(torch.uint8).int() - y.view(torch.uint8).int()).abs()
+                assert distance.max() <= 1 and (distance > 0).float().mean() < 0.01
+            else:
+                size = y.float().abs().max()
+                unit = torch.finfo(y.dtype).eps if index in (0, 8) and y.is_floating_point() else 1e-6
+                assert (x.float() - y.float()).abs().max() <= 2 * unit * size
+                assert (x != y).float().mean() < 0.01 or y.dtype == F32
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_map(signed) -> None:
+    values = dynamic_codes.dynamic_map(signed)
+    assert len(values) == 256 and values.diff().min() > 0
+    assert values[-1] == 1 and values[127 if signed else 0] == 0
+    assert values.abs().unique()[1] == pytest.approx(5.5e-7 if signed else 3.25e-7)
+    codes, scale = dynamic_codes.encode(values * 3.0, "8bit", signed)
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8)) and scale.tolist() == [3.0]
+    torch.testing.assert_close(dynamic_codes.decode(codes, scale, signed), values * 3.0, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["8bit", "fp8"])
+def test_zeros_nan_and_short_blocks(kind) -> None:
+    x = torch.zeros(600)
+    codes, scale = dynamic_codes.encode(x, kind, True)
+    assert scale.shape == (3,) and not dynamic_codes.decode(codes, scale, True).any()
+    x[300] = float("nan")
+    codes, scale = dynamic_codes.encode(x, kind, True)
+    assert scale.isnan().tolist() == [False, True, False]
+
+
+def test_random_bits_depend_on_the_place_only() -> None:
+    whole = dynamic_codes.random_bits(3, 1, 2, 0, 100)
+    assert torch.equal(whole[13:60], dynamic_codes.random_bits(3, 1, 2, 13, 47))
+    assert not torch.equal(whole, dynamic_codes.random_bits(3, 1, 3, 0, 100))
+    assert not torch.equal(whole, dynamic_codes.random_bits(3, 2, 2, 0, 100))
+    many = dynamic_codes.random_bits(4, 0, 1, 0, 1 << 16).double()
+    assert many.min() >= 0 and many.max() < 65536 and abs(many.mean() / 32767.5 - 1) < 0.01
+
+
+def test_rounding_keeps_the_mean() -> None:
+    x = torch.full((4096,), 1.0 + 0.3 * 2**-7)
+    rounded = dynamic_codes.round_stochastically(x, dynamic_codes.random_bits(0, 0, 1, 0, 4096)).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert abs((rounded.mean() - 1) * 2**7 - 0.3) < 0.03
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    kept = dynamic_codes.round_stochastically(odd, torch.full((4,), 65535, dtype=torch.int32))
+    assert kept[0].isnan() and kept[1:3].tolist() == [float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_200_steps_against_fp32(kind, stochastic) -> None:
+    g = torch.Generator().manual_seed(0)
+    target = torch.randn(80, 64, generator=g)
+    losses = []
+    for options in ({}, {"state": kind, "master": not stochastic, "stochastic": stochastic}):
+        p = Parameter(torch.zeros(80, 64, dtype=B16))
+        optimizer = AdamW([p], lr=2e-2, weight_decay=0.0, **options)
+        for _ in range(200):
+            p.grad = (p.detach().float() - target).to(B16)
+            optimizer.step()
+        losses.append((p.float() - target).square().mean().item())
+    assert losses[1] < 2 * losses[0] + 1e-3
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(0)
+        p = Parameter(torch.randn(5000).bfloat16())
+        optimizer = AdamW([p], lr=1e-3, state="8bit", master=False, stochastic=True, seed=seed)
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        results.append(p.detach().clone())
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def _stepped(kind: str, **options) -> tuple[list[Parameter], AdamW]:
+    torch.manual_seed(0)
+    params = [Parameter(torch.randn(70, 64)), Parameter(torch.randn(30))]
+    optimizer = AdamW(params, lr=1e-2, state=kind, **options)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return params, optimizer
+
+
+def test_state_is_that_of_bitsandbytes() -> None:
+    params, optimizer = _stepped("8bit")
+    large, small = (optimizer.state_dict()["state"][i] for i in (0, 1))
+    assert set(large) == {"step", "state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"}
+    assert large["step"] == 1 and type(large["step"]) is int
+    assert large["state1"].dtype == torch.uint8 and large["state1"].shape == params[0].shape
+    assert large["absmax1"].shape == (-(-70 * 64 // 256),) and large["qmap1"].shape == (256,)
+    assert set(small) == {"step", "state1", "state2"} and small["state1"].dtype == F32
+    again = AdamW([Parameter(p.detach().clone()) for p in params], lr=1e-2, state="8bit")
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", [*KINDS, "torch", "torchao"])
+def test_states_are_converted(kind, source) -> None:
+    params, optimizer = _stepped("fp32" if source in ("torch", "torchao") else source)
+    exact = _stepped("fp32")[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    if source == "torch":
+        state = torch.optim.AdamW(params).state_dict() | {"state": state["state"]}
+    if source == "torchao":
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            whole = state["state"][0][name]
+            codes, scale = dynamic_codes.encode(whole, "fp8", signed)
+            state["state"][0][name] = SimpleNamespace(codes=codes, scale=scale, shape=whole.shape)
+        state["state"][0] = state["state"][0]
+    target = AdamW([Parameter(p.detach().clone()) for p in params], lr=1e-2, state=kind)
+    if source == "torchao":
+        from rtkernels.optim import moments
+
+        loaded = moments.loaded(target.param_groups[0]["params"][0], state["state"][0], kind)
+    else:
+        target.load_state_dict(state)
+        assert target.param_groups[0]["state"] == ("fp32" if source == "fp32" else target.param_groups[0]["state"])
+        kind = target.param_groups[0]["state"]
+        loaded = next(iter(target.state.values()))
+    names = ("state1", "state2") if kind == "8bit" else ("exp_avg", "exp_avg_sq")
+    scales = {"8bit": ("absmax1", "absmax2"), "fp8": ("exp_avg_scale", "exp_avg_sq_scale")}.get(kind)
+    reference = next(iter(exact.state.values()))
+    for i, name in enumerate(names):
+        value = loaded[name] if scales is None else dynamic_codes.decode(loaded[name], loaded[scales[i]], i == 0)
+        whole = reference[("exp_avg", "exp_avg_sq")[i]]
+        assert ((value.float() - whole).norm() / whole.norm()) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state": "4bit"}, "state is '4bit'"),
+        ({"master": 1}, "master is 1"),
+        ({"stochastic": True}, "stochastic is True, and so is master"),
+        ({"master": False, "stochastic": True, "seed": -1}, "seed is -1"),
+    ],
+)
+def test_wrong_options(options, message) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        AdamW([Parameter(torch.randn(5))], **options)
+
+
+def test_float16_is_not_rounded_stochastically() -> None:
+    p = Parameter(torch.randn(5).half())
+    p.grad = torch.randn_like(p)
+    with pytest.raises(ArgumentError, match="a parameter is float16"):
+        AdamW([p], master=False, stochastic=True).step()
+
+
+@pytest.mark.gpu
+def test_captured_steps_and_scaled_gradients() -> None:
+    params = [Parameter(torch.randn(100, 80, device="cuda").bfloat16()) for _ in range(2)]
+    optimizers = [AdamW([p], lr=1e-2, state="8bit", master=False, stochastic=True) for p in params]
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    graph.replay()
+    optimizers[1].step()
+    assert torch.equal(*params)
+    optimizers[0].found_inf = torch.ones((), device="cuda")
+    optimizers[0].step()
+    assert torch.equal(*params)
