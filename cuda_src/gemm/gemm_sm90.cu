@@ -7,8 +7,8 @@
 // loop are loaded the same way, or by two more warps in any layout. TMA stores boxes of results while the next tile is
 // multiplied.
 //
-// Where kColumnScales leaves SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums
-// of one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
+// Where plain results leave SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums of
+// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
 // accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
               const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
               const void* add, void* out, float* out_scale,
-              const i32* starts, const i32* ends, float* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
+              const i32* starts, const i32* ends, void* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
               i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
               i64 groups,
@@ -112,9 +112,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
-    // Weight gradients have few tiles and a long k, so several blocks may share it.
-    constexpr bool kSplits =
-        SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
+    // Two operands that lie across need more registers for their copies than the producer has left for a share.
+    constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -345,12 +344,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
         if constexpr (kSplits) {
             if (share.is_part()) {
-                const SharedSums<CONSUMERS, COLS / 8> parts{shared_sums, arrived};
+                using Parts = SharedSums<typename Totals<Sum, SCALES>::Type, CONSUMERS, COLS / 8>;
+                const Parts parts{static_cast<typename Parts::Four*>(shared_sums), arrived};
                 if (share.first_step() != 0) {
                     parts.put(sums[0], consumer, ring.barrier);
                     continue;
                 }
-                for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < share.tile_end(); ++block)
+                for (u32 block = blockIdx.x + 1; share.may_have(block, count); ++block)
                     if (share.has_any(block, count)) parts.add(sums[0], consumer, block);
             }
         }

@@ -67,15 +67,51 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "out": "fp32",
             "accumulate": True,
             "tile": BROAD,
-            "split": True,
+            "sharing": 4,
         },
     ),
     "1d1d_two_rounds_shared": (
         150,
         520,
         400,
-        {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "bias": "bf16", "tile": BROAD, "split": True},
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "bias": "bf16", "tile": BROAD, "sharing": 4},
     ),
+    # Blocks share k: equal parts, uneven ones, a whole round before them, more blocks than k has steps, a single tile.
+    "bf16_shared": (131, 136, 1000, {"bias": "bf16", "tile": SMALL, "sharing": 8}),
+    "bf16_shared_unevenly": (70, 300, 456, {"add": "bf16", "act": "silu", "tile": SMALL, "sharing": 5}),
+    "bf16_shared_after_a_round": (131, 392, 456, {"out": "fp32", "accumulate": True, "tile": SMALL, "sharing": 5}),
+    "bf16_one_tile_shared": (33, 40, 200, {"tile": ONE, "sharing": 7}),
+    "bf16_odd_columns_shared": (70, 131, 520, {"tile": BROAD, "sharing": 3}),
+    "bf16_224_shared": (70, 440, 264, {"tile": COLS_224, "sharing": 4}),
+    "bf16_192_shared": (70, 200, 264, {"tile": COLS_192, "sharing": 4}),
+    "wgrad_shared": (
+        70,
+        136,
+        300,
+        {"across": (True, True), "out": "fp32", "accumulate": True, "tile": SMALL, "sharing": 4},
+    ),
+    "b_across_shared": (70, 264, 300, {"across": (False, True), "tile": BROAD, "sharing": 4}),
+    "fp8_rows_shared": (
+        131,
+        136,
+        1000,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "bias": "bf16", "tile": SMALL, "sharing": 8},
+    ),
+    "fp8_fast_shared": (
+        70,
+        264,
+        600,
+        {"a": "e4m3", "sums": "fast", "scale_a": TENSOR, "scale_b": TENSOR, "tile": BROAD, "sharing": 6},
+    ),
+    "1d2d_shared": (150, 264, 656, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": BROAD, "sharing": 7}),
+    "1d2d_one_warpgroup_shared": (
+        70,
+        136,
+        656,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE, "sharing": 8},
+    ),
+    "int8_sums_shared": (70, 66, 656, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL, "sharing": 3}),
+    "int8_rows_shared": (70, 136, 656, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4}),
     "1d2d_one_warpgroup": (70, 136, 400, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE}),
     "squares": (140, 136, 272, {"a": "e4m3", "scale_a": SQUARE, "scale_b": SQUARE, "tile": SMALL}),
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
@@ -278,7 +314,7 @@ def test_tiles_between_fill_the_last_round() -> None:
 
     def tile(sms: int = 132, **changed: Any) -> Tile:
         p = product._replace(**changed)
-        return sm90_plan._tile(p, sm90_plan._loop_scales(p), sms)
+        return sm90_plan._choice(p, sm90_plan._loop_scales(p), sms).tile
 
     assert tile() == COLS_224 and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
     assert tile(a=e4m3, b=e4m3, **blocks) == SMALL  # a scale covers 128 columns
@@ -296,4 +332,6 @@ def test_chosen_tiles_are_built() -> None:
     for scales in tile_choice.TILES:
         for m in (1, 64, 200, 1000, 4096, 100_000):
             for n in (8, 256, 4096):
-                assert (*tile_choice.choose(m, n, 512, scales, tile_choice.PLAIN, 132), scales, 0) in built
+                for k_bytes in (16, 512, 20_000):
+                    chosen = tile_choice.choose(tile_choice.Size(m, n, k_bytes), scales, tile_choice.PLAIN, 132)
+                    assert (*chosen.tile, scales, 0) in built and chosen.sharing <= 132
